@@ -1,0 +1,44 @@
+# Needs Python 3.11+, make and a C compiler; everything else goes into .venv. `make help` lists the targets.
+PYTHON ?= python3
+export PYTHON
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test unit lint clean distclean FORCE
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  ARGS="..."                 passed on: make train ARGS="trainer.lr=1e-4 rollout.num_replicas=2"'
+	@echo '  PYTHON=python3.12          the interpreter a new .venv is made with (3.11 or newer)'
+	@echo '  SLIPSTREAM_EXTRA=cpu|gpu   which vLLM .venv gets (default: gpu where nvidia-smi lists a GPU)'
+
+install: $(STAMP)  ## make .venv, or bring it up to date
+
+# Written last by install.sh, so that a half-finished install does not count. A named extra is always compared with what is there.
+$(STAMP): pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EXTRA),FORCE)
+	@SLIPSTREAM_EXTRA='$(SLIPSTREAM_EXTRA)' bash scripts/install.sh
+
+train: $(STAMP)  ## train: one command, one machine
+	@$(PY) -m scripts.train $(ARGS)
+
+test: $(STAMP)  ## unit and system tests
+	@$(PY) -m pytest tests/unit tests/system $(ARGS)
+
+unit: $(STAMP)  ## unit tests only: seconds
+	@$(PY) -m pytest tests/unit $(ARGS)
+
+lint: $(STAMP)  ## ruff check, ruff format --check, pyright
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m pyright
+
+clean:  ## remove caches and build artefacts; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove .venv
+	rm -rf $(VENV)

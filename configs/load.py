@@ -1,0 +1,107 @@
+"""From Hydra's composed config to one frozen, checked `Config`."""
+
+import ast
+import difflib
+import inspect
+from enum import Enum
+from pathlib import Path
+
+from hydra.conf import HelpConf
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from configs import schema
+from configs.schema import Config
+from configs.validate import ConfigError, check
+
+HELP_TEMPLATE = """slipstream: fully-async reinforcement learning of language models
+
+  make train ARGS="recipe=arithmetic trainer.lr=1e-4 rollout.num_replicas=2"
+  slipstream-train recipe=gsm8k dry_run=true
+
+Override a key with key=value, choose a recipe or a model with recipe=NAME or model=NAME.
+--cfg job prints the whole config that a command line resolves to.
+
+== Choices ==
+$APP_CONFIG_GROUPS
+== Keys (the schema's defaults in brackets) ==
+"""
+
+
+def load(composed: DictConfig) -> Config:
+    """Raises ConfigError for values that cannot work, OmegaConf's MissingMandatoryValue for those not given."""
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def key_docs() -> dict[str, tuple[str, str]]:
+    """Every key of the schema by its dotted name: its default, as YAML, and its documentation."""
+    tree = ast.parse(Path(inspect.getfile(schema)).read_text())
+    docs_of_class = {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    defaults = OmegaConf.structured(Config)
+    docs: dict[str, tuple[str, str]] = {}
+    for name, field in Config.__dataclass_fields__.items():
+        section = docs_of_class.get(getattr(field.type, "__name__", ""), {})
+        if name in defaults and OmegaConf.is_dict(defaults[name]):
+            for key, doc in section.items():
+                docs[f"{name}.{key}"] = (_show(defaults[name][key]), doc)
+        else:
+            docs[name] = (_show(defaults[name]), docs_of_class["Config"][name])
+    return docs
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Raises ConfigError for a `key=value` argument whose key does not exist: Hydra's own message names no choices."""
+    docs = key_docs()
+    groups = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
+    for argument in arguments:
+        key, is_override, value = argument.partition("=")
+        key = key.lstrip("+~")
+        if argument.startswith("-") or not is_override or key in docs or key in groups or key.startswith("hydra"):
+            continue
+        near = difflib.get_close_matches(key, [*docs, *groups], n=3, cutoff=0.5)
+        near += [known for known in docs if known.split(".")[-1] == key.split(".")[-1] and known not in near]
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists the keys"
+        raise ConfigError(f"{key}={value}: there is no such key; {hint}")
+
+
+def register() -> None:
+    """Make the schema and the help text known to Hydra."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_writable(OmegaConf.structured(Config)))
+    lines = [f"{key} [{default}]\n    {doc}" for key, (default, doc) in key_docs().items()]
+    escaped = "\n".join(lines).replace("$", "$$")
+    store.store(
+        group="hydra/help",
+        name="slipstream",
+        node=HelpConf(app_name="slipstream", header="", footer="", template=HELP_TEMPLATE + escaped + "\n"),
+    )
+
+
+def _writable(node: DictConfig) -> DictConfig:
+    """Frozen dataclasses make read-only nodes, into which Hydra could not merge a recipe."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        if OmegaConf.is_dict(node[key]):
+            _writable(node[key])
+    return node
+
+
+def _field_docs(node: ast.ClassDef) -> dict[str, str]:
+    """Field -> the string literal under it; a field without one maps to ''."""
+    docs: dict[str, str] = {}
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            docs[statement.target.id] = " ".join(str(following.value.value).split()) if is_doc else ""  # pyright: ignore
+    return docs
+
+
+def _show(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if value is None:
+        return "null"
+    return repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

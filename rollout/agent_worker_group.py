@@ -1,0 +1,84 @@
+"""Agent workers in Ray actors, taken in turn."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from rollout.agent_loop import GenerateGroup, SingleTurn
+from rollout.agent_worker import AgentWorker, EvaluationPart
+from rollout.prompts import EncodedRow, Row
+from rollout.replica_group import ENV, ReplicaHandle
+from rollout.rewards.base import load_reward
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+
+
+class AgentWorkerActor(AgentWorker):
+    """The edge: builds the worker's parts inside its process."""
+
+    def __init__(self, *, tokenizer_path: str, reward: str, replicas: dict[str, Any], on_start: Callable[[], None]):
+        on_start()
+        from transformers import AutoTokenizer  # noqa: PLC0415  (imports torch; the driver does without)
+
+        clients: dict[str, GenerateGroup] = {name: partial(_generate, actor) for name, actor in replicas.items()}
+        super().__init__(
+            tokenizer=AutoTokenizer.from_pretrained(tokenizer_path),
+            loop=SingleTurn(),
+            reward=load_reward(reward),
+            replicas=clients,
+        )
+
+    async def ready(self) -> None:
+        """Returns once the constructor has."""
+
+
+async def _generate(actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
+    return await actor.generate_group.remote(requests)
+
+
+class AgentWorkerGroup:
+    """The driver's side: a `rollout.rollouter.GroupRunner`."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        tokenizer_path: str,
+        reward: str,
+        replicas: list[ReplicaHandle],
+        on_start: Callable[[str], Callable[[], None]],
+    ):
+        remote_class = ray.remote(num_cpus=0.1, max_concurrency=8192, runtime_env={"env_vars": ENV})(AgentWorkerActor)
+        self.actors = [
+            remote_class.remote(  # pyright: ignore
+                tokenizer_path=tokenizer_path,
+                reward=reward,
+                replicas={replica.name: replica.actor for replica in replicas},
+                on_start=on_start(f"agent-worker-{index}"),
+            )
+            for index in range(num_workers)
+        ]
+        self._turns = itertools.cycle(self.actors)
+
+    async def ready(self) -> None:
+        for actor in self.actors:
+            await actor.ready.remote()
+
+    async def encode(
+        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
+    ) -> list[EncodedRow]:
+        return await self.actors[0].encode.remote(list(rows), template, chat_template, max_tokens)
+
+    async def run_group(
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
+    ) -> TrajectoryGroup:
+        return await next(self._turns).run_group.remote(prompt, replica, sampling, group_size)
+
+    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
+        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling)
+
+    def kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)

@@ -1,0 +1,134 @@
+"""The buffer between rollouter and trainer: the slot ledger with waiting, and the groups themselves."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from configs.schema import StalePolicy
+from rollout.staleness import Slot, SlotLedger
+from rollout.types import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The groups of one optimizer step, by prompt ordinal, so that the order of arrival cannot change the arithmetic."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    masked_tokens: int
+    """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
+
+
+class TrajectoryBuffer:
+    """`claim -> put -> next_batch -> advance`, each waiting on one condition; `close` ends every wait.
+
+    Invariants: a slot is held from `claim` until its weights are live; under `wait` no token of a batch is staler
+    than the window allows; every group that is put is in exactly one batch, unless it is dropped, and that is counted.
+    """
+
+    def __init__(self, ledger: SlotLedger, batch_timeout_s: float):
+        self.ledger = ledger
+        self._batch_timeout_s = batch_timeout_s
+        self._groups: dict[int, TrajectoryGroup] = {}
+        self._changed = asyncio.Condition()
+        self._closed: BaseException | bool = False
+
+    async def claim(self) -> Slot | None:
+        """A slot for one group, or None when the run has all the groups it needs. Consumes: freed slots."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or self.ledger.complete or self.ledger.can_claim())
+            self._raise_if_failed()
+            if self._closed or self.ledger.complete:
+                return None
+            return self.ledger.claim()
+
+    async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
+        async with self._changed:
+            self.ledger.finish(slot, group.min_version)
+            self._groups[slot.slot_id] = group
+            self._changed.notify_all()
+
+    async def fail(self, slot: Slot) -> None:
+        """Give the slot back: its group will never come."""
+        async with self._changed:
+            self.ledger.fail(slot)
+            self._changed.notify_all()
+
+    async def next_batch(self, global_steps: int) -> TrainBatch:
+        """The groups that optimizer step `global_steps` trains. Their slots stay held until `advance`.
+
+        Raises TimeoutError when they do not come in time, and the error that the buffer was closed with.
+        """
+        try:
+            async with asyncio.timeout(self._batch_timeout_s), self._changed:
+                while True:
+                    self._raise_if_failed()
+                    self._drop_expired(global_steps)
+                    chosen = self.ledger.select(global_steps)
+                    if chosen is not None:
+                        break
+                    await self._changed.wait()
+                self._changed.notify_all()  # the last batch completes the ledger, and claim() has to see it
+        except TimeoutError:
+            raise TimeoutError(
+                f"no batch for optimizer step {global_steps} within trainer.batch_timeout_s="
+                f"{self._batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
+                f"{self.ledger.num_ready} ready, {self.ledger.num_free} slots free"
+            ) from None
+        groups = sorted((self._groups.pop(slot_id) for slot_id in chosen), key=lambda group: group.prompt.ordinal)
+        return self._mask_stale_tokens(groups, global_steps)
+
+    async def advance(self, global_steps: int) -> None:
+        """Weights tagged `global_steps` are live on every replica."""
+        async with self._changed:
+            self.ledger.advance(global_steps)
+            self._changed.notify_all()
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End every wait: with `error`, or, for claim(), with None."""
+        async with self._changed:
+            self._closed = error or True
+            self._changed.notify_all()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "rollout/inflight_groups": self.ledger.num_in_flight,
+            "rollout/ready_groups": self.ledger.num_ready,
+            "rollout/free_slots": self.ledger.num_free,
+            "staleness/dropped_groups": self.ledger.num_dropped,
+        }
+
+    def _raise_if_failed(self) -> None:
+        if isinstance(self._closed, BaseException):
+            raise self._closed
+
+    def _drop_expired(self, step: int) -> None:
+        expired = self.ledger.drop_expired(step)
+        for slot_id in expired:
+            del self._groups[slot_id]
+        if expired:
+            self._changed.notify_all()
+
+    def _mask_stale_tokens(self, groups: list[TrajectoryGroup], step: int) -> TrainBatch:
+        if self.ledger.policy is not StalePolicy.mask:
+            return TrainBatch(groups=tuple(groups), masked_tokens=0)
+        window, masked_tokens = self.ledger.window, 0
+        fresh_groups = []
+        for group in groups:
+            fresh = [mask_stale(trajectory, lambda v: window.last_step(v) >= step) for trajectory in group.trajectories]
+            masked_tokens += sum(
+                int(old.loss_mask.sum() - new.loss_mask.sum())
+                for old, new in zip(group.trajectories, fresh, strict=True)
+            )
+            fresh_groups.append(replace(group, trajectories=tuple(fresh)))
+        return TrainBatch(groups=tuple(fresh_groups), masked_tokens=masked_tokens)
+
+
+def mask_stale(trajectory: Trajectory, is_fresh: Callable[[int], bool]) -> Trajectory:
+    """The trajectory with the tokens of stale versions taken out of its loss mask."""
+    if all(is_fresh(span.global_steps) for span in trajectory.spans):
+        return trajectory
+    loss_mask = trajectory.loss_mask.copy()
+    for span in trajectory.spans:
+        if not is_fresh(span.global_steps):
+            loss_mask[span.start : span.end] = False
+    return replace(trajectory, loss_mask=loss_mask)

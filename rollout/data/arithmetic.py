@@ -1,0 +1,156 @@
+"""Endless grade-school word problems in GSM8K's format, made here: no download, and small enough to learn in a minute.
+
+A problem is a *story* (a first number and `NUM_STEPS` additions or subtractions) told in some *wording*. Both are
+counted, so a problem is simply a number below `num_problems()`, and distinct numbers are distinct problems.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+NUM_STEPS = 2
+MAX_NUMBER = 9
+
+NAMES = ("Tom", "Ann", "Sam", "Mia", "Leo", "Eva", "Max", "Zoe", "Ben", "Amy", "Dan", "Kim", "Ian", "Joy", "Ned", "Sue")
+ITEMS = ("apples", "pens", "books", "coins", "cards", "eggs", "shells", "stamps", "marbles", "cookies")
+OPENINGS = ("{name} has {number} {item}.", "{name} starts with {number} {item}.", "{name} picked {number} {item}.")
+QUESTIONS = ("How many {item} does {name} have now?", "How many {item} are left with {name}?")
+EVENTS = {
+    "+": (
+        "{name} buys {number} more.",
+        "{name} finds {number} more.",
+        "A friend gives {name} {number} more.",
+        "{name} wins {number} more.",
+    ),
+    "-": ("{name} loses {number}.", "{name} gives away {number}.", "{name} sells {number}.", "{name} breaks {number}."),
+}
+
+_STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One word problem.
+
+    Example:
+        Problem(
+            question="Tom has 7 apples. A friend gives Tom 2 more. Tom sells 4. How many apples are left with Tom?",
+            answer="7+2=9\\n9-4=5\\n#### 5",
+        )
+    """
+
+    question: str
+    """The story and what it asks, on one line."""
+    answer: str
+    """The worked steps, a line each, then `#### n`, the line that a reward reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Story:
+    """The arithmetic of a problem, no total ever below zero."""
+
+    start: int
+    steps: tuple[tuple[str, int], ...]
+    """(operator, number), applied from left to right."""
+    total: int
+
+
+@cache
+def _stories() -> tuple[_Story, ...]:
+    """Every story there is, in a fixed order."""
+    stories = [_Story(start=number, steps=(), total=number) for number in range(1, MAX_NUMBER + 1)]
+    for _ in range(NUM_STEPS):
+        stories = [
+            _Story(start=story.start, steps=(*story.steps, (operator, number)), total=total)
+            for story in stories
+            for operator in EVENTS
+            for number in range(1, MAX_NUMBER + 1)
+            if (total := story.total + number if operator == "+" else story.total - number) >= 0
+        ]
+    return tuple(stories)
+
+
+def num_problems() -> int:
+    """How many distinct problems exist."""
+    wordings = len(NAMES) * len(ITEMS) * len(OPENINGS) * len(QUESTIONS) * len(EVENTS["+"]) ** NUM_STEPS
+    return len(_stories()) * wordings
+
+
+def _problem(index: int) -> Problem:
+    """The problem numbered `index`, 0 <= index < num_problems(): its digits pick the story and the words."""
+    stories = _stories()
+    index, which = divmod(index, len(stories))
+    story = stories[which]
+
+    def pick(choices: Sequence[str]) -> str:
+        nonlocal index
+        index, digit = divmod(index, len(choices))
+        return choices[digit]
+
+    name, item, opening, question = pick(NAMES), pick(ITEMS), pick(OPENINGS), pick(QUESTIONS)
+    sentences = [opening.format(name=name, number=story.start, item=item)]
+    lines = []
+    total = story.start
+    for operator, number in story.steps:
+        sentences.append(pick(EVENTS[operator]).format(name=name, number=number))
+        before, total = total, total + number if operator == "+" else total - number
+        lines.append(f"{before}{operator}{number}={total}")
+    sentences.append(question.format(name=name, item=item))
+    return Problem(question=" ".join(sentences), answer="\n".join([*lines, f"#### {total}"]))
+
+
+def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Draws (train, val) problems, all distinct by question text; the same arguments give the same problems.
+
+    Raises:
+        ValueError: a count is negative, or more problems are asked for than exist.
+    """
+    limit = num_problems()
+    if num_train < 0 or num_val < 0 or num_train + num_val > limit:
+        raise ValueError(
+            f"num_train={num_train} and num_val={num_val}: both must be >= 0 and "
+            f"together at most {limit}, the number of distinct problems"
+        )
+    drawn = [_problem(index) for index in random.Random(seed).sample(range(limit), num_train + num_val)]
+    return drawn[num_val:], drawn[:num_val]
+
+
+def sloppy_answer(
+    problem: Problem, rng: random.Random, *, stop_early: float = 0.55, slip: float = 0.12, forget_marker: float = 0.1
+) -> str:
+    """An answer as an imperfect demonstrator gives it: it knows the form, and is wrong often.
+
+    Args:
+        problem: what to answer.
+        rng: where chance comes from; advanced.
+        stop_early: the probability of concluding after the first step.
+        slip: the probability, at each step, of a result that is off by 1 or 2 and is carried on.
+        forget_marker: the probability of a last line without `#### `.
+    """
+    steps = _STEP.findall(problem.answer)
+    if rng.random() < stop_early:
+        steps = steps[:1]
+    total = int(steps[0][0])
+    lines = []
+    for _, operator, number, _ in steps:
+        before, total = total, total + int(number) if operator == "+" else total - int(number)
+        if rng.random() < slip:
+            total += rng.choice((-2, -1, 1, 2))
+        total = max(total, 0)
+        lines.append(f"{before}{operator}{number}={total}")
+    marker = "" if rng.random() < forget_marker else "#### "
+    return "\n".join([*lines, f"{marker}{total}"])
+
+
+def demonstrations(problems: Sequence[Problem], *, num_clean: int, num_sloppy: int, seed: int) -> list[tuple[str, str]]:
+    """A curriculum of (question, answer) pairs: `num_clean` worked answers, then `num_sloppy` sloppy ones.
+
+    Problems are drawn with replacement. The clean ones teach the form quickly; the sloppy ones then leave the model
+    wrong often, so that reinforcement learning has something to gain.
+    """
+    rng = random.Random(seed)
+    clean = [(problem.question, problem.answer) for problem in rng.choices(problems, k=num_clean)]
+    sloppy = [(problem.question, sloppy_answer(problem, rng)) for problem in rng.choices(problems, k=num_sloppy)]
+    return clean + sloppy

@@ -1,0 +1,62 @@
+"""What a rollout engine is. `vllm.py` has the real one, `simulated.py` one with a clock and no model."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout.types import Completion, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """How a replica's engine is started."""
+
+    model_path: str
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    max_model_len: int
+    """Prompt and response tokens of one trajectory at most."""
+    max_num_seqs: int
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    enforce_eager: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTag:
+    """What one worker of an engine says of its weights."""
+
+    global_steps: int
+    checksum: int
+    """Of the staged bytes that were swapped in; see weight_sync.bucket.checksum."""
+
+
+class Engine(Protocol):
+    """All calls come from one event loop. Tokens in, tokens out, every token tagged with the version that sampled it."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Waits while paused and while `max_num_seqs` others run. Cancelling it aborts the request."""
+        ...
+
+    async def pause(self) -> None:
+        """Freeze every request where it is, keeping its KV cache. Returns when no token moves any more."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        """Take the published weights into staging memory, while generating."""
+        ...
+
+    async def swap(self, global_steps: int) -> list[WeightTag]:
+        """While paused: make the staged weights live, and tag them. One answer per worker."""
+        ...
+
+    async def wait_dead(self) -> BaseException:
+        """Returns when the engine has died, with the reason."""
+        ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+    def shutdown(self) -> None: ...

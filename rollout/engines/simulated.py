@@ -1,0 +1,140 @@
+"""An engine with a clock and no model: for scale, fault and staleness tests, and for benchmarks of scheduling.
+
+Every running request gains one token per step. The token's id is the version that "sampled" it, so a wrong tag shows.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout.engines.base import WeightTag
+from rollout.types import Completion, GenerationRequest, VersionSpan
+
+
+class EngineDiedError(RuntimeError):
+    """The simulated engine was killed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    length: int
+    done: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+
+
+class SimulatedEngine:
+    """The `Engine` protocol. `sleep` may be a virtual clock's."""
+
+    def __init__(
+        self,
+        *,
+        length_of: Callable[[GenerationRequest], int],
+        step_s: float,
+        max_num_seqs: int,
+        swap_s: float = 0.0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        """`length_of(request)`: how many tokens it gets. `step_s`: seconds per token, whatever the batch size."""
+        self._length_of = length_of
+        self._step_s = step_s
+        self._max_num_seqs = max_num_seqs
+        self._swap_s = swap_s
+        self._sleep = sleep
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._between_steps = asyncio.Lock()
+        self._stepper: asyncio.Task[None] | None = None
+        self._staged: dict[str, Any] | None = None
+        self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._global_steps = -1
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        if self._death.done():
+            raise self._death.result()
+        length = min(self._length_of(request), request.sampling.max_tokens)
+        sequence = _Sequence(length, asyncio.get_running_loop().create_future())
+        self._waiting.append(sequence)
+        if self._stepper is None or self._stepper.done():
+            self._stepper = asyncio.create_task(self._step_until_idle())
+        try:
+            return await sequence.done
+        finally:
+            if not sequence.done.done() or sequence.done.cancelled():
+                self._forget(sequence)
+
+    async def pause(self) -> None:
+        self._may_step.clear()
+        async with self._between_steps:
+            pass
+
+    async def resume(self) -> None:
+        self._may_step.set()
+
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        self._staged = manifest
+
+    async def swap(self, global_steps: int) -> list[WeightTag]:
+        assert self._staged is not None
+        await self._sleep(self._swap_s)
+        self._global_steps = global_steps
+        return [WeightTag(global_steps, self._staged["checksum"])]
+
+    async def wait_dead(self) -> BaseException:
+        return await asyncio.shield(self._death)
+
+    def kill(self) -> None:
+        """Every request, now and later, fails with EngineDiedError."""
+        error = EngineDiedError("the simulated engine was killed")
+        if not self._death.done():
+            self._death.set_result(error)
+        for sequence in [*self._running, *self._waiting]:
+            if not sequence.done.done():
+                sequence.done.set_exception(error)
+        self._running.clear()
+        self._waiting.clear()
+
+    def gauges(self) -> dict[str, float]:
+        return {"waiting": len(self._waiting)}
+
+    def shutdown(self) -> None:
+        if self._stepper is not None:
+            self._stepper.cancel()
+
+    async def _step_until_idle(self) -> None:
+        while self._running or self._waiting:
+            await self._may_step.wait()
+            async with self._between_steps:
+                while self._waiting and len(self._running) < self._max_num_seqs:
+                    self._running.append(self._waiting.popleft())
+                await self._sleep(self._step_s)
+                for sequence in self._running:
+                    sequence.tokens.append(self._global_steps)
+            for sequence in [s for s in self._running if len(s.tokens) >= s.length]:
+                self._running.remove(sequence)
+                sequence.done.set_result(_completion(sequence.tokens))
+
+    def _forget(self, sequence: _Sequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+
+def _completion(tokens: list[int]) -> Completion:
+    spans, start = [], 0
+    for end in range(1, len(tokens) + 1):
+        if end == len(tokens) or tokens[end] != tokens[start]:
+            spans.append(VersionSpan(start, end, tokens[start]))
+            start = end
+    return Completion(
+        token_ids=np.asarray(tokens, np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        spans=tuple(spans),
+        finish_reason="stop",
+    )

@@ -1,0 +1,66 @@
+"""The prompt stream: every prompt of an epoch once, reshuffled every epoch, resumable at any ordinal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout.types import IntArray, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a data set, as its loader gives it."""
+
+    question: str
+    ground_truth: str
+    """What the reward compares with: for GSM8K the number after `####`."""
+    data_source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRow:
+    """A row with the text and the tokens of its prompt."""
+
+    row: Row
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class PromptStream:
+    """An endless stream. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so an ordinal is all its state.
+
+    Example: with 3 rows, ordinals 0-2 are one permutation of them, 3-5 another.
+    """
+
+    def __init__(self, rows: Sequence[EncodedRow], seed: int, ordinal: int = 0):
+        """`ordinal`: where to go on from. Raises ValueError when there are no rows."""
+        if not rows:
+            raise ValueError("a prompt stream needs at least one row")
+        self._rows = rows
+        self._seed = seed
+        self.ordinal = ordinal
+        self._epoch = -1
+        self._order: IntArray = np.empty(0, np.int32)
+
+    def next(self) -> Prompt:
+        epoch, place = divmod(self.ordinal, len(self._rows))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).astype(np.int32)
+        prompt = as_prompt(self._rows[self._order[place]], self.ordinal)
+        self.ordinal += 1
+        return prompt
+
+
+def as_prompt(encoded: EncodedRow, ordinal: int) -> Prompt:
+    return Prompt(
+        ordinal=ordinal,
+        text=encoded.text,
+        token_ids=encoded.token_ids,
+        ground_truth=encoded.row.ground_truth,
+        data_source=encoded.row.data_source,
+        extra=encoded.row.extra,
+    )

@@ -1,0 +1,41 @@
+"""What a reward is, and how its name in the config becomes a function."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollout.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """Example: RewardResult(reward=1.0, metrics={"format": 1.0})"""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Shown as reward/<name>/mean."""
+
+
+Reward = Callable[[Prompt, str], RewardResult | float]
+"""(prompt, decoded response) -> reward. Runs in an agent worker, off the driver."""
+
+BUILT_IN = {"gsm8k": "rollout.rewards.gsm8k:gsm8k"}
+
+
+def load_reward(name: str) -> Reward:
+    """`name` is built in, or `package.module:function`. Raises ValueError when there is no such function of two
+    arguments, so that a wrong name shows before the first rollout."""
+    module_name, _, function_name = BUILT_IN.get(name, name).partition(":")
+    if not function_name:
+        known = ", ".join(BUILT_IN)
+        raise ValueError(f"rollout.reward={name}: must be one of {known}, or package.module:function")
+    module = importlib.import_module(module_name)
+    if function_name not in vars(module):
+        raise ValueError(f"rollout.reward={name}: {module_name} has no {function_name}")
+    reward = vars(module)[function_name]
+    try:
+        inspect.signature(reward).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"rollout.reward={name}: must take (prompt, text): {error}") from error
+    return reward

@@ -1,0 +1,83 @@
+"""Which replica serves a group: the least loaded healthy one with room, and one group never spreads over two."""
+
+import asyncio
+from dataclasses import dataclass
+
+
+class NoHealthyReplicaError(RuntimeError):
+    """Every replica has been ejected; the message names each with its error."""
+
+
+@dataclass(slots=True)
+class _Load:
+    in_flight: int = 0  # trajectories
+    assigned: int = 0  # trajectories ever, which breaks ties so that idle replicas take turns
+    error: BaseException | None = None
+
+
+class ReplicaRouter:
+    """Counts trajectories per replica. A group goes to one replica, so its prompt is prefilled once."""
+
+    def __init__(self, replicas: list[str], max_inflight: int):
+        """`max_inflight`: trajectories that a replica is given at most at a time."""
+        if not replicas:
+            raise ValueError("a router needs at least one replica")
+        self._loads = {name: _Load() for name in replicas}
+        self._max_inflight = max_inflight
+        self._changed = asyncio.Condition()
+        self._turn = asyncio.Lock()  # first come, first served
+
+    @property
+    def healthy(self) -> list[str]:
+        return [name for name, load in self._loads.items() if load.error is None]
+
+    async def acquire(self, count: int) -> str:
+        """Reserve `count` trajectories on a replica, waiting for room. Raises NoHealthyReplicaError."""
+        async with self._turn, self._changed:
+            while True:
+                name = self._least_loaded(count)
+                if name is not None:
+                    self._loads[name].in_flight += count
+                    self._loads[name].assigned += count
+                    return name
+                await self._changed.wait()
+
+    async def release(self, name: str, count: int) -> None:
+        async with self._changed:
+            load = self._loads[name]
+            if load.in_flight < count:
+                raise ValueError(f"replica {name} has {load.in_flight} trajectories in flight, cannot release {count}")
+            load.in_flight -= count
+            self._changed.notify_all()
+
+    async def eject(self, name: str, error: BaseException) -> None:
+        """Route nothing more to `name`. Waiters are woken: the last healthy replica may be gone."""
+        async with self._changed:
+            self._loads[name].error = error
+            self._changed.notify_all()
+
+    async def admit(self, name: str) -> None:
+        """Route to `name` again. The caller has verified its weights."""
+        async with self._changed:
+            self._loads[name].error = None
+            self._changed.notify_all()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "rollout/inflight_trajectories": sum(load.in_flight for load in self._loads.values()),
+            "rollout/healthy_replicas": len(self.healthy),
+        }
+
+    def _least_loaded(self, count: int) -> str | None:
+        if not self.healthy:
+            errors = "; ".join(f"{name}: {load.error!r}" for name, load in self._loads.items())
+            raise NoHealthyReplicaError(f"no healthy replica left: {errors}")
+        # A group larger than the limit still has to go somewhere: to an idle replica.
+        with_room = [
+            name
+            for name in self.healthy
+            if self._loads[name].in_flight == 0 or self._loads[name].in_flight + count <= self._max_inflight
+        ]
+        if not with_room:
+            return None
+        return min(with_room, key=lambda name: (self._loads[name].in_flight, self._loads[name].assigned))

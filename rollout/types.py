@@ -1,0 +1,135 @@
+"""The objects that move from the rollouter to the trainer. Each moves forward once and is never changed.
+
+Token sequences are numpy arrays, because Ray moves them between processes on one node without a copy.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question of the prompt stream.
+
+    Example: Prompt(ordinal=17, text="Question: 2 + 2?\\nAnswer: ", token_ids=(51, 8), ground_truth="4")
+    """
+
+    ordinal: int
+    """Place in the stream, counted over all epochs: the prompt's identity, trained exactly once."""
+    text: str
+    """The prompt as the model sees it, after the template."""
+    token_ids: tuple[int, ...]
+    ground_truth: str
+    """What the reward compares with."""
+    data_source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other columns of the row, for rewards of the user's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a completion is sampled. temperature=0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    max_tokens: int = 32
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    """Makes one request's sampling repeatable, whatever runs beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One trajectory's request to a replica: token ids in, token ids out."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a completion were sampled by the weights tagged `global_steps`.
+
+    Example: [VersionSpan(0, 12, 4), VersionSpan(12, 30, 5)]: an update came after token 12.
+    """
+
+    start: int
+    end: int
+    global_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """What a replica answers to one request."""
+
+    token_ids: IntArray  # [T]
+    logprobs: FloatArray  # [T] of the sampling distribution: temperature, top-p and top-k are in it
+    spans: tuple[VersionSpan, ...]
+    """Cover [0, T) without gap or overlap, versions ascending."""
+    finish_reason: str
+    """"stop" (end-of-sequence), "length" (max_tokens) or "abort"."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """A finished episode with its reward: one training sequence."""
+
+    prompt_ids: IntArray  # [P]
+    response_ids: IntArray  # [R] sampled tokens, and tokens of an environment where there is one
+    loss_mask: BoolArray  # [R] true where the policy sampled the token
+    rollout_logprobs: FloatArray  # [R] behaviour logprobs, 0 where loss_mask is false
+    spans: tuple[VersionSpan, ...]
+    """Version spans over [0, R)."""
+    reward: float
+    finish_reason: str
+    text: str
+    """The response, decoded."""
+    replica: str
+    """Name of the replica that sampled it."""
+    cached_tokens: int = 0
+
+    @property
+    def min_version(self) -> int:
+        """`global_steps` of the oldest weights that sampled a token."""
+        return min(span.global_steps for span in self.spans)
+
+    @property
+    def max_version(self) -> int:
+        return max(span.global_steps for span in self.spans)
+
+    def token_versions(self) -> IntArray:
+        """[R] `global_steps` of every token."""
+        versions = np.empty(len(self.response_ids), np.int32)
+        for span in self.spans:
+            versions[span.start : span.end] = span.global_steps
+        return versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrajectoryGroup:
+    """All `group_size` trajectories of one prompt: the unit of admission, buffering and advantages."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def min_version(self) -> int:
+        return min(trajectory.min_version for trajectory in self.trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of the group."""
+        return sum(len(trajectory.response_ids) for trajectory in self.trajectories)

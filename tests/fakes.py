@@ -1,0 +1,116 @@
+"""Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where a real loop would sleep until its next timer, the clock jumps there. Nothing to jump to is a deadlock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("deadlock: every task waits, and no timer is set")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
+    """asyncio.run on a virtual clock: a sleep of an hour takes no time, and what waits for ever fails at once."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)
+
+
+async def settle() -> None:
+    """Let every other task run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def make_prompt(ordinal: int) -> Prompt:
+    return Prompt(ordinal=ordinal, text=f"prompt {ordinal}", token_ids=(1, 2), ground_truth=str(ordinal))
+
+
+def make_trajectory(*versions: int) -> Trajectory:
+    """One token per version: make_trajectory(4, 4, 5) has the spans [0, 2) -> 4 and [2, 3) -> 5."""
+    starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    spans = [VersionSpan(start, end, versions[start]) for start, end in zip(starts, ends, strict=True)]
+    return Trajectory(
+        prompt_ids=np.array([1, 2], np.int32),
+        response_ids=np.zeros(len(versions), np.int32),
+        loss_mask=np.ones(len(versions), np.bool_),
+        rollout_logprobs=np.zeros(len(versions), np.float32),
+        spans=tuple(spans),
+        reward=0.0,
+        finish_reason="stop",
+        text="",
+        replica="r0",
+    )
+
+
+def make_group(ordinal: int, *versions: int, group_size: int = 1) -> TrajectoryGroup:
+    return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(make_trajectory(*versions),) * group_size)
+
+
+# -- around the rollouter ----------------------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """Prompts 0, 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self.ordinal = 0
+
+    def next(self) -> Prompt:
+        self.ordinal += 1
+        return make_prompt(self.ordinal - 1)
+
+
+class FakeRunner:
+    """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
+
+    The first token is of the version that was live at the start, the last of the one at the end.
+    """
+
+    def __init__(self, seconds: list[float], errors: dict[int, BaseException] | None = None):
+        self.live = 0
+        self.events: list[tuple[str, int, str]] = []
+        self._seconds = seconds
+        self._errors = errors or {}
+
+    async def run_group(
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
+    ) -> TrajectoryGroup:
+        ordinal, first = prompt.ordinal, self.live
+        self.events.append(("start", ordinal, replica))
+        try:
+            await asyncio.sleep(self._seconds[ordinal % len(self._seconds)])
+        except asyncio.CancelledError:
+            self.events.append(("cancel", ordinal, replica))
+            raise
+        self.events.append(("end", ordinal, replica))
+        if ordinal in self._errors:
+            raise self._errors[ordinal]
+        return make_group(ordinal, first, self.live, group_size=group_size)

@@ -1,0 +1,88 @@
+"""Metrics are reduced by their type, and NaN is never lost on the way."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from trainer.metrics import Last, Max, Mean, Metric, Min, Sum, merge_metrics, percentile, timed, to_floats
+
+
+def test_every_type_is_reduced_in_its_own_way() -> None:
+    parts: list[dict[str, Metric]] = [
+        {"mean": Mean(10.0, 4), "sum": Sum(1.0), "max": Max(3.0), "min": Min(3.0), "last": Last(3.0)},
+        {"mean": Mean(2.0, 1), "sum": Sum(2.0), "max": Max(5.0), "min": Min(5.0), "last": Last(5.0)},
+        {"mean": Mean(0.0, 1), "sum": Sum(4.0), "max": Max(4.0), "min": Min(4.0), "last": Last(4.0)},
+    ]
+    assert to_floats(merge_metrics(parts)) == {"mean": 2.0, "sum": 7.0, "max": 5.0, "min": 3.0, "last": 4.0}
+
+
+def test_mean_is_weighted_by_count_not_by_part() -> None:
+    merged = Mean(total=100.0, count=100).merge(Mean(total=0.0, count=300))
+    assert merged == Mean(100.0, 400)
+    assert merged.value == 0.25
+
+
+def test_mean_of_nothing_is_nan_and_takes_no_part_in_a_merge() -> None:
+    assert math.isnan(Mean(0.0, 0).value)
+    assert Mean(0.0, 0).merge(Mean(3.0, 2)).value == 1.5
+
+
+@pytest.mark.parametrize("kind", [Max, Min, Sum])
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_nan_survives_in_either_order(kind: type[Max | Min | Sum], values: tuple[float, float]) -> None:
+    merged = merge_metrics([{"k": kind(values[0])}, {"k": kind(values[1])}])
+    assert math.isnan(merged["k"].value)
+
+
+def test_parts_may_lack_keys_and_are_left_unchanged() -> None:
+    first: dict[str, Metric] = {"a": Sum(1.0)}
+    second: dict[str, Metric] = {"a": Sum(1.0), "b": Max(2.0)}
+    assert merge_metrics([first, second, {}]) == {"a": Sum(2.0), "b": Max(2.0)}
+    assert first == {"a": Sum(1.0)}
+    assert second == {"a": Sum(1.0), "b": Max(2.0)}
+    assert merge_metrics([]) == {}
+
+
+def test_one_key_with_two_types_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"'staleness/max' is both Max and Mean"):
+        merge_metrics([{"staleness/max": Max(1.0)}, {"staleness/max": Mean(1.0, 1)}])
+
+
+@pytest.mark.parametrize("q", [0, 12.5, 50, 90, 99, 100])
+@pytest.mark.parametrize("values", [[7.0], [3.0, 1.0], [5.0, -1.0, 2.0, 2.0, 9.5]])
+def test_percentile_agrees_with_numpy(values: list[float], q: float) -> None:
+    assert percentile(values, q) == pytest.approx(np.percentile(values, q))
+
+
+def test_percentile_leaves_its_input_alone_and_says_what_is_wrong() -> None:
+    values = [3.0, 1.0, 2.0]
+    assert percentile(values, 50) == 2.0
+    assert values == [3.0, 1.0, 2.0]
+    assert math.isnan(percentile([1.0, math.nan, 2.0], 0))
+    assert percentile([1.0, math.inf, math.inf], 75) == math.inf
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+    with pytest.raises(ValueError, match=r"\[0, 100\], got 101"):
+        percentile([1.0], 101)
+
+
+def test_timed_accumulates_seconds_also_of_a_block_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.5, 20.0, 22.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    metrics: dict[str, Metric] = {}
+    with timed(metrics, "old_logprobs"):
+        pass
+    assert metrics == {"timing_s/old_logprobs": Sum(0.5)}
+    with pytest.raises(RuntimeError, match="boom"), timed(metrics, "old_logprobs"):
+        raise RuntimeError("boom")
+    assert metrics == {"timing_s/old_logprobs": Sum(2.5)}
+
+
+def test_timed_refuses_a_key_of_another_type() -> None:
+    metrics: dict[str, Metric] = {"timing_s/step": Last(1.0)}
+    with pytest.raises(TypeError, match="timing_s/step"), timed(metrics, "step"):
+        pass

@@ -1,0 +1,166 @@
+"""Whatever the order of events: no trained token is too stale, no slot is lost, and nothing waits without need."""
+
+from itertools import combinations, islice
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from configs.schema import StalePolicy
+from rollout.staleness import Slot, SlotLedger, StalenessWindow
+
+
+def leaves_feasible_rest(deadlines: list[int], next_step: int, batch_size: int) -> bool:
+    """Trained earliest deadline first from `next_step` on, is nothing late?"""
+    return all(next_step + i // batch_size <= deadline for i, deadline in enumerate(sorted(deadlines)))
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A rollouter, a trainer and replicas that do whatever they may, in any order. It keeps books of its own."""
+
+    policy = StalePolicy.wait
+
+    @initialize(
+        batch_size=st.integers(1, 5),
+        max_staleness=st.integers(0, 4),
+        interval=st.integers(1, 3),
+        num_steps=st.integers(1, 12),
+        start=st.integers(0, 2),
+    )
+    def start(self, batch_size: int, max_staleness: int, interval: int, num_steps: int, start: int) -> None:
+        self.window = StalenessWindow(groups_per_step=batch_size, max_staleness=max_staleness, update_interval=interval)
+        self.step = start * interval
+        self.total = num_steps * interval * batch_size
+        self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
+        self.versions = [self.step]  # on the replicas, of which the ledger may not know the newest yet
+        self.in_flight: list[Slot] = []
+        self.ready: dict[int, int] = {}  # slot_id -> version of the oldest token
+        self.trained: dict[int, int] = {}  # slot_id -> step
+        self.num_dropped = 0
+
+    @precondition(lambda self: self.ledger.can_claim())
+    @rule(count=st.integers(1, 8))
+    def claim(self, count: int) -> None:
+        for _ in range(count):
+            if self.ledger.can_claim():
+                self.in_flight.append(self.ledger.claim())
+                assert self.in_flight[-1].claimed_version == self.ledger.live_version
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def finish(self, data: st.DataObject, count: int) -> None:
+        for _ in range(min(count, len(self.in_flight))):
+            slot = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1)))
+            sampled_by = [version for version in self.versions if version >= slot.claimed_version]
+            self.ready[slot.slot_id] = data.draw(st.sampled_from(sampled_by))
+            self.ledger.finish(slot, self.ready[slot.slot_id])
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        self.ledger.fail(self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1))))
+
+    @rule()
+    def train(self) -> None:
+        if self.ledger.complete:
+            return
+        self.drop()
+        expected = self.expected_batch()
+        chosen = self.ledger.select(self.step)
+        if chosen is None:
+            assert expected is None or expected == "unknown"
+            return
+        assert expected in (chosen, "unknown")
+        assert len(set(chosen)) == self.window.groups_per_step
+        for slot_id in chosen:
+            min_version = self.ready.pop(slot_id)
+            if self.policy is not StalePolicy.mask:
+                assert self.window.staleness(min_version, self.step) <= self.window.max_staleness
+            self.trained[slot_id] = self.step
+        self.step += 1
+        if self.step % self.window.update_interval == 0:
+            self.versions.append(self.step)
+
+    @precondition(lambda self: self.versions[-1] > self.ledger.live_version)
+    @rule()
+    def advance(self) -> None:
+        """The replicas' newest version is announced to the ledger, however late."""
+        gone = [slot_id for slot_id, step in self.trained.items() if step < self.versions[-1]]
+        assert self.ledger.advance(self.versions[-1]) == len(gone)
+        for slot_id in gone:
+            del self.trained[slot_id]
+
+    def drop(self) -> None:
+        expired = [i for i, v in self.ready.items() if self.window.staleness(v, self.step) > self.window.max_staleness]
+        if self.policy is not StalePolicy.drop:
+            expired = []
+        assert self.ledger.drop_expired(self.step) == expired
+        self.num_dropped += len(expired)
+        for slot_id in expired:
+            del self.ready[slot_id]
+
+    def expected_batch(self) -> list[int] | str | None:
+        """By trying all: the first batch, in order of becoming ready, after which everything can be in time."""
+        size = self.window.groups_per_step
+        if self.policy is not StalePolicy.wait:
+            by_age = sorted(self.ready, key=lambda slot_id: self.ready[slot_id])  # stable: ready first
+            return by_age[:size] if len(by_age) >= size else None
+        due = {slot_id: self.window.last_step(version) for slot_id, version in self.ready.items()}
+        in_flight = [self.window.last_step(slot.claimed_version) for slot in self.in_flight]
+        tried = 0
+        for batch in islice(combinations(self.ready, size), 3000):
+            rest = in_flight + [due[slot_id] for slot_id in self.ready if slot_id not in batch]
+            if leaves_feasible_rest(rest, self.step + 1, size):
+                return list(batch)
+            tried += 1
+        return None if tried < 3000 else "unknown"
+
+    @invariant()
+    def no_slot_is_lost_and_none_is_claimed_in_vain(self) -> None:
+        ledger, held = self.ledger, len(self.in_flight) + len(self.ready) + len(self.trained)
+        assert ledger.num_free + held == self.window.capacity and ledger.num_free >= 0
+        assert (ledger.num_in_flight, ledger.num_ready) == (len(self.in_flight), len(self.ready))
+        assert ledger.num_dropped == self.num_dropped
+        assert ledger.num_selected + len(self.in_flight) + len(self.ready) <= self.total
+        assert ledger.complete == (ledger.num_selected == self.total)
+
+    @invariant()
+    def synchronous_where_staleness_is_0(self) -> None:
+        if self.window.max_staleness == 0:
+            untrained = len(self.in_flight) + len(self.ready)
+            assert untrained <= (self.ledger.live_version + self.window.update_interval - self.step) * (
+                self.window.groups_per_step
+            )
+
+    def teardown(self) -> None:
+        """From wherever this is: once every group in flight has come, a batch is due, until the run is complete."""
+        while hasattr(self, "ledger") and not self.ledger.complete:
+            self.advance()
+            while self.ledger.can_claim():
+                self.in_flight.append(self.ledger.claim())
+            for slot in self.in_flight:
+                self.ledger.finish(slot, slot.claimed_version)
+                self.ready[slot.slot_id] = slot.claimed_version
+            self.in_flight.clear()
+            step = self.step
+            dropped = self.num_dropped
+            self.train()
+            assert self.step == step + 1 or self.num_dropped > dropped, "deadlock"
+            self.no_slot_is_lost_and_none_is_claimed_in_vain()
+
+
+@pytest.mark.parametrize("policy, examples", [(StalePolicy.wait, 40), (StalePolicy.mask, 15), (StalePolicy.drop, 25)])
+def test_every_schedule(policy: StalePolicy, examples: int) -> None:
+    machine = type(f"LedgerMachine_{policy.name}", (LedgerMachine,), {"policy": policy})
+    budget = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(machine, settings=budget)

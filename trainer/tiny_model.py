@@ -1,0 +1,134 @@
+"""A byte-level tokenizer of 512 tokens and a Qwen3 of 0.2M parameters: a real Hugging Face folder, made in a second.
+
+The architecture is plain `Qwen3ForCausalLM`, so that transformers, FSDP2 and vLLM load it as they load a large one.
+"""
+
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID, UNK_TOKEN_ID = range(4)
+VOCAB_MULTIPLE = 64
+
+
+def build_tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE on `corpus`, of at most `vocab_size` tokens: fewer when the corpus has no more to merge.
+
+    Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Digits stand
+    alone, because a model this small cannot learn arithmetic over merged numbers. Nothing is added to a text by itself.
+
+    Raises:
+        ValueError: `vocab_size` has no room for the bytes and the special tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    smallest = len(SPECIAL_TOKENS) + len(alphabet)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size={vocab_size}: must be >= {smallest}, the special tokens and one token per byte")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(vocab_size: int, seed: int, max_position_embeddings: int = 2048) -> Qwen3ForCausalLM:
+    """An untrained float32 Qwen3 whose embedding rows are `vocab_size` rounded up to a multiple of 64.
+
+    `seed` alone decides the weights; torch's global generator is left as it was. An `initializer_range` of 0.08 learns
+    this size sooner than the usual 0.02.
+    """
+    config = Qwen3Config(
+        vocab_size=-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        pad_token_id=PAD_TOKEN_ID,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float()
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD_TOKEN_ID, bos_token_id=BOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID
+    )
+    return model
+
+
+def save_tiny_model(directory: Path, corpus: Iterable[str], seed: int) -> None:
+    """Writes an untrained model and its tokenizer as a Hugging Face folder: all of it or nothing.
+
+    Raises:
+        FileExistsError: `directory` exists.
+    """
+    tokenizer = build_tokenizer(corpus)
+    write_model_directory(directory, build_model(len(tokenizer), seed), tokenizer)
+
+
+def write_model_directory(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes config, safetensors, generation config and tokenizer under `directory`: all of it or nothing.
+
+    Raises:
+        FileExistsError: `directory` exists.
+    """
+    with new_directory(directory) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Yields an empty directory beside `directory`, which takes that name when the block ends well, else is removed.
+
+    A process killed inside the block leaves at most a hidden `.{name}.{hex}`, never a part under the final name.
+
+    Raises:
+        FileExistsError: `directory` exists, before the block or (another writer was quicker) after it.
+    """
+    if directory.exists():
+        raise FileExistsError(f"directory={str(directory)!r} exists: remove it, or give a path that does not exist")
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        try:
+            aside.rename(directory)
+        except OSError as error:  # which error a rename onto a full directory gives, depends on the file system
+            if directory.exists():
+                raise FileExistsError(f"directory={str(directory)!r} was made by another writer meanwhile") from error
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,48 @@
+"""Weights through a file in shared memory: one host, any device. Read by every worker of every replica without a copy."""
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_sync import bucket
+
+DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+
+
+def publish(tensors: Mapping[str, torch.Tensor], global_steps: int, directory: Path = DIRECTORY) -> dict[str, Any]:
+    """Write the tensors into a new file and return its manifest. The caller removes the file with `release`."""
+    entries, nbytes = bucket.layout(tensors)
+    path = directory / f"slipstream-{os.getpid()}-{global_steps}-{uuid.uuid4().hex[:8]}"
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    buffer = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    bucket.write(buffer, entries, tensors)
+    return {
+        "host": socket.gethostname(),
+        "path": str(path),
+        "nbytes": nbytes,
+        "global_steps": global_steps,
+        "tensors": entries,
+        "checksum": bucket.checksum(buffer),
+    }
+
+
+def open_published(manifest: dict[str, Any]) -> torch.Tensor:
+    """The published bytes as a flat uint8 tensor, mapped, not copied. Raises RuntimeError on another host."""
+    if manifest["host"] != socket.gethostname():
+        raise RuntimeError(
+            f"shared memory of {manifest['host']} cannot be read on {socket.gethostname()}: "
+            "replicas and trainer must share a machine"
+        )
+    # shared=False maps it privately: a reader cannot write into the weights of others.
+    return torch.from_file(manifest["path"], shared=False, size=manifest["nbytes"], dtype=torch.uint8)
+
+
+def release(manifest: dict[str, Any]) -> None:
+    """Remove the file. Mappings that are still open stay valid."""
+    Path(manifest["path"]).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ install: $(STAMP)  ## make .venv, or bring it up to date
 
 # Written last by install.sh, so that a half-finished install does not count. A named extra is always compared with what is there.
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EXTRA),FORCE)
-	@SLIPSTREAM_EXTRA='$(SLIPSTREAM_EXTRA)' bash scripts/install.sh
+	@bash scripts/install.sh
 
 train: $(STAMP)  ## train: one command, one machine
 	@$(PY) -m scripts.train $(ARGS)

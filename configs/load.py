@@ -29,7 +29,7 @@ $APP_CONFIG_GROUPS
 
 
 def load(composed: DictConfig) -> Config:
-    """Raises ConfigError for values that cannot work, OmegaConf's MissingMandatoryValue for those not given."""
+    """Raises ConfigError for values that cannot work."""
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     check(config)
@@ -55,7 +55,7 @@ def key_docs() -> dict[str, tuple[str, str]]:
 def check_overrides(arguments: list[str]) -> None:
     """Raises ConfigError for a `key=value` argument whose key does not exist: Hydra's own message names no choices."""
     docs = key_docs()
-    groups = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
+    groups = {path.parent.name for path in Path(__file__).parent.glob("*/*.yaml")}
     for argument in arguments:
         key, is_override, value = argument.partition("=")
         key = key.lstrip("+~")

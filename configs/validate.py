@@ -1,6 +1,7 @@
 """Refuses values that are out of range or contradict one another, before anything starts."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 from configs.schema import Config, ModelKind
@@ -34,7 +35,6 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "data.num_train": (1, None),
     "data.num_val": (1, None),
     "data.max_prompt_tokens": (1, None),
-    "algorithm.group_size": (1, None),
     "algorithm.clip_ratio_low": (0, 1),
     "algorithm.clip_ratio_high": (0, None),
     "algorithm.clip_ratio_c": (1, None),
@@ -85,10 +85,10 @@ def _out_of_range(config: Config) -> list[Problem]:
         value = _lookup(config, key)
         if value is None:
             continue
-        if (low is not None and value < low) or (high is not None and value > high) or value != value:
+        if (low is not None and value < low) or (high is not None and value > high) or math.isnan(value):
             allowed = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
             problems.append((key, value, f"must be {allowed}"))
-    if not config.rollout.temperature > 0:
+    if not 0 < config.rollout.temperature < math.inf:
         problems.append(("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation is greedy)"))
     if config.rollout.top_k == 0 or config.rollout.top_k < -1:
         problems.append(("rollout.top_k", config.rollout.top_k, "must be -1 (the whole vocabulary) or at least 1"))
@@ -113,8 +113,9 @@ def _data_problems(config: Config) -> list[Problem]:
         given = "train_files" if data.val_files is None else "val_files"
         problems.append((f"data.{given}", _files(config, given), "train_files and val_files are set both, or neither"))
     for key in ("train_files", "val_files"):
-        for name in (_files(config, key) or "").split(","):
-            if name and not Path(name.strip()).expanduser().is_file():
+        files = _files(config, key)
+        for name in [] if files is None else files.split(","):
+            if not Path(name.strip()).expanduser().is_file():
                 problems.append((f"data.{key}", name, f"no such file (from {Path.cwd()})"))
     return problems
 
@@ -140,9 +141,10 @@ def _reward_problems(reward: str) -> list[Problem]:
 def _contradictions(config: Config) -> list[Problem]:
     problems: list[Problem] = []
     algorithm, rollout, trainer, sync = config.algorithm, config.rollout, config.trainer, config.weight_sync
-    if algorithm.group_size == 1:
-        problems.append(("algorithm.group_size", 1, "must be at least 2: group advantages of one trajectory are all 0"))
-    if trainer.total_steps % sync.interval:
+    if algorithm.group_size < 2:
+        allowed = "must be at least 2: group advantages of one trajectory are all 0"
+        problems.append(("algorithm.group_size", algorithm.group_size, allowed))
+    if sync.interval > 0 and trainer.total_steps % sync.interval:
         problems.append(
             ("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={trainer.total_steps}")
         )

@@ -35,9 +35,7 @@ class Episode:
 
 
 class AgentLoop(Protocol):
-    async def run(
-        self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup
-    ) -> list[Episode]:
+    async def run(self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup) -> list[Episode]:
         """One episode per entry of `sampling`."""
         ...
 
@@ -45,9 +43,7 @@ class AgentLoop(Protocol):
 class SingleTurn:
     """The policy answers once: one request per trajectory."""
 
-    async def run(
-        self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup
-    ) -> list[Episode]:
+    async def run(self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup) -> list[Episode]:
         requests = [
             GenerationRequest(request_id=f"{prompt.ordinal}-{index}", prompt_ids=prompt.token_ids, sampling=params)
             for index, params in enumerate(sampling)
@@ -71,7 +67,5 @@ def group_sampling(sampling: SamplingParams, group_size: int, ordinal: int) -> l
     index) alone, so that it does not matter what runs beside it, or where."""
     if sampling.seed is None:
         return [sampling] * group_size
-    digests = [
-        hashlib.sha256(f"{sampling.seed}/{ordinal}/{index}".encode()).digest() for index in range(group_size)
-    ]
+    digests = [hashlib.sha256(f"{sampling.seed}/{ordinal}/{index}".encode()).digest() for index in range(group_size)]
     return [replace(sampling, seed=int.from_bytes(digest[:4], "big") >> 1) for digest in digests]

@@ -1,4 +1,4 @@
-"""Runs agent loops and rewards away from the driver's event loop. A plain class; `agent_worker_group.py` has the actors."""
+"""Runs agent loops and rewards, away from the driver's event loop. `agent_worker_group.py` puts it into Ray actors."""
 
 import asyncio
 import inspect
@@ -27,9 +27,7 @@ class EvaluationPart:
 class AgentWorker:
     """`tokenizer`: of transformers. `replicas`: name -> a callable that generates there."""
 
-    def __init__(
-        self, *, tokenizer: Any, loop: AgentLoop, reward: Reward, replicas: Mapping[str, GenerateGroup]
-    ):
+    def __init__(self, *, tokenizer: Any, loop: AgentLoop, reward: Reward, replicas: Mapping[str, GenerateGroup]):
         self._tokenizer = tokenizer
         self._loop = loop
         self._reward = reward

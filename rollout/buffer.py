@@ -11,7 +11,7 @@ from rollout.types import Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The groups of one optimizer step, by prompt ordinal, so that the order of arrival cannot change the arithmetic."""
+    """The groups of one optimizer step, by prompt ordinal, so the order of arrival cannot change the arithmetic."""
 
     groups: tuple[TrajectoryGroup, ...]
     masked_tokens: int
@@ -59,7 +59,7 @@ class TrajectoryBuffer:
         Raises TimeoutError when they do not come in time, and the error that the buffer was closed with.
         """
         try:
-            async with asyncio.timeout(self._batch_timeout_s), self._changed:
+            async with asyncio.timeout(self._batch_timeout_s) as deadline, self._changed:
                 while True:
                     self._raise_if_failed()
                     self._drop_expired(global_steps)
@@ -69,6 +69,8 @@ class TrajectoryBuffer:
                     await self._changed.wait()
                 self._changed.notify_all()  # the last batch completes the ledger, and claim() has to see it
         except TimeoutError:
+            if not deadline.expired():
+                raise  # the error that the buffer was closed with
             raise TimeoutError(
                 f"no batch for optimizer step {global_steps} within trainer.batch_timeout_s="
                 f"{self._batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
@@ -86,7 +88,7 @@ class TrajectoryBuffer:
     async def close(self, error: BaseException | None = None) -> None:
         """End every wait: with `error`, or, for claim(), with None."""
         async with self._changed:
-            self._closed = error or True
+            self._closed = error or self._closed or True  # an error stays, whatever closes it again
             self._changed.notify_all()
 
     def gauges(self) -> dict[str, float]:

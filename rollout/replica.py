@@ -85,7 +85,7 @@ class RolloutReplica:
         running_s = time.monotonic() - self._busy_since if self._running else 0.0
         return {
             "global_steps": self.global_steps,
-            "engine_requests": self._started,
+            "trajectories": self._started,
             "finished": self._finished,
             "aborted": self._aborted,
             "running": self._running,

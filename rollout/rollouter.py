@@ -47,10 +47,17 @@ class Rollouter:
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
                 replica = await self._router.acquire(self._group_size)
-                slot = await self._buffer.claim()
+                slot = None
+                try:
+                    slot = await self._buffer.claim()
+                finally:
+                    if slot is None:
+                        await self._router.release(replica, self._group_size)
                 if slot is None:
-                    await self._router.release(replica, self._group_size)
                     return
+                if replica not in self._router.healthy:  # ejected by the update that freed the slot
+                    await self._router.release(replica, self._group_size)
+                    replica = await self._router.acquire(self._group_size)
                 prompt = self._stream.next()
                 self.trajectories_started += self._group_size
                 groups.create_task(self._produce(slot, prompt, replica), name=f"prompt-{prompt.ordinal}")

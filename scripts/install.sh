@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-python3}
 CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 LOG=.venv/install.log         # everything pip says
 STAMP=.venv/.installed        # what is installed; written last
-UNFINISHED=.venv/.installing  # there while packages are being changed
+UNFINISHED=.venv/.installing  # there while packages are being changed; holds the pid
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 say() { printf 'install: %s\n' "$*"; }
@@ -49,6 +49,10 @@ fi
 # ---- .venv ----
 start=$SECONDS
 if [ -e "$UNFINISHED" ]; then
+  pid=$(cat "$UNFINISHED")
+  if [ -n "$pid" ] && ps -p "$pid" -o args= 2>/dev/null | grep -q 'install\.sh'; then
+    die "another install is at work in .venv (process $pid): wait for it to end."
+  fi
   say "the last install did not finish: starting afresh"
   rm -rf .venv
 elif [ -e .venv/.extra ] && [ "$(cat .venv/.extra)" != "$extra" ]; then
@@ -66,7 +70,7 @@ version=$("$base" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])') || 
   die "slipstream needs Python 3.11 or newer, and '$base' is Python $version. Name another: make PYTHON=python3.11 ..."
 
 mkdir -p .venv
-touch "$UNFINISHED"
+echo $$ >"$UNFINISHED"
 rm -f "$STAMP"
 : >"$LOG"
 if [ ! -e .venv/bin/python ]; then

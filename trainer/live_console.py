@@ -94,8 +94,9 @@ class LiveConsole:
         layout.add_row(head)
         layout.add_row("")
         layout.add_row(body)
-        width = min(self._target.width, PANEL_WIDTH)
-        return Panel(layout, title=f"slipstream  {self._run_dir}", title_align="left", width=width, border_style="dim")
+        return Panel(
+            layout, title=f"slipstream  {self._run_dir}", title_align="left", width=PANEL_WIDTH, border_style="dim"
+        )
 
     def _show(self, key: str, spec: str) -> str:
         return show_metric(self._metrics, key, spec)

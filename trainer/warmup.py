@@ -35,9 +35,9 @@ class WarmupSpec:
 
     seed: int
     """Of the initial weights."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Demonstrations per optimizer step."""
-    lr: float = 2e-3
+    lr: float = 4e-3
     """Peak learning rate of AdamW."""
     prompt_template: str = "Question: {question}\nAnswer: "
     """What the model reads before it answers."""

@@ -118,7 +118,7 @@ def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Proble
 
 
 def sloppy_answer(
-    problem: Problem, rng: random.Random, *, stop_early: float = 0.55, slip: float = 0.12, forget_marker: float = 0.1
+    problem: Problem, rng: random.Random, *, stop_early: float = 0.65, slip: float = 0.1, forget_marker: float = 0.1
 ) -> str:
     """An answer as an imperfect demonstrator gives it: it knows the form, and is wrong often.
 
@@ -144,12 +144,22 @@ def sloppy_answer(
     return "\n".join([*lines, f"{marker}{total}"])
 
 
-def demonstrations(problems: Sequence[Problem], *, num_clean: int, num_sloppy: int, seed: int) -> list[tuple[str, str]]:
+def demonstrations(
+    problems: Sequence[Problem], *, seed: int, num_clean: int = 10_400, num_sloppy: int = 2_400
+) -> list[tuple[str, str]]:
     """A curriculum of (question, answer) pairs: `num_clean` worked answers, then `num_sloppy` sloppy ones.
 
-    Problems are drawn with replacement. The clean ones teach the form quickly; the sloppy ones then leave the model
-    wrong often, so that reinforcement learning has something to gain.
+    Problems are drawn with replacement. The clean ones teach the form and the sums; the sloppy ones then leave the
+    model wrong often, so that reinforcement learning has something to gain.
+
+    Raises:
+        ValueError: there are no problems, or a count is negative.
     """
+    if not problems or num_clean < 0 or num_sloppy < 0:
+        raise ValueError(
+            f"{len(problems)} problems, num_clean={num_clean}, num_sloppy={num_sloppy}: "
+            "at least one problem is needed, and both counts must be >= 0"
+        )
     rng = random.Random(seed)
     clean = [(problem.question, problem.answer) for problem in rng.choices(problems, k=num_clean)]
     sloppy = [(problem.question, sloppy_answer(problem, rng)) for problem in rng.choices(problems, k=num_sloppy)]

@@ -33,7 +33,7 @@ class WeightTag:
 
 
 class Engine(Protocol):
-    """All calls come from one event loop. Tokens in, tokens out, every token tagged with the version that sampled it."""
+    """All calls come from one event loop. Tokens in, tokens out, each tagged with the version that sampled it."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Waits while paused and while `max_num_seqs` others run. Cancelling it aborts the request."""
@@ -57,6 +57,8 @@ class Engine(Protocol):
         """Returns when the engine has died, with the reason."""
         ...
 
-    def gauges(self) -> dict[str, float]: ...
+    def gauges(self) -> dict[str, float]:
+        """At least `engine_requests`: how many requests the engine was given, any given twice counted twice."""
+        ...
 
     def shutdown(self) -> None: ...

@@ -53,10 +53,12 @@ class SimulatedEngine:
         self._staged: dict[str, Any] | None = None
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._global_steps = -1
+        self._num_submitted = 0
 
     async def generate(self, request: GenerationRequest) -> Completion:
         if self._death.done():
             raise self._death.result()
+        self._num_submitted += 1
         length = min(self._length_of(request), request.sampling.max_tokens)
         sequence = _Sequence(length, asyncio.get_running_loop().create_future())
         self._waiting.append(sequence)
@@ -100,7 +102,7 @@ class SimulatedEngine:
         self._waiting.clear()
 
     def gauges(self) -> dict[str, float]:
-        return {"waiting": len(self._waiting)}
+        return {"engine_requests": self._num_submitted}
 
     def shutdown(self) -> None:
         if self._stepper is not None:

@@ -1,12 +1,12 @@
 """The vLLM engine. The only user of vLLM's Python API; vLLM's differences between versions end here.
 
 Facts this rests on (vLLM 0.32):
-- Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when `pause` returns is
-  wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32), from
-  counts taken behind a barrier in the output queue.
+- Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when `pause` returns
+  is wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32),
+  from counts taken behind a barrier in the output queue.
 - The scheduler resumes kept requests with their KV cache. A request that was added but not prefilled would be prefilled
-  with new weights on top of prefix blocks of old ones: so the prefix cache is salted with the version, the salt is chosen
-  under the gate, and `pause` first lets every admitted request finish its prefill.
+  with new weights on top of prefix blocks of old ones: so the prefix cache is salted with the version, the salt is
+  chosen under the gate, and `pause` first lets every admitted request finish its prefill.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ class GatedLLM(AsyncLLM):
     global_steps: int
     salt_prefix_cache: bool
     withdrawn: set[str]
+    num_submitted: int
+    """Requests that reached the engine core, those submitted again after a withdrawal included."""
 
     def open_gate(self, max_num_seqs: int) -> None:
         self.gate = asyncio.Lock()
@@ -49,11 +51,13 @@ class GatedLLM(AsyncLLM):
         self.global_steps = -1
         self.salt_prefix_cache = True
         self.withdrawn = set()
+        self.num_submitted = 0
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         async with self.gate:
             if self.salt_prefix_cache:
                 prompt = {**prompt, "cache_salt": f"{self.global_steps}"}
+            self.num_submitted += 1
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     async def generate(
@@ -168,7 +172,7 @@ class VllmEngine:
         return RuntimeError("the vLLM engine core died")
 
     def gauges(self) -> dict[str, float]:
-        return {"withdrawn": len(self._llm.withdrawn)}
+        return {"engine_requests": self._llm.num_submitted}
 
     def shutdown(self) -> None:
         self._llm.shutdown()

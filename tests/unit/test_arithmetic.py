@@ -108,3 +108,10 @@ def test_demonstrations_are_clean_first_then_sloppy():
     assert len(pairs) == 500
     assert all(right[:200])
     assert 0.1 < sum(right[200:]) / 300 < 0.5
+
+
+def test_demonstrations_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="0 problems, num_clean=5"):
+        demonstrations([], num_clean=5, num_sloppy=0, seed=0)
+    with pytest.raises(ValueError, match="num_sloppy=-1"):
+        demonstrations([PROBLEM], num_clean=5, num_sloppy=-1, seed=0)

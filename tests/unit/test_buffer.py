@@ -1,12 +1,10 @@
 """Between rollouter and trainer no group is lost and none is trained twice, and every wait has an end."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import StalePolicy
@@ -22,9 +20,8 @@ def make_buffer(
     max_staleness: int = 0,
     policy: StalePolicy = StalePolicy.wait,
     total: int = 99,
-    interval: int = 1,
 ) -> TrajectoryBuffer:
-    window = StalenessWindow(groups_per_step=groups_per_step, max_staleness=max_staleness, update_interval=interval)
+    window = StalenessWindow(groups_per_step=groups_per_step, max_staleness=max_staleness)
     return TrajectoryBuffer(SlotLedger(window, policy, total), batch_timeout_s=TIMEOUT_S)
 
 
@@ -131,7 +128,7 @@ def test_a_slot_dropped_while_the_trainer_waits_is_claimed_again() -> None:
     run_virtual(main())
 
 
-# -- every wait has an end -----------------------------------------------------------------------------------------------
+# -- every wait has an end ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [RuntimeError("replica r1 died"), TimeoutError("prompt 3 took too long")])
@@ -248,71 +245,3 @@ def test_mask_policy_trains_a_late_group_without_its_stale_tokens() -> None:
             np.testing.assert_array_equal(trajectory.loss_mask, [False, False, True, True])
 
     run_virtual(main())
-
-
-# -- whole runs --------------------------------------------------------------------------------------------------------
-
-
-async def whole_run(  # noqa: PLR0913
-    buffer: TrajectoryBuffer, num_steps: int, num_producers: int, seconds: list[float], train_s: float, sync_s: float
-) -> list[TrainBatch]:
-    """`num_producers` at random speed, and a trainer that puts new weights on the replicas a while before `advance`."""
-    window, live, next_ordinal = buffer.ledger.window, 0, 0
-
-    async def produce() -> None:
-        nonlocal next_ordinal
-        while (slot := await buffer.claim()) is not None:
-            ordinal, first = next_ordinal, live
-            next_ordinal += 1
-            await asyncio.sleep(seconds[ordinal % len(seconds)])
-            await buffer.put(slot, make_group(ordinal, first, live))
-
-    batches = []
-    async with asyncio.TaskGroup() as producers:
-        for _ in range(num_producers):
-            producers.create_task(produce())
-        for step in range(num_steps):
-            batches.append(await buffer.next_batch(step))
-            await asyncio.sleep(train_s)
-            if (step + 1) % window.update_interval == 0:
-                live = step + 1
-                await asyncio.sleep(sync_s)
-                await buffer.advance(live)
-    return batches
-
-
-def run_whole(policy: StalePolicy, draw: Callable[[Any], Any]) -> tuple[TrajectoryBuffer, list[TrainBatch]]:
-    groups_per_step, interval = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    num_steps = interval * draw(st.integers(1, 5))
-    buffer = make_buffer(groups_per_step, draw(st.integers(0, 3)), policy, num_steps * groups_per_step, interval)
-    seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 7.0, 40.0]), min_size=1, max_size=9))
-    work: Coroutine[Any, Any, list[TrainBatch]] = whole_run(
-        buffer, num_steps, draw(st.integers(1, 12)), seconds, draw(st.sampled_from([0.0, 3.0])), draw(st.integers(0, 2))
-    )
-    return buffer, run_virtual(work)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([StalePolicy.wait, StalePolicy.mask]), st.data())
-def test_every_prompt_is_trained_exactly_once(policy: StalePolicy, data: st.DataObject) -> None:
-    buffer, batches = run_whole(policy, data.draw)
-    trained = [ordinal for batch in batches for ordinal in ordinals(batch)]
-    assert sorted(trained) == list(range(buffer.ledger.total_groups))
-    window = buffer.ledger.window
-    for step, batch in enumerate(batches):
-        assert ordinals(batch) == sorted(ordinals(batch))
-        for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
-            versions = trajectory.token_versions()[trajectory.loss_mask]
-            assert all(window.staleness(version, step) <= window.max_staleness for version in versions)
-            assert trajectory.loss_mask.all() or policy is StalePolicy.mask
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_drop_trains_nothing_stale_and_counts_what_it_drops(data: st.DataObject) -> None:
-    buffer, batches = run_whole(StalePolicy.drop, data.draw)
-    window, ledger = buffer.ledger.window, buffer.ledger
-    assert all(len(batch.groups) == window.groups_per_step for batch in batches)
-    assert ledger.num_claimed == ledger.total_groups + ledger.num_dropped + ledger.num_in_flight + ledger.num_ready
-    for step, batch in enumerate(batches):
-        assert all(window.staleness(group.min_version, step) <= window.max_staleness for group in batch.groups)

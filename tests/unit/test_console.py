@@ -96,34 +96,35 @@ def test_plain_stage_may_come_back_and_close_writes_what_was_held_back() -> None
     assert plain.lines[4:] == ["saving 2/2"]
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+class Stream(io.StringIO):
+    """A standard output of the given encoding that is a terminal or is not."""
 
-    def __init__(self, encoding: str) -> None:
+    def __init__(self, encoding: str, terminal: bool) -> None:
         super().__init__()
         self._encoding = encoding
+        self._terminal = terminal
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._encoding
 
     def isatty(self) -> bool:
-        return True
+        return self._terminal
 
 
 @pytest.mark.parametrize(
     ("stream", "term", "plain", "expected"),
     [
-        (Terminal("utf-8"), "xterm", None, LiveConsole),
-        (Terminal("utf-8"), "xterm", True, PlainConsole),
-        (Terminal("utf-8"), "dumb", None, PlainConsole),
-        (Terminal("ascii"), "xterm", None, PlainConsole),
-        (io.StringIO(), "xterm", None, PlainConsole),
-        (io.StringIO(), "xterm", False, LiveConsole),
+        (Stream("utf-8", terminal=True), "xterm", None, LiveConsole),
+        (Stream("utf-8", terminal=True), "xterm", True, PlainConsole),
+        (Stream("utf-8", terminal=True), "dumb", None, PlainConsole),
+        (Stream("ascii", terminal=True), "xterm", None, PlainConsole),
+        (Stream("utf-8", terminal=False), "xterm", None, PlainConsole),
+        (Stream("utf-8", terminal=False), "xterm", False, LiveConsole),
     ],
 )
 def test_make_console_chooses_by_terminal_unless_told(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, term: str, plain: bool | None, expected: type
+    monkeypatch: pytest.MonkeyPatch, stream: Stream, term: str, plain: bool | None, expected: type
 ) -> None:
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setenv("TERM", term)

@@ -121,7 +121,7 @@ def test_tracker_gives_everything_to_every_sink() -> None:
 
 
 def test_tracker_closes_the_rest_when_one_sink_cannot_close() -> None:
-    broken, fine = RecordingSink(close_error=OSError("disk full")), RecordingSink()
+    sinks = [RecordingSink(), RecordingSink(close_error=OSError("disk full")), RecordingSink()]
     with pytest.raises(OSError, match="disk full"):
-        Tracker([broken, fine]).close(0)
-    assert fine.events == [("close", 0)]
+        Tracker(sinks).close(0)
+    assert [sink.events for sink in sinks] == [[("close", 0)]] * 3

@@ -12,7 +12,9 @@ from trainer import tiny_model, warmup
 from trainer.tiny_model import EOS_TOKEN_ID, build_model, build_tokenizer
 from trainer.warmup import WarmupSpec, ensure_warm_model, tokenized_examples, warm_up
 
-PAIRS = [(f"Tom has {a} pens and buys {b}.", f"{a}+{b}={a + b}\n#### {a + b}") for a in range(1, 9) for b in range(1, 9)]
+PAIRS = [
+    (f"Tom has {a} pens and buys {b}.", f"{a}+{b}={a + b}\n#### {a + b}") for a in range(1, 9) for b in range(1, 9)
+]
 SPEC = WarmupSpec(seed=0, batch_size=8)
 
 

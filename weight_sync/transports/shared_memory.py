@@ -1,9 +1,9 @@
-"""Weights through a file in shared memory: one host, any device. Read by every worker of every replica without a copy."""
+"""Weights through a file in shared memory: one host, any device. Every worker of every replica reads it in place."""
 
-import os
+import glob
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,15 @@ from weight_sync import bucket
 DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 
 
-def publish(tensors: Mapping[str, torch.Tensor], global_steps: int, directory: Path = DIRECTORY) -> dict[str, Any]:
-    """Write the tensors into a new file and return its manifest. The caller removes the file with `release`."""
-    entries, nbytes = bucket.layout(tensors)
-    path = directory / f"slipstream-{os.getpid()}-{global_steps}-{uuid.uuid4().hex[:8]}"
+def publish(
+    owner: str, specs: Sequence[bucket.Spec], tensors: Iterable[tuple[str, torch.Tensor]], global_steps: int
+) -> dict[str, Any]:
+    """Write the tensors, one by one, into a new file and return its manifest. `release` removes the file.
+
+    `owner`: part of the file's name, by which `release_all` finds what a crash left.
+    """
+    entries, nbytes = bucket.layout(specs)
+    path = DIRECTORY / f"slipstream-{owner}-{global_steps}-{uuid.uuid4().hex[:8]}"
     with path.open("wb") as file:
         file.truncate(nbytes)
     buffer = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
@@ -46,3 +51,9 @@ def open_published(manifest: dict[str, Any]) -> torch.Tensor:
 def release(manifest: dict[str, Any]) -> None:
     """Remove the file. Mappings that are still open stay valid."""
     Path(manifest["path"]).unlink(missing_ok=True)
+
+
+def release_all(owner: str) -> None:
+    """Remove every file of `owner`."""
+    for path in DIRECTORY.glob(f"slipstream-{glob.escape(owner)}-*"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,233 @@
+"""One run: starts what it needs in the order that overlaps the most, trains, and ends everything."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from configs.schema import Config, ModelKind
+from rollout.agent_worker_group import AgentWorkerGroup
+from rollout.buffer import TrajectoryBuffer
+from rollout.data.files import load_rows
+from rollout.engines.base import EngineSpec
+from rollout.evaluation import Evaluator
+from rollout.fleet import ReplicaFleet
+from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
+from rollout.replica_group import ReplicaHandle, create_replicas
+from rollout.rollouter import Rollouter
+from rollout.router import ReplicaRouter
+from rollout.staleness import SlotLedger, StalenessWindow
+from rollout.types import SamplingParams
+from scripts import models
+from scripts.cluster import cluster, output_to
+from trainer.console import Console
+from trainer.loop import TrainLoop
+from trainer.recorder import RunRecorder
+from trainer.worker_group import TrainWorkerGroup
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.transports import shared_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of, all of it started."""
+
+    replicas: list[ReplicaHandle]
+    agents: AgentWorkerGroup
+    workers: TrainWorkerGroup
+    train_rows: list[EncodedRow]
+    val_rows: list[EncodedRow]
+    manager: CheckpointManager
+
+
+async def run(config: Config, device: str, run_dir: Path, console: Console, recorder: RunRecorder) -> dict[str, Any]:
+    """Returns the summary. Whatever goes wrong anywhere is raised here, after everything has been ended."""
+    console.stage("starting Ray")
+    async with cluster(config, device):
+        try:
+            parts = await start(config, device, run_dir, console)
+            return await train(config, parts, console, recorder)
+        finally:
+            shared_memory.release_all(run_dir.name)
+
+
+async def start(config: Config, device: str, run_dir: Path, console: Console) -> Parts:
+    """Engines start on untrained weights while the warm-up makes the real ones, and the trainer loads beside them."""
+    on_start = output_to(run_dir)
+    boot_path = await _boot_model(config, run_dir)
+    replicas = create_replicas(config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start)
+    agents = AgentWorkerGroup(
+        num_workers=config.rollout.num_agent_workers,
+        tokenizer_path=boot_path,
+        reward=config.rollout.reward,
+        replicas=replicas,
+        on_start=on_start,
+    )
+    workers = TrainWorkerGroup(
+        config=config,
+        device=device,
+        publish=partial(shared_memory.publish, run_dir.name),
+        release=shared_memory.release,
+        on_start=on_start,
+    )
+    console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
+    async with asyncio.timeout(config.rollout.start_timeout_s), asyncio.TaskGroup() as starting:
+        for replica in replicas:
+            starting.create_task(replica.start(engine_spec(config, device, boot_path)))
+        policy = starting.create_task(_start_workers(config, workers, boot_path, console))
+        data = starting.create_task(_load_data(config, agents, console))
+    console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
+    train_rows, val_rows = data.result()
+    return Parts(
+        replicas=replicas,
+        agents=agents,
+        workers=workers,
+        train_rows=train_rows,
+        val_rows=val_rows,
+        manager=CheckpointManager(workers, replicas, config.weight_sync),
+    )
+
+
+async def train(config: Config, parts: Parts, console: Console, recorder: RunRecorder) -> dict[str, Any]:
+    """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
+    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
+    window = StalenessWindow(
+        groups_per_step=trainer.prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        update_interval=config.weight_sync.interval,
+    )
+    total_groups = trainer.total_steps * trainer.prompts_per_step
+    buffer = TrajectoryBuffer(SlotLedger(window, rollout.stale_policy, total_groups), trainer.batch_timeout_s)
+    names = [replica.name for replica in parts.replicas]
+    # One group more than fits, so that a finished trajectory's seat is taken at once.
+    router = ReplicaRouter(names, rollout.max_num_seqs + algorithm.group_size)
+    rollouter = Rollouter(
+        stream=PromptStream(parts.train_rows, config.seed),
+        buffer=buffer,
+        router=router,
+        runner=parts.agents,
+        sampling=training_sampling(config),
+        group_size=algorithm.group_size,
+        group_timeout_s=rollout.group_timeout_s,
+    )
+    evaluator = Evaluator(
+        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(parts.val_rows)],
+        replicas=names,
+        runner=parts.agents,
+        max_tokens=rollout.max_response_tokens,
+        timeout_s=rollout.group_timeout_s,
+    )
+    fleet = ReplicaFleet(parts.replicas, router)
+    loop = TrainLoop(
+        config=config,
+        buffer=buffer,
+        workers=parts.workers,
+        manager=parts.manager,
+        held_out=evaluator,
+        fleet=fleet,
+        recorder=recorder,
+    )
+    console.stage("evaluating before the first step")
+    await parts.manager.update_weights(0)
+    recorder.record_evaluation(0, await evaluator.evaluate())
+    console.stage("training")
+    await until_first_ends(loop.run(), beside=[rollouter.run(), fleet.watch()])
+    console.stage("evaluating after the last step")
+    recorder.record_evaluation(trainer.total_steps, await evaluator.evaluate())
+    totals = await fleet.totals()
+    return recorder.write_summary(
+        {
+            "trajectories_started": rollouter.trajectories_started,
+            "evaluation_requests": evaluator.num_requests,
+            "engine_requests": int(totals["engine_requests"]) - evaluator.num_requests,
+            "aborted": int(totals["aborted"]),
+            "restarted": int(totals["engine_requests"] - totals["trajectories"]),
+            "max_staleness": rollout.max_staleness,
+        }
+    )
+
+
+async def until_first_ends(main: Coroutine[Any, Any, None], beside: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs all at once until `main` returns; the others may return before it. An error in any ends all of them."""
+    async with asyncio.TaskGroup() as group:
+        helpers = [group.create_task(helper) for helper in beside]
+        await group.create_task(main)
+        for helper in helpers:
+            helper.cancel()
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_response_tokens,
+        seed=config.seed if rollout.seeded_sampling else None,
+    )
+
+
+def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
+    rollout = config.rollout
+    return EngineSpec(
+        model_path=model_path,
+        device=device,
+        dtype=rollout.dtype.value,
+        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        enforce_eager=rollout.enforce_eager,
+    )
+
+
+async def _boot_model(config: Config, run_dir: Path) -> str:
+    if config.model.kind is ModelKind.hf:
+        assert config.model.path is not None
+        return config.model.path
+    make = ray.remote(num_cpus=1)(models.untrained_tiny_model)
+    return await make.remote(config, run_dir / "untrained_model")
+
+
+async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: str, console: Console) -> int:
+    policy_path = boot_path
+    if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
+        warm_up = ray.remote(num_cpus=1, num_returns="streaming")(models.warm_tiny_model)
+        async for reference in warm_up.remote(config):
+            event = await reference
+            if isinstance(event, str):
+                policy_path = event
+            else:
+                console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
+    return await workers.setup(policy_path)
+
+
+async def _load_data(
+    config: Config, agents: AgentWorkerGroup, console: Console
+) -> tuple[list[EncodedRow], list[EncodedRow]]:
+    data = config.data
+    if data.train_files is None or data.val_files is None:
+        train, val = (
+            [Row(question=p.question, ground_truth=p.answer.split("#### ")[1]) for p in problems]
+            for problems in models.arithmetic_problems(config)
+        )
+    else:
+        train = load_rows(data.train_files, data.question_key, data.answer_key)
+        val = load_rows(data.val_files, data.question_key, data.answer_key)
+    val = val[: data.num_val]
+    encoded = []
+    for name, rows in (("train", train), ("held-out", val)):
+        kept = await agents.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
+        left_out = len(rows) - len(kept)
+        console.message(
+            f"{name}: {len(kept)} prompts, {left_out} left out (data.max_prompt_tokens={data.max_prompt_tokens})"
+        )
+        if not kept:
+            raise ValueError(f"no {name} prompt has at most data.max_prompt_tokens={data.max_prompt_tokens} tokens")
+        encoded.append(kept)
+    return encoded[0], encoded[1]

@@ -1,0 +1,263 @@
+"""Every key is documented, every recipe composes, and what cannot work is refused with its key, value and a hint."""
+
+import math
+import typing
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from configs import load, validate
+from configs.schema import Config, Device, DType, Layout, ModelKind
+from configs.validate import ConfigError, check
+
+CONFIGS = Path(load.__file__).parent
+RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
+
+
+def resolve(*overrides: str) -> Config:
+    load.register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return load.load(compose("train", overrides=list(overrides)))
+
+
+def changed(config: Any, **values: object) -> Any:
+    """The config with `section__key=value` set."""
+    for name, value in values.items():
+        section, _, key = name.rpartition("__")
+        new = {section: replace(getattr(config, section), **{key: value})} if section else {key: value}
+        config = replace(config, **new)
+    return config
+
+
+def refusal(**values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(changed(Config(), **values))
+    return str(caught.value)
+
+
+def schema_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every key by its dotted name, with its type."""
+    types = typing.get_type_hints(section)
+    keys: dict[str, Any] = {}
+    for field in fields(section):
+        if is_dataclass(types[field.name]):
+            keys |= schema_keys(types[field.name], f"{prefix}{field.name}.")
+        else:
+            keys[prefix + field.name] = types[field.name]
+    return keys
+
+
+def files(tmp_path: Path) -> list[str]:
+    """Overrides that give a recipe its data."""
+    (tmp_path / "questions.jsonl").write_text("{}\n")
+    return [f"data.{key}_files={tmp_path}/questions.jsonl" for key in ("train", "val")]
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_has_documentation_and_a_default() -> None:
+    docs = load.key_docs()
+    assert set(docs) == set(schema_keys())
+    assert [key for key, (_, doc) in docs.items() if not doc] == []
+    assert docs["trainer.lr"] == ("0.0002", "AdamW's learning rate after warm-up.")
+    assert [docs[key][0] for key in ("model.path", "device", "dry_run", "rollout.stale_policy")] == [
+        "null",
+        "auto",
+        "false",
+        "wait",
+    ]
+
+
+def test_help_lists_every_key() -> None:
+    load.register()
+    text = ConfigStore.instance().load("hydra/help/slipstream.yaml").node.template.replace("$$", "$")
+    for key, (default, doc) in load.key_docs().items():
+        assert f"{key} [{default}]\n    {doc}" in text
+
+
+@pytest.mark.parametrize(
+    "argument, hint",
+    [
+        ("trainer.lrr=1", "trainer.lrr=1: there is no such key; did you mean trainer.lr "),
+        ("max_staleness=1", "did you mean rollout.max_staleness?"),
+        ("+rollout.replicas=2", "rollout.num_replicas"),
+        ("receipe=gsm8k", "did you mean recipe"),
+        ("zzz=1", "--help lists the keys"),
+        ("__pycache_=1", "--help lists the keys"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_a_hint(argument: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load.check_overrides(["trainer.lr=1", argument])
+    assert hint in str(caught.value)
+
+
+def test_known_keys_groups_and_options_pass() -> None:
+    load.check_overrides(
+        ["seed=3", "++trainer.lr=1", "recipe=gsm8k", "model=hf", "sizes=hf", "hydra.run.dir=x", "--help"]
+    )
+
+
+def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "typo.yaml").write_text("# @package _global_\ntrainer:\n  learning_rate: 1.0\n")
+    with pytest.raises(ConfigCompositionException, match="recipe/typo") as caught:
+        resolve(f"hydra.searchpath=[file://{tmp_path}]", "recipe=typo")
+    assert "'learning_rate' not in 'TrainerConfig'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override, reason",
+    [
+        ("trainer.lr=fast", "'fast' of type 'str' could not be converted to Float"),
+        ("rollout.num_replicas=2.5", "'2.5' of type 'float' could not be converted to Integer"),
+        ("trainer.total_steps=null", "field 'trainer.total_steps' is not Optional"),
+        ("dry_run=perhaps", "'perhaps' is not a valid bool"),
+        ("rollout.stale_policy=ignore", "expected one of [wait, mask, drop]"),
+    ],
+)
+def test_a_mistyped_value_is_refused(override: str, reason: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        resolve(override)
+    assert override in str(caught.value)
+    assert reason in str(caught.value.__cause__)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+# Numbers whose allowed values are no plain range, each with a test of its own.
+OTHER_NUMBERS = {"rollout.temperature", "rollout.top_k", "algorithm.group_size"}
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}}
+    assert numbers == set(validate._RANGES) | OTHER_NUMBERS
+    assert not set(validate._RANGES) & OTHER_NUMBERS
+
+
+@pytest.mark.parametrize("key", validate._RANGES)
+def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -> None:
+    low, high = validate._RANGES[key]
+    name = key.replace(".", "__")
+    assert low is not None
+    allowed = f"must be at least {low:g}" if high is None else f"must be between {low:g} and {high:g}"
+    for value in [low - 1, math.nan, *([] if high is None else [high + 1])]:
+        assert f"{key}={value}: {allowed}" in refusal(**{name: value}).splitlines()
+    for bound in (low, high):
+        if bound is not None:
+            assert validate._out_of_range(changed(Config(), **{name: bound})) == []
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: must be above 0 (evaluation is greedy)"),
+        ({"rollout__temperature": math.nan}, "rollout.temperature=nan: must be above 0 (evaluation is greedy)"),
+        ({"rollout__temperature": math.inf}, "rollout.temperature=inf: must be above 0 (evaluation is greedy)"),
+        ({"rollout__top_k": 0}, "rollout.top_k=0: must be -1 (the whole vocabulary) or at least 1"),
+        ({"rollout__top_k": -2}, "rollout.top_k=-2: must be -1 (the whole vocabulary) or at least 1"),
+        ({"algorithm__group_size": 1}, "algorithm.group_size=1: must be at least 2: group advantages of one"),
+        ({"algorithm__group_size": 0}, "algorithm.group_size=0: must be at least 2: group advantages of one"),
+        ({"model__kind": ModelKind.hf}, "model.path=None: model.kind=hf needs the folder or hub name"),
+        ({"model__path": "org/name"}, "model.path=org/name: model.kind=tiny makes its own model; choose model=hf"),
+        ({"data__prompt_template": "Q: "}, "data.prompt_template='Q: ': must contain {question}"),
+        ({"data__train_files": "/no/x"}, "data.train_files=/no/x: train_files and val_files are set both, or neither"),
+        ({"data__train_files": "/no/x"}, "data.train_files=/no/x: no such file (from /"),
+        ({"data__val_files": "/no/x"}, "data.val_files=/no/x: train_files and val_files are set both, or neither"),
+        ({"data__train_files": "", "data__val_files": ""}, "data.val_files=: no such file (from /"),
+        ({"rollout__reward": "gsm9k"}, "rollout.reward=gsm9k: must be one of gsm8k, or package.module:function"),
+        ({"rollout__reward": "no.such.module:f"}, "rollout.reward=no.such.module:f: must be one of gsm8k"),
+        ({"rollout__reward": ":f"}, "rollout.reward=:f: must be one of gsm8k"),
+        ({"rollout__reward": "math:not a name"}, "rollout.reward=math:not a name: must be one of gsm8k"),
+        ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=120"),
+        ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
+        (
+            {"device": Device.cpu, "rollout__kv_cache_mb": None},
+            "rollout.kv_cache_mb=None: device=cpu needs a size in MiB",
+        ),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    one.touch()
+    two.touch()
+    for values in (
+        {"rollout__top_k": 1},
+        {"rollout__reward": "os.path:join"},
+        {"weight_sync__interval": 8},
+        {"trainer__num_ranks": 16},
+        {"data__train_files": f"{one}, {two}", "data__val_files": f"{two}"},
+        {"model__kind": ModelKind.hf, "model__path": "org/name"},
+        {"device": Device.cuda, "rollout__kv_cache_mb": None},
+    ):
+        check(changed(Config(), **values))
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    """Ranges and contradictions together, so that nothing is mended one start at a time. interval=0 divides nothing."""
+    lines = refusal(
+        seed=-1,
+        trainer__lr=2.0,
+        weight_sync__interval=0,
+        rollout__reward="x",
+        data__prompt_template="",
+        model__path="y",
+    ).splitlines()
+    keys = ["seed", "trainer.lr", "weight_sync.interval", "model.path", "data.prompt_template", "rollout.reward"]
+    assert [line.split("=")[0] for line in lines] == keys
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", ["", "tiny", "hf"])
+def test_every_recipe_composes_with_every_model(recipe: str, model: str, tmp_path: Path) -> None:
+    overrides = {"": [], "tiny": ["model=tiny"], "hf": ["model=hf", "model.path=org/name"]}[model]
+    config = resolve(f"recipe={recipe}", *overrides, *files(tmp_path))
+    assert model in ("", config.model.kind.value)
+
+
+def test_the_default_run_is_the_schema() -> None:
+    assert resolve() == Config()
+
+
+def test_gsm8k_needs_its_files() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("recipe=gsm8k")
+    lines = str(caught.value).splitlines()
+    assert [line.split("=")[0] for line in lines] == ["data.train_files", "data.val_files"]
+    assert all("no such file" in line for line in lines)
+
+
+def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:
+    large = resolve("recipe=gsm8k", *files(tmp_path))
+    assert (large.model.kind, large.rollout.num_replicas, large.trainer.num_ranks) == (ModelKind.hf, 2, 2)
+    assert (large.rollout.dtype, large.trainer.layout, large.rollout.kv_cache_mb) == (
+        DType.bfloat16,
+        Layout.padded,
+        None,
+    )
+    small = resolve("recipe=gsm8k", "model=tiny", *files(tmp_path))
+    sizes: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "sizes" / "tiny.yaml"))
+    for section, values in sizes.items():
+        for key, value in values.items():
+            given = getattr(getattr(small, section), key)
+            assert getattr(given, "value", given) == value, f"{section}.{key}"
+    assert small.trainer.prompts_per_step == large.trainer.prompts_per_step, "the recipe's, where sizes say nothing"
+
+
+def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
+    config = resolve("recipe=gsm8k", "model=tiny", "rollout.num_replicas=3", *files(tmp_path))
+    assert config.rollout.num_replicas == 3

@@ -1,0 +1,57 @@
+"""What the groups of one optimizer step say: rewards, lengths, staleness. Every metric is defined in the README."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollout.types import FloatArray, Trajectory, TrajectoryGroup
+
+
+def group_metrics(
+    groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray], global_steps: int, update_interval: int
+) -> dict[str, float]:
+    """Metrics of the groups that optimizer step `global_steps` trains."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    response_lengths = np.array([len(trajectory.response_ids) for trajectory in trajectories])
+    prompt_lengths = np.array([len(trajectory.prompt_ids) for trajectory in trajectories])
+    flat_advantages = np.concatenate(list(advantages))
+    solved = [np.mean([trajectory.reward for trajectory in group.trajectories]) for group in groups]
+    return {
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "critic/advantages/mean": float(flat_advantages.mean()),
+        "critic/advantages/max": float(flat_advantages.max()),
+        "critic/advantages/min": float(flat_advantages.min()),
+        "rollout/zero_variance_groups": float(np.mean([not np.any(a) for a in advantages])),
+        "rollout/solve_all": float(np.mean(np.array(solved) == 1.0)),
+        "rollout/solve_none": float(np.mean(np.array(solved) == 0.0)),
+        "response_length/mean": float(response_lengths.mean()),
+        "response_length/max": float(response_lengths.max()),
+        "response_length/clip_ratio": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "prompt_length/mean": float(prompt_lengths.mean()),
+        "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
+        "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
+        **_staleness_metrics(trajectories, global_steps, update_interval),
+    }
+
+
+def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, update_interval: int) -> dict[str, float]:
+    """In versions, over the tokens that are trained."""
+    versions = np.concatenate([trajectory.token_versions()[trajectory.loss_mask] for trajectory in trajectories])
+    staleness = (global_steps - versions) // update_interval
+    return {
+        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
+        "staleness/min": float(staleness.min()) if len(staleness) else 0.0,
+        "staleness/spanning_trajectories": float(np.mean([is_spanning(t) for t in trajectories])),
+        "staleness/versions_per_trajectory_max": float(
+            max(len({span.global_steps for span in t.spans}) for t in trajectories)
+        ),
+    }
+
+
+def is_spanning(trajectory: Trajectory) -> bool:
+    """Whether two or more versions sampled its tokens."""
+    return trajectory.min_version != trajectory.max_version

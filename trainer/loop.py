@@ -1,0 +1,161 @@
+"""The consuming loop: batches in, new weights out. One loop serves every algorithm, synchronous or not."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from configs.schema import Config
+from rollout.types import FloatArray, TrajectoryGroup
+from trainer.advantage import grpo
+from trainer.batch import StepBatch, assemble
+from trainer.batch_metrics import group_metrics
+from trainer.metrics import Metric, timed, to_floats
+
+
+class GroupBatch(Protocol):
+    @property
+    def groups(self) -> tuple[TrajectoryGroup, ...]: ...
+
+    @property
+    def masked_tokens(self) -> int: ...
+
+
+class GroupSource(Protocol):
+    """The buffer, as the trainer sees it."""
+
+    async def next_batch(self, global_steps: int) -> GroupBatch: ...
+
+    async def advance(self, global_steps: int) -> None: ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+
+class Workers(Protocol):
+    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
+
+
+class UpdateReport(Protocol):
+    def gauges(self) -> dict[str, float]: ...
+
+
+class WeightUpdater(Protocol):
+    async def update_weights(self, global_steps: int) -> Any: ...
+
+
+class EvaluationResult(Protocol):
+    @property
+    def accuracy(self) -> float: ...
+
+
+class HeldOut(Protocol):
+    async def evaluate(self) -> Any: ...
+
+
+class Fleet(Protocol):
+    async def gauges(self) -> dict[str, float]:
+        """Metrics of replicas and router since the last call."""
+        ...
+
+
+class Recorder(Protocol):
+    def record_step(
+        self,
+        global_steps: int,
+        metrics: dict[str, float],
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+    ) -> None: ...
+
+    def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
+
+
+class TrainLoop:
+    """For every optimizer step: wait for a batch, train on it, make the weights live, free the slots.
+
+    Consumes groups of the buffer. Produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s), the
+    workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        config: Config,
+        buffer: GroupSource,
+        workers: Workers,
+        manager: WeightUpdater,
+        held_out: HeldOut,
+        fleet: Fleet,
+        recorder: Recorder,
+    ):
+        self._config = config
+        self._buffer = buffer
+        self._workers = workers
+        self._manager = manager
+        self._held_out = held_out
+        self._fleet = fleet
+        self._recorder = recorder
+        self._started = time.perf_counter()
+
+    async def run(self) -> None:
+        """Steps 0 .. total_steps - 1. Replicas already serve version 0."""
+        total_steps = self._config.trainer.total_steps
+        eval_every = self._config.trainer.eval_every
+        self._started = time.perf_counter()
+        for global_steps in range(total_steps):
+            await self._step(global_steps)
+            done = global_steps + 1
+            if eval_every and done % eval_every == 0 and done < total_steps:
+                # Inline, so that no update comes in between: one version answers all. Rollouts go on beside it.
+                self._recorder.record_evaluation(done, await self._held_out.evaluate())
+
+    async def _step(self, global_steps: int) -> None:
+        timings: dict[str, Metric] = {}
+        sync = self._config.weight_sync
+        with timed(timings, "step"):
+            with timed(timings, "wait_batch"):
+                batch = await self._buffer.next_batch(global_steps)
+            with timed(timings, "assemble"):
+                advantages, step_batch = self._assemble(batch.groups)
+            with timed(timings, "train_step"):
+                actor = await self._workers.train_step(step_batch, global_steps)
+            update: dict[str, float] = {}
+            if (global_steps + 1) % sync.interval == 0:
+                with timed(timings, "update_weights"):
+                    report = await self._manager.update_weights(global_steps + 1)
+                update = report.gauges()
+                await self._buffer.advance(global_steps + 1)
+        metrics = {
+            **group_metrics(batch.groups, advantages, global_steps, sync.interval),
+            **to_floats(actor),
+            **to_floats(timings),
+            **update,
+            **self._buffer.gauges(),
+            **await self._fleet.gauges(),
+            "staleness/masked_tokens": float(batch.masked_tokens),
+            "timing_s/elapsed": time.perf_counter() - self._started,
+        }
+        self._recorder.record_step(global_steps + 1, _with_rates(metrics, len(batch.groups)), batch.groups, advantages)
+
+    def _assemble(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[FloatArray], StepBatch]:
+        trainer, algorithm = self._config.trainer, self._config.algorithm
+        rewards = [np.array([t.reward for t in group.trajectories], np.float32) for group in groups]
+        advantages = [grpo(group_rewards, algorithm.normalize_by_std) for group_rewards in rewards]
+        step_batch = assemble(
+            groups,
+            advantages,
+            layout=trainer.layout,
+            num_ranks=trainer.num_ranks,
+            tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+        )
+        return advantages, step_batch
+
+
+def _with_rates(metrics: dict[str, float], num_groups: int) -> dict[str, float]:
+    seconds = metrics["timing_s/step"]
+    return metrics | {
+        "perf/throughput": metrics["perf/tokens"] / seconds,
+        "perf/groups_per_second": num_groups / seconds,
+        "perf/trainer_idle": 1 - metrics["perf/trainer_busy_s"] / seconds,
+    }

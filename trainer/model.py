@@ -1,0 +1,103 @@
+"""The policy: a Hugging Face causal LM that returns logprobs of chosen tokens, sharded with FSDP2."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from trainer.batch import PROMPT, MicroBatch
+
+MAX_LOGITS = 2**27
+"""Logits held at once, in elements; more are computed in chunks and again in the backward pass."""
+
+
+class Policy(nn.Module):
+    """Wraps the LM so that one forward gives what the loss needs, and logits exist only where a token is trained."""
+
+    def __init__(self, causal_lm: nn.Module, temperature: float):
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.temperature = temperature
+
+    def forward(self, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(logprobs [T], entropy [T]) of the batch's targets, under the sampling temperature. Entropy has no grad."""
+        mask = None if batch.segment_ids is None else tree_mask(torch.as_tensor(batch.segment_ids, device=device))
+        hidden = self.causal_lm.model(
+            input_ids=torch.as_tensor(batch.input_ids, device=device),
+            position_ids=torch.as_tensor(batch.position_ids, device=device),
+            attention_mask=mask,
+            use_cache=False,
+        ).last_hidden_state  # [N, L, H]
+        rows = torch.as_tensor(batch.rows, device=device)
+        chosen = hidden[rows, torch.as_tensor(batch.sources, device=device)]  # [T, H]
+        targets = torch.as_tensor(batch.targets, device=device)
+        chunk = max(1, MAX_LOGITS // self.causal_lm.config.vocab_size)
+        if len(targets) <= chunk:
+            return self._logprobs(chosen, targets)
+        parts = [
+            checkpoint(self._logprobs, h, t, use_reentrant=False)
+            for h, t in zip(chosen.split(chunk), targets.split(chunk), strict=True)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])  # pyright: ignore
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.causal_lm.lm_head(hidden).float() / self.temperature  # [T, V]
+        logprobs = -F.cross_entropy(logits, targets, reduction="none")
+        with torch.no_grad():
+            log_probs = logits.log_softmax(-1)
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return logprobs, entropy
+
+
+def tree_mask(segment_ids: Tensor) -> Tensor:
+    """[N, L] -> bool [N, 1, L, L], true where attention is allowed: to earlier tokens of the prompt and of the own
+    response. Padding attends to itself, which keeps its softmax finite."""
+    length = segment_ids.shape[1]
+    query, key = segment_ids[:, :, None], segment_ids[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    return (causal & ((query == key) | (key == PROMPT)))[:, None]
+
+
+def load_policy(path: str, temperature: float, gradient_checkpointing: bool) -> Policy:
+    """In float32: these are the master weights."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds to import)
+
+    causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(causal_lm, temperature).train()
+
+
+def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2, a group per decoder layer and one for the rest. Gradients are reduced in float32."""
+    if compute_dtype is torch.float32:
+        precision = MixedPrecisionPolicy()
+    else:
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in policy.causal_lm.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def parameter_specs(policy: Policy, dtype: torch.dtype) -> list[tuple[str, torch.dtype, list[int]]]:
+    """(name, dtype, shape) of every tensor that `full_parameters` yields, in its order."""
+    return [(name, dtype, list(tensor.shape)) for name, tensor in _named_tensors(policy)]
+
+
+def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor on its device) one by one. A collective: every rank has to iterate.
+
+    Tied weights are named once. The cast to the rollout's dtype happens here, once, on the sender.
+    """
+    for name, tensor in _named_tensors(policy):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole.detach().to(dtype)
+
+
+def _named_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    yield from policy.causal_lm.named_parameters()  # names each tied parameter once

@@ -1,0 +1,88 @@
+"""Train workers in Ray actors: one per FSDP rank."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from configs.schema import Config
+from trainer.batch import StepBatch
+from trainer.metrics import Metric, merge_metrics
+from trainer.worker import Publish, TrainWorker
+
+ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class TrainWorkerActor(TrainWorker):
+    """The edge: adds what only a process on its node can tell."""
+
+    def __init__(self, on_start: Callable[[], None], **kwargs: Any):
+        on_start()
+        super().__init__(**kwargs)
+
+    def find_address(self) -> str:
+        """host:port that is free on this node, for the process group."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
+class TrainWorkerGroup:
+    """The driver's side: a `weight_sync.protocol.WeightSource` that also trains."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        device: str,
+        publish: Publish,
+        release: Callable[[dict[str, Any]], None],
+        on_start: Callable[[str], Callable[[], None]],
+    ):
+        self._step_timeout_s = config.trainer.step_timeout_s
+        self._release = release
+        remote_class = ray.remote(
+            num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": ENV if device == "cpu" else {}}
+        )(TrainWorkerActor)
+        self.actors = [
+            remote_class.remote(  # pyright: ignore
+                on_start(f"trainer-{rank}"), config=config, device=device, publish=publish
+            )
+            for rank in range(config.trainer.num_ranks)
+        ]
+
+    async def setup(self, model_path: str) -> int:
+        """Loads the model on every rank. Returns its parameter count."""
+        master = await self.actors[0].find_address.remote()
+        world_size = len(self.actors)
+        counts = await asyncio.gather(
+            *(actor.setup.remote(model_path, rank, world_size, master) for rank, actor in enumerate(self.actors))
+        )
+        return counts[0]
+
+    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
+        """One optimizer step on all ranks; metrics merged over them. Raises TimeoutError past the deadline."""
+        calls = [
+            actor.train_step.remote(micro_batches, batch.num_loss_tokens, global_steps)
+            for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
+        ]
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                return merge_metrics(await asyncio.gather(*calls))
+        except TimeoutError:
+            raise TimeoutError(
+                f"optimizer step {global_steps} took longer than trainer.step_timeout_s={self._step_timeout_s}"
+            ) from None
+
+    async def publish(self, global_steps: int) -> dict[str, Any]:
+        answers = await asyncio.gather(*(actor.publish.remote(global_steps) for actor in self.actors))
+        return answers[0]
+
+    async def release(self, manifest: dict[str, Any]) -> None:
+        self._release(manifest)
+
+    def kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)

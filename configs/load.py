@@ -43,7 +43,8 @@ def key_docs() -> dict[str, tuple[str, str]]:
     defaults = OmegaConf.structured(Config)
     docs: dict[str, tuple[str, str]] = {}
     for name, field in Config.__dataclass_fields__.items():
-        section = docs_of_class.get(getattr(field.type, "__name__", ""), {})
+        assert isinstance(field.type, type)
+        section = docs_of_class.get(field.type.__name__, {})
         if name in defaults and OmegaConf.is_dict(defaults[name]):
             for key, doc in section.items():
                 docs[f"{name}.{key}"] = (_show(defaults[name][key]), doc)

@@ -94,7 +94,7 @@ class DataConfig:
     """Text of the prompt; `{question}` is replaced. With chat_template it is the user's message."""
     chat_template: bool = False
     """Wrap the prompt in the tokenizer's chat template."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: int = 1024
     """Longer prompts are left out, and counted."""
 
 
@@ -166,7 +166,7 @@ class TrainerConfig:
     """FSDP ranks: one GPU, or one CPU process, each."""
     dtype: DType = DType.float32
     """Compute type of forward and backward. Master weights and gradient reduction are float32."""
-    lr: float = 2e-4
+    lr: float = 3e-4
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = 5
     """Steps of linear warm-up."""

@@ -35,6 +35,8 @@ class AgentWorker:
 
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
         """Rows whose prompt has at most `max_tokens` tokens; the others are left out."""
+        if not rows:
+            return []  # a tokenizer cannot encode an empty batch
         texts = [template.replace("{question}", row.question) for row in rows]
         if chat_template:
             texts = [
@@ -94,10 +96,9 @@ class AgentWorker:
         )
 
     async def _call_reward(self, prompt: Prompt, text: str) -> RewardResult:
-        if inspect.iscoroutinefunction(self._reward):
-            result = await self._reward(prompt, text)
-        else:
-            result = self._reward(prompt, text)
+        result = self._reward(prompt, text)
+        if inspect.isawaitable(result):
+            result = await result
         return result if isinstance(result, RewardResult) else RewardResult(reward=float(result))
 
     def _decode(self, token_ids: Any) -> str:
@@ -105,4 +106,6 @@ class AgentWorker:
 
     def _with_stop(self, sampling: SamplingParams) -> SamplingParams:
         """The engine is not asked for text, so the end of the sequence is a stop token like any other."""
+        if sampling.ignore_eos:
+            return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._tokenizer.eos_token_id))

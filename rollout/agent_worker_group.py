@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from rollout.agent_loop import GenerateGroup, SingleTurn
+from rollout.agent_loop import AgentLoop, GenerateGroup, SingleTurn
 from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
@@ -18,14 +18,22 @@ from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams,
 class AgentWorkerActor(AgentWorker):
     """The edge: builds the worker's parts inside its process."""
 
-    def __init__(self, *, tokenizer_path: str, reward: str, replicas: dict[str, Any], on_start: Callable[[], None]):
+    def __init__(
+        self,
+        *,
+        tokenizer_path: str,
+        agent_loop: AgentLoop,
+        reward: str,
+        replicas: dict[str, Any],
+        on_start: Callable[[], None],
+    ):
         on_start()
         from transformers import AutoTokenizer  # noqa: PLC0415  (imports torch; the driver does without)
 
         clients: dict[str, GenerateGroup] = {name: partial(_generate, actor) for name, actor in replicas.items()}
         super().__init__(
             tokenizer=AutoTokenizer.from_pretrained(tokenizer_path),
-            loop=SingleTurn(),
+            loop=agent_loop,
             reward=load_reward(reward),
             replicas=clients,
         )
@@ -49,11 +57,14 @@ class AgentWorkerGroup:
         reward: str,
         replicas: list[ReplicaHandle],
         on_start: Callable[[str], Callable[[], None]],
+        agent_loop: AgentLoop | None = None,
     ):
+        """`agent_loop`: sent to every worker; a single turn where none is given."""
         remote_class = ray.remote(num_cpus=0.1, max_concurrency=8192, runtime_env={"env_vars": ENV})(AgentWorkerActor)
         self.actors = [
             remote_class.remote(  # pyright: ignore
                 tokenizer_path=tokenizer_path,
+                agent_loop=agent_loop or SingleTurn(),
                 reward=reward,
                 replicas={replica.name: replica.actor for replica in replicas},
                 on_start=on_start(f"agent-worker-{index}"),

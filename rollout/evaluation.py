@@ -46,14 +46,21 @@ class Evaluator:
         """Raises TimeoutError past rollout.group_timeout_s."""
         shares = [self._prompts[index :: len(self._replicas)] for index in range(len(self._replicas))]
         self.num_requests += len(self._prompts)
-        async with asyncio.timeout(self._timeout_s):
-            parts = await asyncio.gather(
-                *(
-                    self._runner.evaluate(share, replica, self._sampling)
-                    for share, replica in zip(shares, self._replicas, strict=True)
-                    if share
-                )
+        answers = asyncio.gather(
+            *(
+                self._runner.evaluate(share, replica, self._sampling)
+                for share, replica in zip(shares, self._replicas, strict=True)
+                if share
             )
+        )
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                parts = await answers
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(f"evaluation took longer than rollout.group_timeout_s={self._timeout_s}") from None
         rewards = [reward for part in parts for reward in part.rewards]
         tokens = [count for part in parts for count in part.response_tokens]
         versions = frozenset[int]().union(*(part.versions for part in parts))

@@ -58,5 +58,10 @@ class ReplicaFleet:
                 watchers.create_task(self._watch(replica), name=f"watch-{replica.name}")
 
     async def _watch(self, replica: FleetMember) -> None:
-        reason = await replica.wait_dead()
-        raise ReplicaDiedError(f"{replica.name} died: {reason}; its log is logs/{replica.name}.log in the run folder")
+        try:
+            reason = await replica.wait_dead()
+        except Exception as error:  # its whole process went, so that nobody was left to answer
+            reason = error
+        raise ReplicaDiedError(
+            f"{replica.name} died: {reason}; its log is logs/{replica.name}.log in the run folder"
+        ) from reason

@@ -24,9 +24,12 @@ class RolloutReplica:
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generate(request)) for request in requests]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.create_task(self._generate(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # after an error or a cancellation the others must not go on
+                task.cancel()
 
     async def _generate(self, request: GenerationRequest) -> Completion:
         if self.global_steps < 0:

@@ -99,7 +99,10 @@ class ReplicaHandle:
 
 
 def create_replicas(
-    num_replicas: int, spec: EngineSpec, on_start: Callable[[str], Callable[[], None]]
+    num_replicas: int,
+    spec: EngineSpec,
+    on_start: Callable[[str], Callable[[], None]],
+    actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> list[ReplicaHandle]:
     """Actors, not yet started. `on_start(name)` gives what each process runs first (where its output goes)."""
     remote_class = ray.remote(
@@ -108,7 +111,7 @@ def create_replicas(
         max_concurrency=MAX_REQUESTS,
         concurrency_groups={"control": MAX_CONTROL_CALLS},
         runtime_env={"env_vars": ENV | (CPU_ENV if spec.device == "cpu" else {})},
-    )(ReplicaActor)
+    )(actor_class)
     handles = []
     for index in range(num_replicas):
         name = f"replica-{index}"

@@ -58,8 +58,16 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
         **local,
     )
     try:
-        async with asyncio.timeout(config.ray.start_timeout_s):
-            await asyncio.to_thread(connect)
+        deadline = asyncio.timeout(config.ray.start_timeout_s)
+        try:
+            async with deadline:
+                await asyncio.to_thread(connect)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(
+                f"Ray took longer to start than ray.start_timeout_s={config.ray.start_timeout_s}"
+            ) from None
         offered = ray.cluster_resources()
         for resource, count in needed.items():
             if offered.get(resource, 0) < count:

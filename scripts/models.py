@@ -11,7 +11,7 @@ from rollout.data.arithmetic import Problem, demonstrations, split_problems
 NUM_VAL = 256
 DATA_SEED = 1234
 """Of the arithmetic problems: one for all runs, so that runs of different seeds are asked the same questions."""
-CLEAN_SHARE = 0.45
+CLEAN_SHARE = 0.8125
 """Of the warm-up: correct worked answers first, which teach the form quickly, then sloppy ones."""
 REPORT_EVERY = 50
 

@@ -103,8 +103,7 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
     total_groups = trainer.total_steps * trainer.prompts_per_step
     buffer = TrajectoryBuffer(SlotLedger(window, rollout.stale_policy, total_groups), trainer.batch_timeout_s)
     names = [replica.name for replica in parts.replicas]
-    # One group more than fits, so that a finished trajectory's seat is taken at once.
-    router = ReplicaRouter(names, rollout.max_num_seqs + algorithm.group_size)
+    router = ReplicaRouter(names, max_inflight(rollout.max_num_seqs, algorithm.group_size))
     rollouter = Rollouter(
         stream=PromptStream(parts.train_rows, config.seed),
         buffer=buffer,
@@ -158,6 +157,12 @@ async def until_first_ends(main: Coroutine[Any, Any, None], beside: list[Corouti
         await group.create_task(main)
         for helper in helpers:
             helper.cancel()
+
+
+def max_inflight(max_num_seqs: int, group_size: int) -> int:
+    """Trajectories routed to one replica at most. A group is charged whole until its longest is done, so as many as
+    there are seats would leave seats empty: the replica gets twice as many, and those that find no seat wait there."""
+    return 2 * max_num_seqs + group_size
 
 
 def training_sampling(config: Config) -> SamplingParams:

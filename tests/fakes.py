@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.engines.base import WeightTag
+from rollout.engines.simulated import SimulatedEngine
+from rollout.replica import RolloutReplica
+from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -114,3 +117,63 @@ class FakeRunner:
         if ordinal in self._errors:
             raise self._errors[ordinal]
         return make_group(ordinal, first, self.live, group_size=group_size)
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def make_request(name: str, num_tokens: int) -> GenerationRequest:
+    return GenerationRequest(request_id=name, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=num_tokens))
+
+
+def make_manifest(global_steps: int) -> dict[str, Any]:
+    return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
+
+
+class ClockedEngine(SimulatedEngine):
+    """One token per second of the clock and request, as many as `max_tokens` says. Notes its calls, and its steps."""
+
+    def __init__(self, max_num_seqs: int = 8, swap_s: float = 0.0):
+        super().__init__(
+            length_of=lambda request: request.sampling.max_tokens,
+            step_s=1.0,
+            max_num_seqs=max_num_seqs,
+            swap_s=swap_s,
+            sleep=self._note_and_sleep,
+        )
+        self.events: list[str] = []
+        self.step_starts: list[float] = []
+        self.step_versions: list[int] = []
+        """Of every step that has ended: the version that was live when it began."""
+        self._live = -1
+
+    async def pause(self) -> None:
+        self.events.append("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+        await super().resume()
+
+    async def swap(self, global_steps: int) -> list[WeightTag]:
+        self.events.append(f"swap {global_steps}")
+        tags = await super().swap(global_steps)
+        self._live = global_steps
+        return tags
+
+    async def _note_and_sleep(self, seconds: float) -> None:
+        if seconds != 1.0:
+            return await asyncio.sleep(seconds)
+        version = self._live
+        self.step_starts.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(seconds)
+        self.step_versions.append(version)
+
+
+async def update(target: ClockedEngine | RolloutReplica, global_steps: int, paused_s: float = 0.0) -> None:
+    """Stage, pause, swap, stay paused for a while, resume."""
+    await target.stage(make_manifest(global_steps))
+    await target.pause()
+    await target.swap(global_steps)
+    await asyncio.sleep(paused_s)
+    await target.resume()

@@ -22,5 +22,5 @@ def truncated_importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor,
 
 def effective_sample_size(log_ratio: Tensor) -> Tensor:
     """Scalar in (0, 1]: (sum w)^2 / (T sum w^2) for w = exp(log_ratio), the share of tokens that effectively count."""
-    weights = log_ratio.exp()
+    weights = (log_ratio - log_ratio.max()).exp()  # its scale cancels; unshifted, the squares overflow
     return weights.sum().square() / (weights.square().sum() * weights.numel())

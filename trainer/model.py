@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal LM that returns logprobs of chosen tokens, sharded with FSDP2."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ class Policy(nn.Module):
 
     def __init__(self, causal_lm: nn.Module, temperature: float):
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm: Any = causal_lm
         self.temperature = temperature
 
     def forward(self, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -85,4 +85,4 @@ class TrainWorkerGroup:
 
     def kill(self) -> None:
         for actor in self.actors:
-            ray.kill(actor)
+            ray.kill(actor)  # pyright: ignore

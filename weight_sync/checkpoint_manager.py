@@ -67,9 +67,9 @@ class CheckpointManager:
             manifest = await self._within("publish", "trainer", "stage_timeout_s", self._source.publish(global_steps))
             publish_s = time.perf_counter() - started
             try:
-                updates = await asyncio.gather(*(self._update(target, manifest) for target in self._targets))
+                updates = await self._update_all(manifest)
             finally:
-                await self._source.release(manifest)
+                await self._within("release", "trainer", "stage_timeout_s", self._source.release(manifest))
             return UpdateReport(
                 global_steps=global_steps,
                 nbytes=manifest["nbytes"],
@@ -77,6 +77,18 @@ class CheckpointManager:
                 total_s=time.perf_counter() - started,
                 replicas=tuple(updates),
             )
+
+    async def _update_all(self, manifest: Manifest) -> list[ReplicaUpdate]:
+        """Returns or raises only when no replica's update is under way any more: a failure elsewhere leaves none
+        half-way, and nobody reads the published weights once they are released."""
+        calls = (self._update(target, manifest) for target in self._targets)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            for other in failures[1:]:
+                failures[0].add_note(f"also: {other}")
+            raise failures[0]
+        return [result for result in results if isinstance(result, ReplicaUpdate)]
 
     async def _update(self, target: WeightTarget, manifest: Manifest) -> ReplicaUpdate:
         started = time.perf_counter()
@@ -95,15 +107,16 @@ class CheckpointManager:
 
     async def _within(self, phase: str, name: str, deadline_key: str, call: Awaitable[T]) -> T:
         seconds = getattr(self._config, deadline_key)
+        deadline = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with deadline:
                 return await call
-        except TimeoutError as error:
-            raise WeightUpdateError(
-                f"{phase} on {name} took longer than weight_sync.{deadline_key}={seconds}"
-            ) from error
         except Exception as error:
-            raise WeightUpdateError(f"{phase} on {name} failed: {error}") from error
+            if deadline.expired():
+                reason = f"took longer than weight_sync.{deadline_key}={seconds}"
+            else:
+                reason = f"failed: {type(error).__name__}: {error}"
+            raise WeightUpdateError(f"{phase} on {name} {reason}") from error
 
 
 def _verify(name: str, tags: Sequence[Tag], manifest: Manifest) -> None:

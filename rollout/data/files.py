@@ -20,7 +20,8 @@ def load_rows(files: str, question_key: str, answer_key: str) -> list[Row]:
 
 def final_answer(answer: str) -> str:
     """GSM8K's reference is a worked answer that ends with `#### 1,234`; any other answer stands for itself."""
-    return answer.rsplit("####", 1)[-1].strip().replace(",", "")
+    _, marker, final = answer.rpartition("####")
+    return final.strip().replace(",", "") if marker else answer.strip()
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -31,7 +32,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, record in enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1):
             yield f"{path}:{number}", record
     elif path.suffix in (".jsonl", ".json"):
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{path}:{number}", _parse(line, f"{path}:{number}")
@@ -39,10 +40,10 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: unknown file type {path.suffix!r}, must be .jsonl or .parquet")
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # bytes that are not UTF-8 included
         raise DataError(f"{place}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: must be a JSON object, is {type(record).__name__}")

@@ -22,6 +22,7 @@ class EngineDiedError(RuntimeError):
 @dataclass(slots=True, eq=False)
 class _Sequence:
     length: int
+    finish_reason: str
     done: asyncio.Future[Completion]
     tokens: list[int] = field(default_factory=list)
 
@@ -59,8 +60,9 @@ class SimulatedEngine:
         if self._death.done():
             raise self._death.result()
         self._num_submitted += 1
-        length = min(self._length_of(request), request.sampling.max_tokens)
-        sequence = _Sequence(length, asyncio.get_running_loop().create_future())
+        length, limit = self._length_of(request), request.sampling.max_tokens
+        finish_reason = "length" if length > limit else "stop"
+        sequence = _Sequence(min(length, limit), finish_reason, asyncio.get_running_loop().create_future())
         self._waiting.append(sequence)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._step_until_idle())
@@ -82,10 +84,13 @@ class SimulatedEngine:
         self._staged = manifest
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
-        assert self._staged is not None
+        staged, self._staged = self._staged, None
+        if staged is None or staged["global_steps"] != global_steps:
+            found = None if staged is None else staged["global_steps"]
+            raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
         await self._sleep(self._swap_s)
         self._global_steps = global_steps
-        return [WeightTag(global_steps, self._staged["checksum"])]
+        return [WeightTag(global_steps, staged["checksum"])]
 
     async def wait_dead(self) -> BaseException:
         return await asyncio.shield(self._death)
@@ -112,6 +117,8 @@ class SimulatedEngine:
         while self._running or self._waiting:
             await self._may_step.wait()
             async with self._between_steps:
+                if not self._may_step.is_set():  # paused again since it woke up
+                    continue
                 while self._waiting and len(self._running) < self._max_num_seqs:
                     self._running.append(self._waiting.popleft())
                 await self._sleep(self._step_s)
@@ -119,7 +126,8 @@ class SimulatedEngine:
                     sequence.tokens.append(self._global_steps)
             for sequence in [s for s in self._running if len(s.tokens) >= s.length]:
                 self._running.remove(sequence)
-                sequence.done.set_result(_completion(sequence.tokens))
+                if not sequence.done.done():  # cancelled in this very step
+                    sequence.done.set_result(_completion(sequence.tokens, sequence.finish_reason))
 
     def _forget(self, sequence: _Sequence) -> None:
         if sequence in self._running:
@@ -128,7 +136,7 @@ class SimulatedEngine:
             self._waiting.remove(sequence)
 
 
-def _completion(tokens: list[int]) -> Completion:
+def _completion(tokens: list[int], finish_reason: str) -> Completion:
     spans, start = [], 0
     for end in range(1, len(tokens) + 1):
         if end == len(tokens) or tokens[end] != tokens[start]:
@@ -138,5 +146,5 @@ def _completion(tokens: list[int]) -> Completion:
         token_ids=np.asarray(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
         spans=tuple(spans),
-        finish_reason="stop",
+        finish_reason=finish_reason,
     )

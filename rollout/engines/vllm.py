@@ -132,6 +132,7 @@ class VllmEngine:
         self._llm = GatedLLM.from_engine_args(_engine_args(spec))
         self._llm.open_gate(spec.max_num_seqs)
         self._llm.salt_prefix_cache = salt_prefix_cache
+        self._counts: dict[str, int] = {}  # tokens of each running request at the pause
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens so far, version from there on)
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -147,6 +148,8 @@ class VllmEngine:
 
     async def pause(self) -> None:
         await self._llm.freeze()
+        if not self._native_versions:
+            self._counts = self._llm.output_counts()
 
     async def resume(self) -> None:
         await self._llm.thaw()
@@ -159,7 +162,7 @@ class VllmEngine:
         if self._native_versions:
             await self._llm.update_weight_version(str(global_steps))
         else:
-            for request_id, count in self._llm.output_counts().items():
+            for request_id, count in self._counts.items():
                 self._boundaries.setdefault(request_id, [(0, self._llm.global_steps)]).append((count, global_steps))
         self._llm.global_steps = global_steps
         return [WeightTag(*answer) for answer in answers]

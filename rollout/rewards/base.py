@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollout.types import Prompt
@@ -17,8 +17,8 @@ class RewardResult:
     """Shown as reward/<name>/mean."""
 
 
-Reward = Callable[[Prompt, str], RewardResult | float]
-"""(prompt, decoded response) -> reward. Runs in an agent worker, off the driver."""
+Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]
+"""(prompt, decoded response) -> reward, also as an async function. Runs in an agent worker, off the driver."""
 
 BUILT_IN = {"gsm8k": "rollout.rewards.gsm8k:gsm8k"}
 

@@ -1,6 +1,7 @@
 """Weights through a file in shared memory: one host, any device. Every worker of every replica reads it in place."""
 
-import glob
+import re
+import shutil
 import socket
 import uuid
 from collections.abc import Iterable, Sequence
@@ -23,10 +24,17 @@ def publish(
     """
     entries, nbytes = bucket.layout(specs)
     path = DIRECTORY / f"slipstream-{owner}-{global_steps}-{uuid.uuid4().hex[:8]}"
-    with path.open("wb") as file:
-        file.truncate(nbytes)
-    buffer = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-    bucket.write(buffer, entries, tensors)
+    free = shutil.disk_usage(DIRECTORY).free
+    if free < nbytes:  # writing into a mapped file that finds no memory would kill the process with SIGBUS
+        raise RuntimeError(f"{DIRECTORY} has {free / 1e6:.1f} MB left; the weights need {nbytes / 1e6:.1f} MB")
+    try:
+        with path.open("wb") as file:
+            file.truncate(nbytes)
+        buffer = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        bucket.write(buffer, entries, tensors)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return {
         "host": socket.gethostname(),
         "path": str(path),
@@ -55,5 +63,7 @@ def release(manifest: dict[str, Any]) -> None:
 
 def release_all(owner: str) -> None:
     """Remove every file of `owner`."""
-    for path in DIRECTORY.glob(f"slipstream-{glob.escape(owner)}-*"):
-        path.unlink(missing_ok=True)
+    own = re.compile(rf"slipstream-{re.escape(owner)}-\d+-[0-9a-f]{{8}}")  # not those of an owner "<owner>-2"
+    for path in DIRECTORY.glob("slipstream-*"):
+        if own.fullmatch(path.name):
+            path.unlink(missing_ok=True)

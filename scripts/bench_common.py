@@ -1,0 +1,88 @@
+"""What the benchmarks share: forced response lengths, interleaved repetitions, tables."""
+
+import math
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from rollout.agent_loop import Episode, GenerateGroup, SingleTurn
+from rollout.types import Prompt, SamplingParams
+
+T = TypeVar("T")
+
+LengthOf = Callable[[int, int], int]
+"""(prompt ordinal, index in its group) -> response length in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormalLengths:
+    """Long-tailed lengths of a given mean; with sigma=0 all are equal. A length depends on its arguments alone."""
+
+    mean: float
+    """Tokens, before the cap."""
+    sigma: float
+    """Standard deviation of the length's logarithm."""
+    cap: int
+    """Tokens at most."""
+    seed: int = 0
+
+    def __call__(self, ordinal: int, index: int) -> int:
+        normal = np.random.default_rng([self.seed, ordinal, index]).standard_normal()
+        length = self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
+        return min(self.cap, max(1, round(length)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformLengths:
+    low: int
+    high: int
+    """Tokens, included."""
+    seed: int = 0
+
+    def __call__(self, ordinal: int, index: int) -> int:
+        return int(np.random.default_rng([self.seed, ordinal, index]).integers(self.low, self.high + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedLengths:
+    """An agent loop of one turn, whose responses have the lengths that `length_of` says, whatever the model samples."""
+
+    length_of: LengthOf
+
+    async def run(self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup) -> list[Episode]:
+        forced = [
+            replace(params, max_tokens=self.length_of(prompt.ordinal, index), ignore_eos=True, stop_token_ids=())
+            for index, params in enumerate(sampling)
+        ]
+        return await SingleTurn().run(prompt, forced, generate)
+
+
+async def interleaved(arms: Mapping[str, Callable[[int], Awaitable[T]]], repeats: int) -> dict[str, list[T]]:
+    """A B A B ...: what slows the machine down for a while slows every arm down. Arms are called with the number of
+    the repetition."""
+    results: dict[str, list[T]] = {name: [] for name in arms}
+    for repetition in range(repeats):
+        for name, arm in arms.items():
+            results[name].append(await arm(repetition))
+    return results
+
+
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """To standard output; the first column is aligned left, the others right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [title, _line(header, widths), "  ".join("-" * width for width in widths)]
+    lines += [_line(row, widths) for row in rows]
+    write_line("\n".join(lines) + "\n")
+
+
+def write_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()

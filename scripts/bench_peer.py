@@ -1,0 +1,308 @@
+"""The default job against TRL's `GRPOTrainer`, on the same two CPU cores: `python -m scripts.bench_peer`.
+
+Both sides start from the same warm model and train on the same prompts in the same order, with the same loss, optimizer
+and number of steps. Seconds are those of the training steps, all waits included: no start-up, no warm-up of the model,
+no evaluation. Runs take turns, so that a busy spell of the machine meets all arms. The last line is JSON.
+
+Ours samples up to `rollout.max_staleness` versions late and generates beside training; TRL generates, then trains.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from configs.load import load, register
+from configs.schema import Config
+from rollout.data.arithmetic import Problem
+from rollout.prompts import EncodedRow, PromptStream, Row
+from scripts import models
+from trainer.tracking import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / ".cache" / "bench_peer"
+NUM_CORES = 2
+TRL = "trl>=1.16"
+SAME_AS_OURS = ("torch", "transformers", "tokenizers", "numpy")
+"""Pinned in TRL's environment to our versions (constraints.txt)."""
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run of one arm."""
+
+    arm: str
+    seconds: float
+    """Of the training steps."""
+    before: float
+    """Greedy held-out accuracy of the model it started from."""
+    after: float
+    reward: float
+    """Mean training reward of the last tenth of the steps."""
+
+
+def main() -> None:
+    options = parse_arguments(sys.argv[1:])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])  # inherited by every arm
+    options.out.mkdir(parents=True, exist_ok=True)
+    config = resolve(options.steps, options.seed)
+    version = ensure_environment(options.venv)
+    say(f"TRL {version}, {options.steps} steps, {options.repeats} repeat(s); files are in {options.out}")
+    *_, model = models.warm_tiny_model(config)
+    results: list[Result] = []
+    for repeat in range(options.repeats):
+        results.append(run_ours(config, options.out / f"{repeat}-ours"))
+        say(describe(results[-1]))
+        for threads in options.peer_threads:
+            job = peer_job(config, str(model), threads, options.peer_micro_batches, config.seed + repeat)
+            results.append(run_peer(job, options.venv, options.out / f"{repeat}-trl-{threads}"))
+            say(describe(results[-1]))
+    say("\n" + table(results))
+    say(json.dumps(summary(results, options.steps, options.repeats, version)))
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="slipstream against TRL's GRPOTrainer, on the same two cores")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each arm")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a run")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of the prompts")
+    parser.add_argument(
+        "--peer-threads", type=int, nargs="+", default=[1, 2], help="torch threads of TRL: an arm each, the best counts"
+    )
+    parser.add_argument(
+        "--peer-micro-batches", type=int, default=1, help="forward and backward passes in which TRL takes a batch"
+    )
+    parser.add_argument("--venv", type=Path, default=WORK / "venv", help="TRL's environment; made if missing")
+    parser.add_argument("--out", type=Path, default=WORK / "runs", help="where the runs leave their files")
+    return parser.parse_args(arguments)
+
+
+def resolve(steps: int, seed: int) -> Config:
+    """The recipe `arithmetic`, evaluated before the first step and after the last alone."""
+    register()
+    with initialize_config_module("configs", version_base="1.3"):
+        return load(compose("train", overrides=overrides(steps, seed)))
+
+
+def overrides(steps: int, seed: int) -> list[str]:
+    return ["recipe=arithmetic", "device=cpu", f"seed={seed}", f"trainer.total_steps={steps}", "trainer.eval_every=0"]
+
+
+# -- ours --------------------------------------------------------------------------------------------------------------
+
+
+def run_ours(config: Config, run_dir: Path) -> Result:
+    """`timing_s/elapsed` of the last step: from the moment rollouts and trainer start until the last update is live."""
+    quiet = ["plain_console=true", "wandb.mode=disabled", f"hydra.run.dir={run_dir}"]
+    (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "scripts.train", *overrides(config.trainer.total_steps, config.seed), *quiet]
+    run_logged(command, run_dir.with_suffix(".log"), os.environ | {"PYTHONPATH": str(ROOT)})
+    records = [record for record in read_metrics(run_dir / "metrics.jsonl") if "timing_s/elapsed" in record]
+    accuracies = json.loads((run_dir / "summary.json").read_text())
+    return Result(
+        arm="ours",
+        seconds=records[-1]["timing_s/elapsed"],
+        before=accuracies["accuracy_before"],
+        after=accuracies["accuracy_after"],
+        reward=last_tenth([record["critic/rewards/mean"] for record in records]),
+    )
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def ensure_environment(venv: Path) -> str:
+    """Makes TRL's environment unless it is there; returns TRL's version."""
+    python = venv / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
+    log = venv.with_suffix(".log")
+    imports = [str(python), "-c", "import importlib.metadata as m, trl, torch; print(m.version('trl'))"]
+    if not python.exists() or subprocess.run(imports, capture_output=True, check=False).returncode != 0:
+        say(f"making TRL's environment in {venv} (some minutes; pip's log is {log})")
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        pins = same_versions((ROOT / "constraints.txt").read_text())
+        torch = next(pin for pin in pins if pin.startswith("torch=="))
+        # CPU torch first and alone, as in install.sh: PyPI's build would bring gigabytes of CUDA.
+        run_logged([sys.executable, "-m", "venv", "--clear", str(venv)], log)
+        try:
+            run_logged([*pip, "--no-deps", f"{torch}+cpu"], log)
+        except RuntimeError:
+            run_logged([*pip, "--no-deps", "--index-url", CPU_TORCH_INDEX, f"{torch}+cpu"], log)
+        run_logged([*pip, TRL, *(pin for pin in pins if pin != torch)], log)
+    return subprocess.run(imports, capture_output=True, check=True, text=True).stdout.strip()
+
+
+def same_versions(constraints: str) -> list[str]:
+    """The pins of `SAME_AS_OURS`, as `name==version`."""
+    pins = [line.split()[0] for line in constraints.splitlines() if "==" in line]
+    return [pin for pin in pins if pin.partition("==")[0] in SAME_AS_OURS]
+
+
+def peer_job(config: Config, model: str, threads: int, micro_batches: int, sampling_seed: int) -> dict[str, Any]:
+    """What the child reads: our config in TRL's words. Prompts are in the order of our prompt stream."""
+    trainer = config.trainer
+    train, held_out = models.arithmetic_problems(config)
+    template = config.data.prompt_template
+    stream = PromptStream([encoded(problem, template) for problem in train], config.seed)
+    prompts = [stream.next() for _ in range(trainer.total_steps * trainer.prompts_per_step)]
+    return {
+        "model": model,
+        "threads": threads,
+        "max_new_tokens": config.rollout.max_response_tokens,
+        "grpo": grpo_arguments(config, micro_batches, sampling_seed),
+        "optimizer": {
+            "lr": trainer.lr,
+            "betas": [trainer.adam_beta1, trainer.adam_beta2],
+            "weight_decay": trainer.weight_decay,
+            "warmup_steps": trainer.lr_warmup_steps,
+        },
+        "train": [{"prompt": prompt.text, "ground_truth": prompt.ground_truth} for prompt in prompts],
+        "held_out": [
+            {"prompt": row.text, "ground_truth": row.row.ground_truth}
+            for row in (encoded(problem, template) for problem in held_out[: config.data.num_val])
+        ],
+    }
+
+
+def encoded(problem: Problem, template: str) -> EncodedRow:
+    """Without tokens: TRL makes its own."""
+    truth = problem.answer.split("#### ")[1]
+    text = template.replace("{question}", problem.question)
+    return EncodedRow(row=Row(question=problem.question, ground_truth=truth), text=text, token_ids=())
+
+
+def grpo_arguments(config: Config, micro_batches: int, seed: int) -> dict[str, Any]:
+    """The arguments of TRL's `GRPOConfig`: one generation batch per optimizer step, our loss, nothing logged or saved."""
+    algorithm, rollout, trainer = config.algorithm, config.rollout, config.trainer
+    batch = trainer.prompts_per_step * algorithm.group_size
+    return {
+        "per_device_train_batch_size": batch // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+        "steps_per_generation": micro_batches,
+        "num_generations": algorithm.group_size,
+        "num_iterations": 1,
+        "max_steps": trainer.total_steps,
+        "shuffle_dataset": False,
+        "max_completion_length": rollout.max_response_tokens,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": max(rollout.top_k, 0),  # TRL's word for the whole vocabulary
+        "beta": 0.0,
+        "loss_type": "dapo",  # sum over all tokens of the step / their number
+        "scale_rewards": "group" if algorithm.normalize_by_std else "none",
+        "epsilon": algorithm.clip_ratio_low,
+        "epsilon_high": algorithm.clip_ratio_high,
+        "delta": algorithm.clip_ratio_c,
+        "mask_truncated_completions": False,
+        "max_grad_norm": trainer.max_grad_norm,
+        "seed": seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def run_peer(job: dict[str, Any], venv: Path, folder: Path) -> Result:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"result": str(folder / "result.json"), "grpo": job["grpo"] | {"output_dir": str(folder / "trl")}}
+    (folder / "result.json").unlink(missing_ok=True)
+    (folder / "job.json").write_text(json.dumps(job | files))
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(job["threads"]),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [str(venv / "bin" / "python"), "-m", "scripts.bench_peer_trl", str(folder / "job.json")]
+    run_logged(command, folder.with_suffix(".log"), environment)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["steps"] == job["grpo"]["max_steps"], f"TRL took {result['steps']} steps"
+    return Result(
+        arm=f"TRL, {job['threads']} thread(s)",
+        seconds=result["seconds"],
+        before=result["accuracy_before"],
+        after=result["accuracy_after"],
+        reward=last_tenth(result["rewards"]),
+    )
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def last_tenth(values: Sequence[float]) -> float:
+    """Mean of the last tenth of `values`, at least of one."""
+    kept = values[-max(1, len(values) // 10) :]
+    return sum(kept) / len(kept)
+
+
+def summary(results: Sequence[Result], steps: int, repeats: int, version: str) -> dict[str, Any]:
+    """Medians of our runs and of TRL's quickest arm."""
+    ours = [result for result in results if result.arm == "ours"]
+    arms = {result.arm for result in results} - {"ours"}
+    best = min(arms, key=lambda arm: median(result.seconds for result in results if result.arm == arm))
+    peer = [result for result in results if result.arm == best]
+    ours_seconds, peer_seconds = (median(result.seconds for result in side) for side in (ours, peer))
+    return {
+        "ours_over_peer_time": round(ours_seconds / peer_seconds, 3),
+        "ours_seconds": round(ours_seconds, 2),
+        "peer_seconds": round(peer_seconds, 2),
+        "ours_accuracy": round(median(result.after for result in ours), 4),
+        "peer_accuracy": round(median(result.after for result in peer), 4),
+        "ours_accuracy_before": round(median(result.before for result in ours), 4),
+        "peer_accuracy_before": round(median(result.before for result in peer), 4),
+        "steps": steps,
+        "repeats": repeats,
+        "peer_arm": best,
+        "trl": version,
+    }
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = ["arm               seconds  s/run min..max   before   after  reward"]
+    for arm in dict.fromkeys(result.arm for result in results):
+        runs = [result for result in results if result.arm == arm]
+        seconds = [run.seconds for run in runs]
+        before, after, reward = (
+            median(values) for values in zip(*((run.before, run.after, run.reward) for run in runs), strict=True)
+        )
+        spread = f"{min(seconds):.1f}..{max(seconds):.1f}"
+        lines.append(f"{arm:<16}{median(seconds):>9.1f}{spread:>16}{before:>9.3f}{after:>8.3f}{reward:>8.3f}")
+    return "\n".join(lines)
+
+
+def describe(result: Result) -> str:
+    return f"{result.arm}: {result.seconds:.1f} s, accuracy {result.before:.3f} -> {result.after:.3f}"
+
+
+def run_logged(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    """Raises RuntimeError with the end of `log`, which takes all output, when the command fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False).returncode
+    if code != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read_text()[-3000:]}")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

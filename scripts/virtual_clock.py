@@ -1,0 +1,35 @@
+"""A clock that does not tick by itself: scheduling can be simulated and tested without waiting, and repeats exactly."""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where a real loop would sleep until its next timer, the clock jumps there. Nothing to jump to is a deadlock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("deadlock: every task waits, and no timer is set")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run on a virtual clock: a sleep of an hour takes no time, and what waits for ever fails at once."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)

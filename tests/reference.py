@@ -1,0 +1,156 @@
+"""What the trainer should compute, written again the slow way: float64, one sequence at a time, nothing packed.
+
+The loss is stated as cases of the advantage's sign, not as the maximum of two surrogates, so that the two
+implementations share no formula. Groups to feed both come from `random_groups`.
+"""
+
+import copy
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs.schema import AlgorithmConfig, Config, Proximal
+from rollout.types import BoolArray, FloatArray, Prompt, Trajectory, TrajectoryGroup, VersionSpan
+
+VOCAB_SIZE = 64
+
+
+def make_trajectory(
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    *,
+    loss_mask: Sequence[bool] | BoolArray | None = None,
+    rollout_logprobs: Sequence[float] | FloatArray | None = None,
+    reward: float = 0.0,
+    spans: tuple[VersionSpan, ...] | None = None,
+    finish_reason: str = "stop",
+    cached_tokens: int = 0,
+) -> Trajectory:
+    length = len(response_ids)
+    return Trajectory(
+        prompt_ids=np.array(prompt_ids, np.int32),
+        response_ids=np.array(response_ids, np.int32),
+        loss_mask=np.ones(length, np.bool_) if loss_mask is None else np.array(loss_mask, np.bool_),
+        rollout_logprobs=np.array([0.0] * length if rollout_logprobs is None else rollout_logprobs, np.float32),
+        spans=(VersionSpan(0, length, 0),) if spans is None else spans,
+        reward=reward,
+        finish_reason=finish_reason,
+        text=" ".join(map(str, response_ids)),
+        replica="replica-0",
+        cached_tokens=cached_tokens,
+    )
+
+
+def make_group(ordinal: int, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
+    token_ids = tuple(int(token) for token in trajectories[0].prompt_ids)
+    prompt = Prompt(ordinal=ordinal, text=f"prompt {ordinal}", token_ids=token_ids, ground_truth=str(ordinal))
+    return TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def random_groups(
+    model: nn.Module, seed: int, *, num_groups: int = 4, group_size: int = 4, temperature: float = 1.0
+) -> list[TrajectoryGroup]:
+    """Ragged groups whose masks have holes, sampled by a neighbour of `model`; the last group's rewards are all equal.
+
+    The rollout logprobs are off by about 0.4, so every clip region and the cap of the importance weights take part.
+    """
+    random = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(num_groups):
+        prompt_ids = random.integers(4, VOCAB_SIZE, random.integers(1, 8)).tolist()
+        trajectories = []
+        for index in range(group_size):
+            response_ids = random.integers(4, VOCAB_SIZE, 1 if index == 0 else random.integers(2, 10)).tolist()
+            loss_mask = random.random(len(response_ids)) < 0.8
+            with torch.no_grad():
+                exact = sequence_logprobs(model, make_trajectory(prompt_ids, response_ids), temperature)[0].numpy()
+            noisy = np.minimum(exact + random.normal(0, 0.4, len(response_ids)), 0)
+            reward = 1.0 if ordinal == num_groups - 1 else float(index % 2 == ordinal % 2)
+            trajectories.append(
+                make_trajectory(
+                    prompt_ids,
+                    response_ids,
+                    loss_mask=loss_mask,
+                    rollout_logprobs=np.where(loss_mask, noisy, 0),
+                    reward=reward,
+                )
+            )
+        groups.append(make_group(ordinal, trajectories))
+    return groups
+
+
+def double(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
+
+
+def sequence_logprobs(model: nn.Module, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
+    """(logprobs [R], entropy [R]) of the response, from one plain forward of the whole sequence."""
+    ids = torch.tensor([*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].double() / temperature
+    log_probs = logits.log_softmax(-1)[len(trajectory.prompt_ids) - 1 : -1]
+    chosen = log_probs[torch.arange(len(log_probs)), ids[len(trajectory.prompt_ids) :]]
+    return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def advantages_of(group: TrajectoryGroup) -> list[float]:
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+    return [(reward - mean) / (std + 1e-6) for reward in rewards]
+
+
+def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+    """A >= 0: -A min(r, 1 + high); A < 0: -A min(max(r, 1 - low), c); each times min(pi_old / mu, cap)."""
+    old = rollout_logprobs if algorithm.proximal is Proximal.rollout else logprobs.detach()
+    ratio = torch.exp(logprobs - old)
+    if advantage >= 0:
+        bounded = ratio.clamp(max=1 + algorithm.clip_ratio_high)
+    else:
+        bounded = ratio.clamp(min=1 - algorithm.clip_ratio_low, max=algorithm.clip_ratio_c)
+    return -advantage * bounded * torch.exp(old.detach() - rollout_logprobs).clamp(max=algorithm.importance_cap)
+
+
+def grpo_loss(model: nn.Module, groups: Sequence[TrajectoryGroup], config: Config) -> Tensor:
+    """Token mean over every masked token of the step, those of advantage 0 too."""
+    losses, num_tokens = torch.zeros((), dtype=torch.float64), 0
+    for group in groups:
+        for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
+            mask = torch.from_numpy(trajectory.loss_mask)
+            logprobs = sequence_logprobs(model, trajectory, config.rollout.temperature)[0][mask]
+            rollout_logprobs = torch.from_numpy(trajectory.rollout_logprobs).double()[mask]
+            losses = losses + token_losses(logprobs, rollout_logprobs, advantage, config.algorithm).sum()
+            num_tokens += int(mask.sum())
+    return losses / num_tokens
+
+
+class ReferenceTrainer:
+    """Optimizer steps on one plain float64 model: global norm, clipping and AdamW by their formulas."""
+
+    def __init__(self, model: nn.Module, config: Config):
+        self.model = double(model)
+        self.config = config
+        self._moments = {name: (0.0, 0.0) for name, _ in self.model.named_parameters()}
+
+    def step(self, groups: Sequence[TrajectoryGroup], global_steps: int) -> tuple[float, float]:
+        """(loss, gradient norm before clipping)"""
+        trainer = self.config.trainer
+        self.model.zero_grad()
+        loss = grpo_loss(self.model, groups, self.config)
+        loss.backward()
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
+        lr = trainer.lr * min(1.0, (global_steps + 1) / max(1, trainer.lr_warmup_steps))
+        count = global_steps + 1
+        for name, parameter in self.model.named_parameters():
+            gradient = gradients[name] * min(1.0, trainer.max_grad_norm / (norm + 1e-6))
+            first, second = self._moments[name]
+            first = trainer.adam_beta1 * first + (1 - trainer.adam_beta1) * gradient
+            second = trainer.adam_beta2 * second + (1 - trainer.adam_beta2) * gradient.square()
+            self._moments[name] = (first, second)
+            unbiased = first / (1 - trainer.adam_beta1**count)
+            scale = (second / (1 - trainer.adam_beta2**count)).sqrt() + 1e-8
+            with torch.no_grad():
+                parameter.mul_(1 - lr * trainer.weight_decay).sub_(lr * unbiased / scale)
+        return loss.item(), norm

@@ -1,0 +1,77 @@
+"""Shared between the system tests: one tiny model, one engine in this process, one Ray cluster with one replica."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.engines.base import EngineSpec
+from rollout.replica_group import CPU_ENV, ENV
+from trainer.tiny_model import save_tiny_model
+
+MAX_NUM_SEQS = 16
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder, ["Question: Tom has 3 pens and buys 4 more.\nAnswer: 3+4=7\n#### 7"] * 4, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine_spec(tiny_model: Path) -> EngineSpec:
+    return EngineSpec(
+        model_path=str(tiny_model),
+        device="cpu",
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=MAX_NUM_SEQS,
+        kv_cache_bytes=128 * 2**20,
+        gpu_memory_utilization=0.5,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """A real vLLM engine in this process, and the event loop it lives on."""
+
+    engine: Any
+    runner: asyncio.Runner
+    model_path: Path
+
+
+@pytest.fixture(scope="session")
+def engine_host(engine_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]:
+    os.environ.update(ENV | CPU_ENV)
+    from rollout.engines.vllm import VllmEngine
+
+    with asyncio.Runner() as runner:
+
+        async def start() -> VllmEngine:
+            return VllmEngine(engine_spec)
+
+        engine = runner.run(start())
+        yield EngineHost(engine, runner, tiny_model)
+        engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def small_spec(engine_spec: EngineSpec) -> EngineSpec:
+    """KV cache for a handful of sequences only."""
+    return replace(engine_spec, kv_cache_bytes=2 * 2**20, max_model_len=512)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

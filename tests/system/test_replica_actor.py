@@ -1,0 +1,117 @@
+"""A replica in its Ray actor: control calls under load, exact tags over Ray, and death that is noticed."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from configs.schema import WeightSyncConfig
+from rollout.engines.base import EngineSpec
+from rollout.fleet import ReplicaDiedError, ReplicaFleet
+from rollout.replica_group import ReplicaHandle, create_replicas
+from rollout.router import ReplicaRouter
+from rollout.types import GenerationRequest, SamplingParams
+from tests.system.weights import FIRST_TOKEN, emitting_weights, publish
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.transports import shared_memory
+
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 32, 8, 200
+
+
+class EmittingSource:
+    """Publishes weights that always emit the token of their version."""
+
+    def __init__(self, model_path: Path):
+        self._model_path = model_path
+
+    async def publish(self, global_steps: int) -> dict[str, Any]:
+        return publish(emitting_weights(self._model_path, FIRST_TOKEN + global_steps), global_steps)
+
+    async def release(self, manifest: dict[str, Any]) -> None:
+        shared_memory.release(manifest)
+
+
+def no_redirect(_name: str) -> Any:
+    return nothing
+
+
+def nothing() -> None:
+    pass
+
+
+def group(number: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    return [
+        GenerationRequest(request_id=f"{number}-{index}", prompt_ids=tuple(range(5, 50)), sampling=sampling)
+        for index in range(GROUP_SIZE)
+    ]
+
+
+async def timed(call: Any) -> float:
+    started = time.perf_counter()
+    await call
+    return time.perf_counter() - started
+
+
+async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
+    manager = CheckpointManager(EmittingSource(model_path), [replica], WeightSyncConfig())
+    await manager.update_weights(0)
+    started = asyncio.gather(*(replica.actor.generate_group.remote(group(n)) for n in range(NUM_GROUPS)))
+    await asyncio.sleep(0.2)
+    assert (await replica.stats())["running"] == NUM_GROUPS * GROUP_SIZE, "all of them wait or run"
+    for version in range(1, 6):
+        for control in (replica.stats, replica.pause, replica.resume):
+            assert await timed(control()) < 1.0, f"{control.__name__} queued behind generations"
+        report = await manager.update_weights(version)
+        assert report.total_s < 2.0
+        await asyncio.sleep(0.2)
+    completions = [completion for answers in await started for completion in answers]
+    for completion in completions:
+        assert len(completion.token_ids) == MAX_TOKENS
+        for span in completion.spans:
+            assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
+    stats = await replica.stats()
+    assert stats["engine_requests"] == stats["trajectories"] == stats["finished"] == NUM_GROUPS * GROUP_SIZE
+    assert stats["aborted"] == 0
+    assert max(len(completion.spans) for completion in completions) >= 2
+
+
+async def die(replica: ReplicaHandle) -> None:
+    """SIGKILL of the engine's process: the pending request fails, and the watch raises, naming the replica."""
+    fleet = ReplicaFleet([replica], ReplicaRouter([replica.name], 8))
+    watch = asyncio.create_task(fleet.watch())
+    pending = asyncio.ensure_future(replica.actor.generate_group.remote(group(99)))
+    await asyncio.sleep(0.2)
+    actor_pid = await replica.actor.__ray_call__.remote(lambda _self: os.getpid())
+    engines = psutil.Process(actor_pid).children(recursive=True)
+    assert engines
+    for engine in engines:
+        engine.send_signal(signal.SIGKILL)
+    with pytest.raises(ExceptionGroup) as raised:
+        await watch
+    assert isinstance(raised.value.exceptions[0], ReplicaDiedError)
+    assert replica.name in str(raised.value.exceptions[0])
+    with pytest.raises(Exception, match="EngineDead"):
+        await pending
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_replica_under_load_and_its_death(engine_spec: EngineSpec, tiny_model: Path) -> None:
+    """One replica serves both halves, because its start takes most of the time."""
+    (replica,) = create_replicas(1, engine_spec, no_redirect)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(200):
+            await replica.start(engine_spec)
+            await load_and_control(replica, tiny_model)
+            await die(replica)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        replica.kill()

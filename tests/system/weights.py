@@ -1,0 +1,44 @@
+"""Weights with known effects, and how they reach an engine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from weight_sync.transports import shared_memory
+
+FIRST_TOKEN = 40
+"""Version v always emits token FIRST_TOKEN + v."""
+
+
+def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> dict[str, Any]:
+    specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()]
+    return shared_memory.publish("system-tests", specs, iter(tensors.items()), global_steps)
+
+
+def random_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Untrained weights of the model's architecture, unlike those in the folder."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(model_path / "model.safetensors")
+    for name, tensor in weights.items():
+        if tensor.dim() == 2:
+            weights[name] = 0.12 * torch.randn(tensor.shape, generator=generator)
+    return weights
+
+
+def emitting_weights(model_path: Path, token: int) -> dict[str, torch.Tensor]:
+    """Weights whose most likely token is `token` by far, whatever the context: attention and MLP add nothing, and one
+    embedding is longer than all others."""
+    weights = load_file(model_path / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings.zero_()
+    embeddings[:, 0] = 1.0
+    embeddings[token, 0] = 9.0
+    return weights

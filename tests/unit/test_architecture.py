@@ -1,0 +1,240 @@
+"""The rules of the house: who may import whom, which library lives where, and how large a room may be."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("configs", "rollout", "scripts", "trainer", "weight_sync")
+SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
+
+MAY_IMPORT = {
+    "configs": set(),
+    "weight_sync": {"configs"},
+    "rollout": {"configs"},
+    "trainer": {"configs", "rollout"},
+    "scripts": {"configs", "rollout", "trainer", "weight_sync"},
+}
+LIVES_IN = {
+    "ray": ("rollout/*_group.py", "trainer/*_group.py", "scripts/*.py"),
+    "vllm": ("rollout/engines/vllm.py", "weight_sync/vllm_receiver.py"),
+    "wandb": ("trainer/tracking.py",),
+    "torch": ("trainer/*.py", "weight_sync/*.py", "weight_sync/transports/*.py", "scripts/models.py"),
+    "transformers": ("trainer/*.py", "rollout/agent_worker_group.py"),
+}
+HEAVY = set(LIVES_IN)
+NOT_PURE = (
+    *("rollout/*_group.py", "rollout/engines/vllm.py", "trainer/*_group.py"),
+    *("trainer/importance.py", "trainer/loss.py", "trainer/model.py", "trainer/tiny_model.py", "trainer/warmup.py"),
+    *("trainer/worker.py", "trainer/checkpoint.py", "weight_sync/bucket.py", "weight_sync/vllm_receiver.py"),
+    *("weight_sync/transports/*.py", "scripts/*.py"),
+)
+PURE = [path for path in SOURCES if path.name != "__init__.py" and not any(path.match(p) for p in NOT_PURE)]
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts)
+
+
+def imports(tree: ast.AST, *, at_import_only: bool = False) -> Iterator[str]:
+    """Full names of what is imported: `from a import b` gives "a.b". Never what is under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "no relative imports"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        elif not (at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            yield from imports(node, at_import_only=at_import_only)
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+# -- who may import whom -----------------------------------------------------------------------------------------------
+
+
+def test_packages_import_only_those_below_them() -> None:
+    """The allowed imports form no cycle: each package may import only packages that are listed before it."""
+    order = list(MAY_IMPORT)
+    assert sorted(order) == sorted(PACKAGES)
+    assert all(order.index(below) < order.index(package) for package in order for below in MAY_IMPORT[package])
+    wrong = [
+        f"{path} imports {name}"
+        for path in SOURCES
+        for name in imports(parse(path))
+        if top(name) in {*PACKAGES, "tests"} - {path.parts[0]} - MAY_IMPORT[path.parts[0]]
+    ]
+    assert wrong == []
+
+
+def test_the_trainer_knows_only_the_types_of_rollout() -> None:
+    taken = {name for path in SOURCES if path.parts[0] == "trainer" for name in imports(parse(path))}
+    assert {name.rpartition(".")[0] for name in taken if top(name) == "rollout"} == {"rollout.types"}
+
+
+def test_modules_import_one_another_without_a_cycle() -> None:
+    names = {module_name(path) for path in SOURCES}
+    graph = {
+        module_name(path): {
+            known
+            for name in imports(parse(path), at_import_only=True)
+            for known in (name, name.rpartition(".")[0])
+            if known in names and known != module_name(path)
+        }
+        for path in SOURCES
+    }
+    while leaves := {name for name, below in graph.items() if not below & set(graph)}:
+        for name in leaves:
+            del graph[name]
+    assert graph == {}
+
+
+@pytest.mark.parametrize("library", LIVES_IN)
+def test_a_heavy_library_is_used_only_where_it_lives(library: str) -> None:
+    wrong = [
+        str(path)
+        for path in SOURCES
+        if any(top(name) == library for name in imports(parse(path)))
+        and not any(path.match(pattern) for pattern in LIVES_IN[library])
+    ]
+    assert wrong == []
+
+
+def test_pure_modules_import_nothing_heavy_themselves() -> None:
+    wrong = [
+        f"{path} imports {name}"
+        for path in PURE
+        for name in imports(parse(path), at_import_only=True)
+        if top(name) in HEAVY
+    ]
+    assert wrong == []
+
+
+def test_pure_modules_import_nothing_heavy_through_others_either() -> None:
+    modules = [module_name(path) for path in PURE]
+    assert "rollout.replica" in modules and "trainer.loop" in modules and "weight_sync.checkpoint_manager" in modules
+    code = f"import sys, {', '.join(modules)}; print(*{HEAVY} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+def test_every_package_is_the_one_of_this_checkout() -> None:
+    """Their names are generic: another distribution's `scripts` must not win."""
+    code = f"import sys, {', '.join(PACKAGES)}; [print(sys.modules[p].__file__) for p in {PACKAGES}]"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(ROOT / package / "__init__.py") for package in PACKAGES], done.stderr
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin == str(ROOT / package / "__init__.py")
+
+
+# -- rooms -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_has_at_most_300_lines() -> None:
+    lengths = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *TESTS]}
+    assert {path: length for path, length in lengths.items() if length > 300} == {}
+
+
+def test_a_function_has_at_most_60_lines() -> None:
+    too_long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in [*SOURCES, *TESTS]
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - min([node.lineno, *(d.lineno for d in node.decorator_list)]) >= 60
+    ]
+    assert too_long == []
+
+
+def test_init_files_are_empty_and_every_folder_has_one() -> None:
+    for folder in {ROOT / path.parent for path in SOURCES}:
+        assert (folder / "__init__.py").read_text() == "", folder
+
+
+def calls(name: str) -> list[tuple[Path, ast.Call]]:
+    return [
+        (path, node)
+        for path in SOURCES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_nothing_is_printed() -> None:
+    assert [f"{path}:{node.lineno}" for path, node in calls("print")] == []
+
+
+@pytest.mark.parametrize("name", ["getattr", "hasattr", "setattr"])
+def test_attributes_are_written_out(name: str) -> None:
+    """`getattr` with a default or a literal name hides a typo from everyone, pyright included."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path, node in calls(name)
+        if isinstance(node.args[1], ast.Constant) or (name == "getattr" and len(node.args) > 2)
+    ]
+    assert wrong == []
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+
+def reads(path: Path) -> Iterator[tuple[str, str]]:
+    """("rollout", "top_p") for `config.rollout.top_p`, `rollout.top_p`, and `x.top_p` after `x = config.rollout`.
+
+    The checkpoint manager, which has one section only, passes the names of its deadlines to `_within` as strings.
+    """
+    sections: dict[str, str] = {}
+    for node in ast.walk(parse(path)):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        ):
+            pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+        elif isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+        else:
+            continue
+        for target, value in pairs:
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
+                sections[target.id] = value.attr
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            yield node.value.attr.lstrip("_"), node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield sections.get(node.value.id, node.value.id), node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self._within":
+            yield from ((path.parts[0], a.value) for a in node.args if isinstance(a, ast.Constant))
+
+
+def test_every_config_key_is_read_somewhere() -> None:
+    schema = OmegaConf.structured(Config)
+    keys = {
+        (section, key)
+        for section in schema
+        for key in (schema[section] if OmegaConf.is_dict(schema[section]) else [section])
+    }
+    keys = {("config" if section == key else section, key) for section, key in keys}
+    assert len(keys) > 50
+    assert sorted(keys - {read for path in SOURCES if path.parts[0] != "configs" for read in reads(path)}) == []

@@ -1,0 +1,68 @@
+"""An ordinal is the whole state of the prompt stream."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.types import Prompt
+
+
+def make_rows(count: int) -> list[EncodedRow]:
+    return [
+        EncodedRow(
+            row=Row(question=f"q{index}", ground_truth=f"a{index}", data_source="made", extra={"index": index}),
+            text=f"Q: q{index}",
+            token_ids=(index, 7),
+        )
+        for index in range(count)
+    ]
+
+
+def take(stream: PromptStream, count: int) -> list[Prompt]:
+    return [stream.next() for _ in range(count)]
+
+
+@given(num_rows=st.integers(1, 40), num_epochs=st.integers(1, 4), seed=st.integers(0, 2**32))
+def test_every_epoch_has_every_row_exactly_once(num_rows: int, num_epochs: int, seed: int) -> None:
+    prompts = take(PromptStream(make_rows(num_rows), seed), num_rows * num_epochs)
+    assert [prompt.ordinal for prompt in prompts] == list(range(num_rows * num_epochs))
+    for start in range(0, len(prompts), num_rows):
+        assert {prompt.text for prompt in prompts[start : start + num_rows]} == {f"Q: q{i}" for i in range(num_rows)}
+
+
+@given(num_rows=st.integers(1, 20), start=st.integers(0, 70), seed=st.integers(0, 9))
+def test_a_stream_from_any_ordinal_is_the_tail_of_the_whole(num_rows: int, start: int, seed: int) -> None:
+    rows = make_rows(num_rows)
+    whole = take(PromptStream(rows, seed), start + 25)
+    resumed = PromptStream(rows, seed, ordinal=start)
+    assert take(resumed, 25) == whole[start:]
+    assert resumed.ordinal == start + 25
+
+
+def test_the_order_changes_with_every_epoch_and_with_the_seed() -> None:
+    rows = make_rows(50)
+    texts = [prompt.text for prompt in take(PromptStream(rows, seed=0), 100)]
+    other_seed = [prompt.text for prompt in take(PromptStream(rows, seed=1), 50)]
+    in_file_order = [row.text for row in rows]
+    orders = [texts[:50], texts[50:], other_seed, in_file_order]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_the_second_epoch_of_one_seed_is_not_the_first_of_the_next() -> None:
+    """Seed and epoch are not added up: runs of seeds 0 and 1 would otherwise see the same orders, one epoch apart."""
+    rows = make_rows(50)
+    second = [prompt.text for prompt in take(PromptStream(rows, seed=0, ordinal=50), 50)]
+    assert second != [prompt.text for prompt in take(PromptStream(rows, seed=1), 50)]
+
+
+def test_a_prompt_carries_everything_of_its_row() -> None:
+    prompt = PromptStream(make_rows(1), seed=0, ordinal=5).next()
+    assert prompt == Prompt(
+        ordinal=5, text="Q: q0", token_ids=(0, 7), ground_truth="a0", data_source="made", extra={"index": 0}
+    )
+
+
+def test_a_stream_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one row"):
+        PromptStream([], seed=0)

@@ -1,0 +1,242 @@
+"""TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trainer.model
+from configs.schema import AlgorithmConfig, Config, DType, Layout, Proximal, RolloutConfig, TrainerConfig
+from rollout.types import TrajectoryGroup
+from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, make_group, random_groups
+from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank
+from trainer.batch import StepBatch
+from trainer.metrics import Metric, merge_metrics, to_floats
+from trainer.tiny_model import build_model
+from trainer.worker import TrainWorker
+
+TIMEOUT_S = 60.0
+NUM_STEPS = 3
+CONFIG = Config(
+    algorithm=AlgorithmConfig(group_size=4),
+    rollout=RolloutConfig(temperature=0.8),
+    trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_it_was() -> Iterator[None]:
+    """A worker owns its process: it sets the environment and the number of threads."""
+    environment, num_threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_model(VOCAB_SIZE, seed=0).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[list[TrajectoryGroup]]:
+    """The groups of three steps; the last step has a single group to learn from, so a second rank has no work."""
+    model = double(build_model(VOCAB_SIZE, seed=0))
+    some = [random_groups(model, seed=seed, temperature=CONFIG.rollout.temperature) for seed in range(NUM_STEPS)]
+    return [some[0], some[1], [some[2][0], some[2][-1]]]
+
+
+@pytest.fixture(scope="module")
+def reference(steps: list[list[TrajectoryGroup]]) -> Outcome:
+    return reference_outcome(CONFIG, steps)
+
+
+def reference_outcome(config: Config, steps: Sequence[Sequence[TrajectoryGroup]]) -> Outcome:
+    plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), config)
+    results = [plain.step(groups, step) for step, groups in enumerate(steps)]
+    return Outcome(
+        [{"actor/pg_loss": loss, "actor/grad_norm": norm} for loss, norm in results],
+        {name: parameter.detach() for name, parameter in plain.model.named_parameters()},
+    )
+
+
+def one_rank(config: Config, model_path: str, batches: Sequence[StepBatch]) -> Outcome:
+    parts, weights = train_rank(config, model_path, batches, 0, 1, free_master())
+    return Outcome([to_floats(part) for part in parts], weights)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Layout, Outcome]:
+    """Rank 0 here, rank 1 in a process of its own, once for both layouts."""
+    answer = tmp_path_factory.mktemp("rank") / "metrics.pickle"
+    jobs: dict[Layout, tuple[Any, ...]] = {
+        layout: (CONFIG, model_path, pack(steps, layout, 2), free_master()) for layout in Layout
+    }
+    other = multiprocessing.get_context("spawn").Process(
+        target=train_second_rank, args=(list(jobs.values()), answer), daemon=True
+    )
+    other.start()
+    try:
+        first = [train_rank(*job, rank=0, world_size=2, master=master) for *job, master in jobs.values()]
+        other.join(TIMEOUT_S)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
+        other.join(TIMEOUT_S)
+    second = pickle.loads(answer.read_bytes())
+    return {
+        layout: Outcome(
+            [to_floats(merge_metrics(parts)) for parts in zip(metrics, others, strict=True)],
+            weights,
+        )
+        for layout, (metrics, weights), others in zip(jobs, first, second, strict=True)
+    }
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4) -> None:
+    for key in ("actor/pg_loss", "actor/grad_norm"):
+        values = [metrics[key] for metrics in found.metrics]
+        assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=1e-7), key
+    assert found.weights.keys() == expected.weights.keys()
+    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
+        moved = expected.weights[name].double() - untrained.detach().double()
+        error = found.weights[name].double() - expected.weights[name].double()
+        assert error.norm() < tolerance * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_one_rank_is_the_plain_trainer(
+    layout: Layout, model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome
+) -> None:
+    assert_same(one_rank(CONFIG, model_path, pack(steps, layout, 1)), reference)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_two_ranks_are_the_plain_trainer(
+    layout: Layout, two_ranks: dict[Layout, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
+) -> None:
+    if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
+        assert [len(b.targets) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
+    assert_same(two_ranks[layout], reference)
+
+
+def test_metrics_do_not_depend_on_ranks_or_layout(
+    two_ranks: dict[Layout, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    expected = one_rank(CONFIG, model_path, pack(steps, Layout.padded, 1)).metrics
+    keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")
+    for outcome in two_ranks.values():
+        for found_step, expected_step in zip(outcome.metrics, expected, strict=True):
+            for key in (f"actor/{key}" for key in keys):
+                assert found_step[key] == pytest.approx(expected_step[key], rel=1e-3, abs=1e-5), key
+            assert 0 < found_step["actor/ess"] <= 1.000001
+            assert found_step["perf/trainer_busy_s"] > 0
+
+
+def test_the_current_policy_as_proximal_is_weighted_and_capped(
+    model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    algorithm = AlgorithmConfig(group_size=4, proximal=Proximal.current, importance_cap=1.1)
+    config = replace(CONFIG, algorithm=algorithm)
+    found = one_rank(config, model_path, pack(steps, Layout.shared_prompt, 1))
+    assert_same(found, reference_outcome(config, steps))
+    assert [metrics["actor/pg_clipfrac"] for metrics in found.metrics] == [0, 0, 0]
+    assert all(metrics["actor/importance_weight"] < 1.1 for metrics in found.metrics)
+
+
+def test_logits_in_chunks_and_recomputed_activations_change_nothing(
+    model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.model, "MAX_LOGITS", 5 * VOCAB_SIZE)
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, gradient_checkpointing=True))
+    assert_same(one_rank(config, model_path, pack(steps, Layout.shared_prompt, 1)), reference)
+
+
+def test_compute_in_bfloat16_is_close_and_keeps_float32_master_weights(
+    model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome
+) -> None:
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16))
+    found = one_rank(config, model_path, pack(steps[:1], Layout.shared_prompt, 1))
+    norm = reference.metrics[0]["actor/grad_norm"]
+    assert found.metrics[0]["actor/grad_norm"] == pytest.approx(norm, rel=0.05)
+    assert found.metrics[0]["actor/grad_norm"] != pytest.approx(norm, rel=1e-5)
+    assert any((weight != weight.to(torch.bfloat16)).any() for weight in found.weights.values())
+
+
+def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker, Inbox], None]) -> None:
+    inbox = Inbox()
+    worker = TrainWorker(config=config, device="cpu", publish=inbox)
+    try:
+        parameters = worker.setup(model_path, 0, 1, free_master())
+        assert parameters == sum(p.numel() for p in build_model(VOCAB_SIZE, seed=0).parameters())
+        use(worker, inbox)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
+    model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, dtype=DType.bfloat16))
+    batch = pack(steps, Layout.shared_prompt, 1)[0]
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        assert worker.publish(0) == {"global_steps": 0}
+        untrained = build_model(VOCAB_SIZE, seed=0)
+        expected = {name: tensor.detach().to(torch.bfloat16) for name, tensor in untrained.named_parameters()}
+        assert inbox.weights.keys() == expected.keys()
+        assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
+        worker.train_step(batch.micro_batches[0], batch.num_loss_tokens, 0)
+        worker.publish(1)
+        assert any(not torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
+
+    run_worker(config, model_path, use)
+
+
+def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
+    model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    trainer_config = replace(CONFIG.trainer, lr=0.5, lr_warmup_steps=4, weight_decay=0.0, max_grad_norm=1e9)
+    config = replace(CONFIG, trainer=trainer_config)
+    solved = make_group(0, [steps[0][-1].trajectories[1]] * 2)
+    empty, full = pack([[solved], steps[0]], Layout.shared_prompt, 1)
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]
+        assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
+        metrics = to_floats(worker.train_step(empty.micro_batches[0], empty.num_loss_tokens, 0))
+        assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
+        worker.publish(0)
+        untrained = dict(build_model(VOCAB_SIZE, seed=0).named_parameters())
+        assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in untrained.items())
+        # Gradients are cleared after a step: two calls see the same weights' gradient, not the sum.
+        norms = [
+            to_floats(merge_metrics([*forward_backward(worker, full), worker.optim_step(-1)]))["actor/grad_norm"]
+            for _ in range(2)  # the step of learning rate 0 leaves the weights where they are
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
+
+    run_worker(config, model_path, use)
+
+
+def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:
+    return [worker.forward_backward(micro_batch, batch.num_loss_tokens) for micro_batch in batch.micro_batches[0]]
+
+
+def test_a_second_rank_that_never_comes_is_an_error_within_the_deadline(model_path: str) -> None:
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, step_timeout_s=0.5))
+    worker = TrainWorker(config=config, device="cpu", publish=Inbox())
+    with pytest.raises(dist.DistError):
+        worker.setup(model_path, 0, 2, free_master())

@@ -48,13 +48,15 @@ class UniformLengths:
 
 @dataclass(frozen=True, slots=True)
 class ForcedLengths:
-    """An agent loop of one turn, whose responses have the lengths that `length_of` says, whatever the model samples."""
+    """An agent loop of one turn, whose responses have forced lengths, whatever the model samples."""
 
-    length_of: LengthOf
+    length_of: Mapping[str, LengthOf]
+    """By the prompt's `data_source`."""
 
     async def run(self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup) -> list[Episode]:
+        length_of = self.length_of[prompt.data_source]
         forced = [
-            replace(params, max_tokens=self.length_of(prompt.ordinal, index), ignore_eos=True, stop_token_ids=())
+            replace(params, max_tokens=length_of(prompt.ordinal, index), ignore_eos=True, stop_token_ids=())
             for index, params in enumerate(sampling)
         ]
         return await SingleTurn().run(prompt, forced, generate)

@@ -27,15 +27,19 @@ class StepClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.cpu_seconds = 0.0
+        """Of this process, over all steps. With one thread on an idle machine it equals the sum of `seconds`."""
         self._last = 0.0
+        self._cpu_started = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
+        self._last, self._cpu_started = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
+        self.cpu_seconds = time.process_time() - self._cpu_started
 
 
 def main() -> None:
@@ -69,6 +73,7 @@ def main() -> None:
         "trl": importlib.metadata.version("trl"),
         "steps": len(clock.seconds),
         "seconds": sum(clock.seconds),
+        "cpu_seconds": clock.cpu_seconds,
         "step_seconds": clock.seconds,
         "rewards": rewards,
         "accuracy_before": before,

@@ -110,7 +110,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         router=router,
         runner=AgentWorker(
             tokenizer=NoTokenizer(),
-            loop=ForcedLengths(job.length_of),
+            loop=ForcedLengths({"": job.length_of}),
             reward=lambda prompt, text: 0.0,
             replicas={replica.name: replica.generate_group for replica in replicas},
         ),

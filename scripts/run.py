@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from configs.schema import Config, ModelKind
+from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import TrajectoryBuffer
 from rollout.data.files import load_rows
@@ -17,7 +18,7 @@ from rollout.engines.base import EngineSpec
 from rollout.evaluation import Evaluator
 from rollout.fleet import ReplicaFleet
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
-from rollout.replica_group import ReplicaHandle, create_replicas
+from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
 from rollout.staleness import SlotLedger, StalenessWindow
@@ -55,17 +56,27 @@ async def run(config: Config, device: str, run_dir: Path, console: Console, reco
             shared_memory.release_all(run_dir.name)
 
 
-async def start(config: Config, device: str, run_dir: Path, console: Console) -> Parts:
+async def start(
+    config: Config,
+    device: str,
+    run_dir: Path,
+    console: Console,
+    actor_class: type[ReplicaActor] = ReplicaActor,
+    agent_loop: AgentLoop | None = None,
+) -> Parts:
     """Engines start on untrained weights while the warm-up makes the real ones, and the trainer loads beside them."""
     on_start = output_to(run_dir)
     boot_path = await _boot_model(config, run_dir)
-    replicas = create_replicas(config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start)
+    replicas = create_replicas(
+        config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start, actor_class
+    )
     agents = AgentWorkerGroup(
         num_workers=config.rollout.num_agent_workers,
         tokenizer_path=boot_path,
         reward=config.rollout.reward,
         replicas=replicas,
         on_start=on_start,
+        agent_loop=agent_loop,
     )
     workers = TrainWorkerGroup(
         config=config,

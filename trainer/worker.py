@@ -115,7 +115,7 @@ class TrainWorker:
         return metrics
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
-        """Clips the gradient, steps AdamW, clears the gradient."""
+        """Clips the gradient, steps AdamW, clears the gradient. Raises FloatingPointError if the gradient is broken."""
         trainer = self._config.trainer
         lr = trainer.lr * min(1.0, (global_steps + 1) / max(1, trainer.lr_warmup_steps))
         for group in self._optimizer.param_groups:
@@ -123,6 +123,8 @@ class TrainWorker:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), trainer.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
+        if not norm.isfinite():
+            raise FloatingPointError(f"gradient norm {norm.item()} at optimizer step {global_steps}: no step is taken")
         self._optimizer.step()
         self._optimizer.zero_grad()
         return {"actor/grad_norm": Last(norm.item()), "actor/lr": Last(lr)}

@@ -104,11 +104,12 @@ def test_tensors_that_were_not_announced_are_refused(tensors: Tensors, message: 
         bucket.write(torch.zeros(nbytes, dtype=torch.uint8), entries, tensors)
 
 
-@given(place=st.integers(0, 255), bit=st.integers(0, 7))
-def test_any_flipped_bit_changes_the_checksum(place: int, bit: int) -> None:
+def test_any_flipped_bit_changes_the_checksum() -> None:
     buffer = torch.arange(256).to(torch.uint8)
     before = bucket.checksum(buffer)
-    buffer[place] ^= 1 << bit
-    assert bucket.checksum(buffer) != before
-    buffer[place] ^= 1 << bit
+    for place in range(256):
+        for bit in range(8):
+            buffer[place] ^= 1 << bit
+            assert bucket.checksum(buffer) != before
+            buffer[place] ^= 1 << bit
     assert bucket.checksum(buffer) == before

@@ -63,6 +63,18 @@ def test_metrics_of_a_step_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize(("reward", "all_right", "none_right"), [(1.0, 1, 0), (0.0, 0, 1), (0.5, 0, 0)])
+def test_groups_that_teach_nothing(reward: float, all_right: float, none_right: float) -> None:
+    trajectories = [make_trajectory([1], [2], reward=reward)] * 2
+    learning = [make_trajectory([1], [2], reward=float(index)) for index in range(2)]
+    groups = [make_group(0, trajectories), make_group(1, trajectories), make_group(2, learning)]
+    advantages = [np.zeros(2, np.float32)] * 2 + [np.array([-0.7, 0.7], np.float32)]
+    metrics = group_metrics(groups, advantages, global_steps=0, update_interval=1)
+    assert metrics["rollout/zero_variance_groups"] == pytest.approx(2 / 3)
+    assert metrics["rollout/solve_all"] == pytest.approx(2 / 3 * all_right)
+    assert metrics["rollout/solve_none"] == pytest.approx(2 / 3 * none_right)
+
+
 def test_staleness_is_counted_in_updates_of_the_replicas() -> None:
     groups = [make_group(0, [make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 0), VersionSpan(1, 2, 4)))])]
     metrics = group_metrics(groups, [np.ones(1, np.float32)], global_steps=7, update_interval=4)

@@ -80,7 +80,7 @@ def test_released_weights_stay_readable_for_who_has_opened_them(directory: Path)
 
 
 def test_release_all_takes_the_owners_files_and_no_others(directory: Path) -> None:
-    others = [publish(owner) for owner in ("run-2", "runs", "a-run", "[r]un", "run-20-1")]
+    others = [publish(owner) for owner in ("run-2", "runs", "a-run", "[r]un", "run-1-0badbeef")]
     for global_steps in (1, 20):
         publish("run", global_steps)
     unrelated = directory / "slipstream-run"

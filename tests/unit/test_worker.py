@@ -231,6 +231,21 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     run_worker(config, model_path, use)
 
 
+def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
+    model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    (batch,) = pack(steps[:1], Layout.shared_prompt, 1, budget=1000)[0].micro_batches[0]
+    broken = replace(batch, advantages=batch.advantages * float("nan"))
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        with pytest.raises(FloatingPointError, match="gradient norm nan at optimizer step 7"):
+            worker.train_step((broken,), 1, 7)
+        worker.publish(7)
+        assert all(tensor.isfinite().all() for tensor in inbox.weights.values())
+
+    run_worker(CONFIG, model_path, use)
+
+
 def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:
     return [worker.forward_backward(micro_batch, batch.num_loss_tokens) for micro_batch in batch.micro_batches[0]]
 

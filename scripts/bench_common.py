@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TypeVar
 
 import numpy as np
@@ -70,6 +71,11 @@ async def interleaved(arms: Mapping[str, Callable[[int], Awaitable[T]]], repeats
         for name, arm in arms.items():
             results[name].append(await arm(repetition))
     return results
+
+
+def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
+    """Median of the ratios of neighbouring runs: drift of the machine cancels out."""
+    return median(value / base for value, base in zip(values, baseline, strict=True))
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

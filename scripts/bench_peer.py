@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from configs.load import load, register
 from configs.schema import Config
@@ -32,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".cache" / "bench_peer"
 NUM_CORES = 2
 TRL = "trl>=1.16"
+PEER_MICRO_BATCHES = 2
+"""Forward and backward passes in which TRL takes a batch: a little quicker than 1 and 4; the gradient is the same."""
 SAME_AS_OURS = ("torch", "transformers", "tokenizers", "numpy")
 """Pinned in TRL's environment to our versions (constraints.txt)."""
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -53,7 +54,8 @@ class Result:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])  # inherited by every arm
+    if sys.platform == "linux":  # inherited by every arm
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     options.out.mkdir(parents=True, exist_ok=True)
     config = resolve(options.steps, options.seed)
     version = ensure_environment(options.venv)
@@ -64,7 +66,7 @@ def main() -> None:
         results.append(run_ours(config, options.out / f"{repeat}-ours"))
         say(describe(results[-1]))
         for threads in options.peer_threads:
-            job = peer_job(config, str(model), threads, options.peer_micro_batches, config.seed + repeat)
+            job = peer_job(config, str(model), threads, sampling_seed=config.seed + repeat)
             results.append(run_peer(job, options.venv, options.out / f"{repeat}-trl-{threads}"))
             say(describe(results[-1]))
     say("\n" + table(results))
@@ -78,9 +80,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of the prompts")
     parser.add_argument(
         "--peer-threads", type=int, nargs="+", default=[1, 2], help="torch threads of TRL: an arm each, the best counts"
-    )
-    parser.add_argument(
-        "--peer-micro-batches", type=int, default=1, help="forward and backward passes in which TRL takes a batch"
     )
     parser.add_argument("--venv", type=Path, default=WORK / "venv", help="TRL's environment; made if missing")
     parser.add_argument("--out", type=Path, default=WORK / "runs", help="where the runs leave their files")
@@ -98,9 +97,6 @@ def overrides(steps: int, seed: int) -> list[str]:
     return ["recipe=arithmetic", "device=cpu", f"seed={seed}", f"trainer.total_steps={steps}", "trainer.eval_every=0"]
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
-
-
 def run_ours(config: Config, run_dir: Path) -> Result:
     """`timing_s/elapsed` of the last step: from the moment rollouts and trainer start until the last update is live."""
     quiet = ["plain_console=true", "wandb.mode=disabled", f"hydra.run.dir={run_dir}"]
@@ -116,9 +112,6 @@ def run_ours(config: Config, run_dir: Path) -> Result:
         after=accuracies["accuracy_after"],
         reward=last_tenth([record["critic/rewards/mean"] for record in records]),
     )
-
-
-# -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
 def ensure_environment(venv: Path) -> str:
@@ -148,7 +141,7 @@ def same_versions(constraints: str) -> list[str]:
     return [pin for pin in pins if pin.partition("==")[0] in SAME_AS_OURS]
 
 
-def peer_job(config: Config, model: str, threads: int, micro_batches: int, sampling_seed: int) -> dict[str, Any]:
+def peer_job(config: Config, model: str, threads: int, sampling_seed: int) -> dict[str, Any]:
     """What the child reads: our config in TRL's words. Prompts are in the order of our prompt stream."""
     trainer = config.trainer
     train, held_out = models.arithmetic_problems(config)
@@ -159,7 +152,7 @@ def peer_job(config: Config, model: str, threads: int, micro_batches: int, sampl
         "model": model,
         "threads": threads,
         "max_new_tokens": config.rollout.max_response_tokens,
-        "grpo": grpo_arguments(config, micro_batches, sampling_seed),
+        "grpo": grpo_arguments(config, sampling_seed),
         "optimizer": {
             "lr": trainer.lr,
             "betas": [trainer.adam_beta1, trainer.adam_beta2],
@@ -181,14 +174,14 @@ def encoded(problem: Problem, template: str) -> EncodedRow:
     return EncodedRow(row=Row(question=problem.question, ground_truth=truth), text=text, token_ids=())
 
 
-def grpo_arguments(config: Config, micro_batches: int, seed: int) -> dict[str, Any]:
-    """The arguments of TRL's `GRPOConfig`: one generation batch per optimizer step, our loss, nothing logged or saved."""
+def grpo_arguments(config: Config, seed: int) -> dict[str, Any]:
+    """The arguments of TRL's `GRPOConfig`: a generation batch per optimizer step, our loss, nothing logged or saved."""
     algorithm, rollout, trainer = config.algorithm, config.rollout, config.trainer
     batch = trainer.prompts_per_step * algorithm.group_size
     return {
-        "per_device_train_batch_size": batch // micro_batches,
-        "gradient_accumulation_steps": micro_batches,
-        "steps_per_generation": micro_batches,
+        "per_device_train_batch_size": batch // PEER_MICRO_BATCHES,
+        "gradient_accumulation_steps": PEER_MICRO_BATCHES,
+        "steps_per_generation": PEER_MICRO_BATCHES,
         "num_generations": algorithm.group_size,
         "num_iterations": 1,
         "max_steps": trainer.total_steps,
@@ -240,9 +233,6 @@ def run_peer(job: dict[str, Any], venv: Path, folder: Path) -> Result:
         after=result["accuracy_after"],
         reward=last_tenth(result["rewards"]),
     )
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 def last_tenth(values: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset  # pyright: ignore[reportMissingImports]
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -85,7 +85,7 @@ def main() -> None:
 def make_optimizer(
     model: torch.nn.Module, settings: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW as Transformers makes it (fused), on our schedule: Transformers' own would start at a learning rate of 0."""
+    """AdamW as Transformers makes it (fused), on our schedule: Transformers' own starts at a learning rate of 0."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings["lr"],

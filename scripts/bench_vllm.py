@@ -131,7 +131,7 @@ class BareReplicaActor(ReplicaActor):
         # The same engine without its gate: the state of the one object under the class of the other. Made once, since
         # it would shut the engine down when it is collected.
         self._bare = AsyncLLM.__new__(AsyncLLM)
-        self._bare.__dict__ = engine._llm.__dict__
+        self._bare.__dict__ = engine._llm.__dict__  # pyright: ignore[reportAttributeAccessIssue]
 
     async def generate_bare(self, requests: list[GenerationRequest]) -> tuple[int, float]:
         """AsyncLLM alone, given all requests at once. Returns response tokens, and seconds inside this process."""

@@ -1,8 +1,6 @@
 """Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
 
 import asyncio
-import selectors
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -11,35 +9,7 @@ from rollout.engines.base import WeightTag
 from rollout.engines.simulated import SimulatedEngine
 from rollout.replica import RolloutReplica
 from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Where a real loop would sleep until its next timer, the clock jumps there. Nothing to jump to is a deadlock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise RuntimeError("deadlock: every task waits, and no timer is set")
-        self.now += max(timeout, 0.0)
-        return super().select(0)
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
-    """asyncio.run on a virtual clock: a sleep of an hour takes no time, and what waits for ever fails at once."""
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
-        return runner.run(main)
+from scripts.virtual_clock import run_virtual as run_virtual
 
 
 async def settle() -> None:

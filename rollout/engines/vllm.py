@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
@@ -183,10 +184,8 @@ class VllmEngine:
     def _completion(self, output: RequestOutput, boundaries: list[tuple[int, int]]) -> Completion:
         sampled = output.outputs[0]
         token_ids = np.asarray(sampled.token_ids, np.int32)
-        assert sampled.logprobs is not None and sampled.finish_reason is not None
-        logprobs = [
-            by_token[token].logprob for by_token, token in zip(sampled.logprobs, sampled.token_ids, strict=True)
-        ]
+        assert sampled.finish_reason is not None
+        assert isinstance(sampled.logprobs, FlatLogprobs) and len(sampled.logprobs.logprobs) == len(token_ids)
         if self._native_versions:
             spans = [VersionSpan(s.start, s.end, int(s.version)) for s in sampled.weight_versions or []]
         else:
@@ -195,7 +194,7 @@ class VllmEngine:
             spans = [VersionSpan(start, end, version) for (start, version), end in zip(starts, ends, strict=True)]
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray(logprobs, np.float32),
+            logprobs=np.asarray(sampled.logprobs.logprobs, np.float32),
             spans=tuple(span for span in spans if span.end > span.start),
             finish_reason=sampled.finish_reason,
             cached_tokens=output.num_cached_tokens or 0,
@@ -235,6 +234,7 @@ def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         logprobs=0,  # of the sampled token only
+        flat_logprobs=True,  # one list of floats, not a dictionary per token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -29,8 +29,14 @@ LIVES_IN = {
     "ray": ("rollout/*_group.py", "trainer/*_group.py", "scripts/*.py"),
     "vllm": ("rollout/engines/vllm.py", "weight_sync/vllm_receiver.py"),
     "wandb": ("trainer/tracking.py",),
-    "torch": ("trainer/*.py", "weight_sync/*.py", "weight_sync/transports/*.py", "scripts/models.py"),
-    "transformers": ("trainer/*.py", "rollout/agent_worker_group.py"),
+    "torch": (
+        "trainer/*.py",
+        "weight_sync/*.py",
+        "weight_sync/transports/*.py",
+        "scripts/models.py",
+        "scripts/bench_*.py",
+    ),
+    "transformers": ("trainer/*.py", "rollout/agent_worker_group.py", "scripts/bench_*.py"),
 }
 HEAVY = set(LIVES_IN)
 NOT_PURE = (

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,13 +94,18 @@ class AgentWorker:
             text=text,
             replica=replica,
             cached_tokens=episode.cached_tokens,
+            reward_metrics=result.metrics,
         )
 
     async def _call_reward(self, prompt: Prompt, text: str) -> RewardResult:
         result = self._reward(prompt, text)
         if inspect.isawaitable(result):
             result = await result
-        return result if isinstance(result, RewardResult) else RewardResult(reward=float(result))
+        if not isinstance(result, RewardResult):
+            result = RewardResult(reward=float(result))
+        if not math.isfinite(result.reward):
+            raise ValueError(f"the reward of prompt {prompt.ordinal} is {result.reward}: rewards must be finite")
+        return result
 
     def _decode(self, token_ids: Any) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

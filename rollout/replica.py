@@ -60,11 +60,13 @@ class RolloutReplica:
             await self._engine.pause()
             self._paused = True
 
-    async def resume(self) -> None:
-        """Idempotent."""
-        if self._paused:
-            await self._engine.resume()
-            self._paused = False
+    async def resume(self) -> float:
+        """Returns for how many seconds it was frozen; 0 when it was not. Idempotent."""
+        if not self._paused:
+            return 0.0
+        frozen_s = await self._engine.resume()
+        self._paused = False
+        return frozen_s
 
     def is_paused(self) -> bool:
         return self._paused

@@ -72,8 +72,8 @@ class ReplicaHandle:
     async def pause(self) -> None:
         await self._control("pause")
 
-    async def resume(self) -> None:
-        await self._control("resume")
+    async def resume(self) -> float:
+        return await self._control("resume")
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         await self._control("stage", manifest)

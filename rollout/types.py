@@ -100,6 +100,8 @@ class Trajectory:
     replica: str
     """Name of the replica that sampled it."""
     cached_tokens: int = 0
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    """What the reward said beside the number."""
 
     @property
     def min_version(self) -> int:

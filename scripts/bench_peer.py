@@ -25,6 +25,7 @@ from configs.schema import Config
 from rollout.data.arithmetic import Problem
 from rollout.prompts import EncodedRow, PromptStream, Row
 from scripts import models
+from scripts.bench_common import write_line
 from trainer.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,18 +60,18 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     config = resolve(options.steps, options.seed)
     version = ensure_environment(options.venv)
-    say(f"TRL {version}, {options.steps} steps, {options.repeats} repeat(s); files are in {options.out}")
+    write_line(f"TRL {version}, {options.steps} steps, {options.repeats} repeat(s); files are in {options.out}")
     *_, model = models.warm_tiny_model(config)
     results: list[Result] = []
     for repeat in range(options.repeats):
         results.append(run_ours(config, options.out / f"{repeat}-ours"))
-        say(describe(results[-1]))
+        write_line(describe(results[-1]))
         for threads in options.peer_threads:
             job = peer_job(config, str(model), threads, sampling_seed=config.seed + repeat)
             results.append(run_peer(job, options.venv, options.out / f"{repeat}-trl-{threads}"))
-            say(describe(results[-1]))
-    say("\n" + table(results))
-    say(json.dumps(summary(results, options.steps, options.repeats, version)))
+            write_line(describe(results[-1]))
+    write_line("\n" + table(results))
+    write_line(json.dumps(summary(results, options.steps, options.repeats, version)))
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -81,9 +82,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peer-threads", type=int, nargs="+", default=[1, 2], help="torch threads of TRL: an arm each, the best counts"
     )
-    parser.add_argument("--venv", type=Path, default=WORK / "venv", help="TRL's environment; made if missing")
-    parser.add_argument("--out", type=Path, default=WORK / "runs", help="where the runs leave their files")
+    parser.add_argument("--venv", type=absolute, default=WORK / "venv", help="TRL's environment; made if missing")
+    parser.add_argument("--out", type=absolute, default=WORK / "runs", help="where the runs leave their files")
     return parser.parse_args(arguments)
+
+
+def absolute(path: str) -> Path:
+    """Children run in the repository root, wherever we were started."""
+    return Path(path).absolute()
 
 
 def resolve(steps: int, seed: int) -> Config:
@@ -121,7 +127,7 @@ def ensure_environment(venv: Path) -> str:
     log = venv.with_suffix(".log")
     imports = [str(python), "-c", "import importlib.metadata as m, trl, torch; print(m.version('trl'))"]
     if not python.exists() or subprocess.run(imports, capture_output=True, check=False).returncode != 0:
-        say(f"making TRL's environment in {venv} (some minutes; pip's log is {log})")
+        write_line(f"making TRL's environment in {venv} (some minutes; pip's log is {log})")
         venv.parent.mkdir(parents=True, exist_ok=True)
         pins = same_versions((ROOT / "constraints.txt").read_text())
         torch = next(pin for pin in pins if pin.startswith("torch=="))
@@ -264,7 +270,7 @@ def summary(results: Sequence[Result], steps: int, repeats: int, version: str) -
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = ["arm               seconds  s/run min..max   before   after  reward"]
+    lines = ["arm               seconds        min..max   before   after  reward"]
     for arm in dict.fromkeys(result.arm for result in results):
         runs = [result for result in results if result.arm == arm]
         seconds = [run.seconds for run in runs]
@@ -287,11 +293,6 @@ def run_logged(command: Sequence[str], log: Path, environment: dict[str, str] | 
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False).returncode
     if code != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read_text()[-3000:]}")
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

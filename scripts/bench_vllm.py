@@ -43,7 +43,7 @@ def vllm_config(num_steps: int) -> Config:
     return Config(
         model=ModelConfig(warmup_steps=0),
         data=DataConfig(num_train=512, num_val=1),
-        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS),
+        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward="scripts.bench_common:coin_reward"),
         trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.padded),
     )
 

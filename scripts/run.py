@@ -1,6 +1,7 @@
 """One run: starts what it needs in the order that overlaps the most, trains, and ends everything."""
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ async def run(config: Config, device: str, run_dir: Path, console: Console, reco
             parts = await start(config, device, run_dir, console)
             return await train(config, parts, console, recorder)
         finally:
-            shared_memory.release_all(run_dir.name)
+            shared_memory.release_all(_owner(run_dir))
 
 
 async def start(
@@ -81,7 +82,7 @@ async def start(
     workers = TrainWorkerGroup(
         config=config,
         device=device,
-        publish=partial(shared_memory.publish, run_dir.name),
+        publish=partial(shared_memory.publish, _owner(run_dir)),
         release=shared_memory.release,
         on_start=on_start,
     )
@@ -200,6 +201,11 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         tensor_parallel_size=rollout.tensor_parallel_size,
         enforce_eager=rollout.enforce_eager,
     )
+
+
+def _owner(run_dir: Path) -> str:
+    """Names this run's files in shared memory."""
+    return f"{run_dir.name}-{os.getpid()}"
 
 
 async def _boot_model(config: Config, run_dir: Path) -> str:

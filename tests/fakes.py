@@ -121,9 +121,9 @@ class ClockedEngine(SimulatedEngine):
         self.events.append("pause")
         await super().pause()
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         self.events.append("resume")
-        await super().resume()
+        return await super().resume()
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         self.events.append(f"swap {global_steps}")

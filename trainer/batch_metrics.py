@@ -33,7 +33,16 @@ def group_metrics(
         "prompt_length/mean": float(prompt_lengths.mean()),
         "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
         "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
+        **_reward_metrics(trajectories),
         **_staleness_metrics(trajectories, global_steps, update_interval),
+    }
+
+
+def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    names = {name for trajectory in trajectories for name in trajectory.reward_metrics}
+    return {
+        f"reward/{name}": float(np.mean([t.reward_metrics[name] for t in trajectories if name in t.reward_metrics]))
+        for name in sorted(names)
     }
 
 

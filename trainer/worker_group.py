@@ -3,30 +3,38 @@
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from configs.schema import Config
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics
-from trainer.worker import Publish, TrainWorker
+
+if TYPE_CHECKING:
+    from trainer.worker import Publish
 
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class TrainWorkerActor(TrainWorker):
-    """The edge: adds what only a process on its node can tell."""
+class TrainWorkerActor:
+    """The edge. Torch is imported in here: the driver does without."""
 
-    def __init__(self, on_start: Callable[[], None], **kwargs: Any):
+    def __init__(self, on_start: Callable[[], None], *, config: Config, device: str, publish: "Publish"):
         on_start()
-        super().__init__(**kwargs)
+        from trainer.worker import TrainWorker  # noqa: PLC0415
+
+        self._worker = TrainWorker(config=config, device=device, publish=publish)
 
     def find_address(self) -> str:
         """host:port that is free on this node, for the process group."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Any method of TrainWorker."""
+        return getattr(self._worker, method)(*args)
 
 
 class TrainWorkerGroup:
@@ -37,7 +45,7 @@ class TrainWorkerGroup:
         *,
         config: Config,
         device: str,
-        publish: Publish,
+        publish: "Publish",
         release: Callable[[dict[str, Any]], None],
         on_start: Callable[[str], Callable[[], None]],
     ):
@@ -58,14 +66,17 @@ class TrainWorkerGroup:
         master = await self.actors[0].find_address.remote()
         world_size = len(self.actors)
         counts = await asyncio.gather(
-            *(actor.setup.remote(model_path, rank, world_size, master) for rank, actor in enumerate(self.actors))
+            *(
+                actor.call.remote("setup", model_path, rank, world_size, master)
+                for rank, actor in enumerate(self.actors)
+            )
         )
         return counts[0]
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         """One optimizer step on all ranks; metrics merged over them. Raises TimeoutError past the deadline."""
         calls = [
-            actor.train_step.remote(micro_batches, batch.num_loss_tokens, global_steps)
+            actor.call.remote("train_step", micro_batches, batch.num_loss_tokens, global_steps)
             for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
         ]
         try:
@@ -77,7 +88,7 @@ class TrainWorkerGroup:
             ) from None
 
     async def publish(self, global_steps: int) -> dict[str, Any]:
-        answers = await asyncio.gather(*(actor.publish.remote(global_steps) for actor in self.actors))
+        answers = await asyncio.gather(*(actor.call.remote("publish", global_steps) for actor in self.actors))
         return answers[0]
 
     async def release(self, manifest: dict[str, Any]) -> None:

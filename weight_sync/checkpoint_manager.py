@@ -27,7 +27,7 @@ class ReplicaUpdate:
     name: str
     stage_s: float
     pause_s: float
-    """From the call of pause to the return of resume: the window in which the replica generates nothing."""
+    """How long the replica was frozen, by its own clock: from the last token's step to the first step after."""
     swap_s: float
 
 
@@ -99,11 +99,8 @@ class CheckpointManager:
         tags = await self._within("swap", target.name, "swap_timeout_s", target.swap(manifest["global_steps"]))
         swapped = time.perf_counter()
         _verify(target.name, tags, manifest)
-        await self._within("resume", target.name, "pause_timeout_s", target.resume())
-        resumed = time.perf_counter()
-        return ReplicaUpdate(
-            name=target.name, stage_s=staged - started, pause_s=resumed - staged, swap_s=swapped - paused
-        )
+        frozen_s = await self._within("resume", target.name, "pause_timeout_s", target.resume())
+        return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=frozen_s, swap_s=swapped - paused)
 
     async def _within(self, phase: str, name: str, deadline_key: str, call: Awaitable[T]) -> T:
         seconds = getattr(self._config, deadline_key)

@@ -43,7 +43,9 @@ class Engine(Protocol):
         """Freeze every request where it is, keeping its KV cache. Returns when no token moves any more."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> float:
+        """Returns for how many seconds it was frozen."""
+        ...
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         """Take the published weights into staging memory, while generating."""

@@ -55,6 +55,7 @@ class SimulatedEngine:
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._global_steps = -1
         self._num_submitted = 0
+        self._frozen_at = 0.0
 
     async def generate(self, request: GenerationRequest) -> Completion:
         if self._death.done():
@@ -75,10 +76,11 @@ class SimulatedEngine:
     async def pause(self) -> None:
         self._may_step.clear()
         async with self._between_steps:
-            pass
+            self._frozen_at = asyncio.get_running_loop().time()
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         self._may_step.set()
+        return asyncio.get_running_loop().time() - self._frozen_at
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         self._staged = manifest

@@ -43,6 +43,8 @@ class GatedLLM(AsyncLLM):
     global_steps: int
     salt_prefix_cache: bool
     withdrawn: set[str]
+    frozen_at: float
+    """When the scheduler was told to stop, on the monotonic clock."""
     num_submitted: int
     """Requests that reached the engine core, those submitted again after a withdrawal included."""
 
@@ -81,6 +83,7 @@ class GatedLLM(AsyncLLM):
         await self.gate.acquire()
         try:
             await self._finish_prefills()
+            self.frozen_at = time.monotonic()
             # Not pause_generation: it sleeps 20 ms after the scheduler has stopped. The reply comes when no step runs.
             await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             if not HAS_NATIVE_VERSIONS:
@@ -89,9 +92,11 @@ class GatedLLM(AsyncLLM):
             self.gate.release()
             raise
 
-    async def thaw(self) -> None:
+    async def thaw(self) -> float:
+        """Returns for how many seconds the scheduler stood still."""
         await self.engine_core.resume_scheduler_async()
         self.gate.release()
+        return time.monotonic() - self.frozen_at
 
     def output_counts(self) -> dict[str, int]:
         """Tokens sampled so far by each running request. Exact only while frozen."""
@@ -152,8 +157,8 @@ class VllmEngine:
         if not self._native_versions:
             self._counts = self._llm.output_counts()
 
-    async def resume(self) -> None:
-        await self._llm.thaw()
+    async def resume(self) -> float:
+        return await self._llm.thaw()
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         await self._llm.collective_rpc("receiver_stage", args=(manifest,))

@@ -14,7 +14,7 @@ class RewardResult:
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Shown as reward/<name>/mean."""
+    """Of the reward's own, shown as reward/<name>: the mean over the step's trajectories."""
 
 
 Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]

@@ -67,7 +67,7 @@ async def with_new_workers(config: Config, parts: Parts, run_dir: Path) -> Parts
     workers = TrainWorkerGroup(
         config=config,
         device="cpu",
-        publish=partial(shared_memory.publish, run_dir.name),
+        publish=partial(shared_memory.publish, "equivalence"),
         release=shared_memory.release,
         on_start=output_to(run_dir),
     )

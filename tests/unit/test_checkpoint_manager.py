@@ -53,6 +53,7 @@ class FakeSource(FakePart):
 class FakeTarget(FakePart):
     tags: list[WeightTag] | None = None
     """What the workers say after a swap; None is the truth."""
+    frozen_s: float = 0.0
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         await self._do("stage")
@@ -65,8 +66,9 @@ class FakeTarget(FakePart):
         await self._do("swap")
         return [WeightTag(global_steps, self._staged["checksum"])] * 2 if self.tags is None else self.tags
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         await self._do("resume")
+        return self.frozen_s
 
 
 class Scene:
@@ -247,13 +249,14 @@ def test_the_report_has_the_seconds_of_every_phase(scene: Scene, monkeypatch: py
     clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr("weight_sync.checkpoint_manager.time", clock)
     scene.source.seconds = {"publish": 3, "release": 1}
+    scene.a.frozen_s, scene.b.frozen_s = 6, 4.5
     scene.a.seconds = {"stage": 10, "pause": 2, "swap": 5, "resume": 1}
     scene.b.seconds = {"stage": 20, "pause": 0.5, "swap": 4, "resume": 0.5}
     report = scene.update(7)
     assert (report.global_steps, report.nbytes, report.publish_s, report.total_s) == (7, 3_000_000, 3, 29)
-    assert [(u.name, u.stage_s, u.pause_s, u.swap_s) for u in report.replicas] == [("a", 10, 8, 5), ("b", 20, 5, 4)]
+    assert [(u.name, u.stage_s, u.pause_s, u.swap_s) for u in report.replicas] == [("a", 10, 6, 5), ("b", 20, 4.5, 4)]
     assert report.gauges() == {
-        "weight_sync/pause_ms": 8000,
+        "weight_sync/pause_ms": 6000,
         "weight_sync/swap_ms": 5000,
         "weight_sync/stage_ms": 20000,
         "weight_sync/publish_ms": 3000,

@@ -114,9 +114,9 @@ class RefusingEngine(ClockedEngine):
         self._refuse("pause")
         await super().pause()
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         self._refuse("resume")
-        await super().resume()
+        return await super().resume()
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         self._refuse("swap")

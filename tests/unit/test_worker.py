@@ -14,7 +14,15 @@ import torch.distributed as dist
 import trainer.model
 from configs.schema import AlgorithmConfig, Config, DType, Layout, Proximal, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
-from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, make_group, random_groups
+from tests.reference import (
+    VOCAB_SIZE,
+    ReferenceTrainer,
+    advantages_of,
+    double,
+    make_group,
+    random_groups,
+    sequence_logprobs,
+)
 from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
@@ -143,6 +151,50 @@ def test_metrics_do_not_depend_on_ranks_or_layout(
                 assert found_step[key] == pytest.approx(expected_step[key], rel=1e-3, abs=1e-5), key
             assert 0 < found_step["actor/ess"] <= 1.000001
             assert found_step["perf/trainer_busy_s"] > 0
+
+
+@pytest.mark.parametrize("proximal", list(Proximal))
+def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps: list[list[TrajectoryGroup]]) -> None:
+    """Over the tokens whose trajectories have an advantage, all in one micro-batch."""
+    config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
+    batches = pack(steps[:1], Layout.padded, 1, budget=10_000)
+    metrics = one_rank(config, model_path, batches).metrics[0]
+    log_ratio, entropy, advantages = learning_tokens(steps[0])
+    ratio, follows = log_ratio.exp(), proximal is Proximal.current
+    clipped = ((advantages > 0) & (ratio > 1.28)) | ((advantages < 0) & (ratio < 0.8))
+    assert 0 < clipped.double().mean() < 1
+    assert {key: metrics[key] for key in metrics if key not in UNPREDICTABLE} == pytest.approx(
+        {
+            "actor/pg_clipfrac": 0 if follows else clipped.double().mean().item(),
+            "actor/ppo_kl": 0 if follows else -log_ratio.mean().item(),
+            "actor/entropy": entropy.mean().item(),
+            "actor/importance_weight": ratio.clamp(max=1.1).mean().item() if follows else 1,
+            "actor/rollout_kl": -log_ratio.mean().item(),
+            "actor/rollout_logprob_diff_max": log_ratio.abs().max().item(),
+            "actor/ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+            "actor/lr": 0.005,
+            "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
+        },
+        rel=1e-4,
+        abs=1e-6,
+    )
+
+
+UNPREDICTABLE = ("actor/pg_loss", "actor/grad_norm", "perf/trainer_busy_s")  # the first two are tested above
+
+
+def learning_tokens(groups: Sequence[TrajectoryGroup]) -> tuple[torch.Tensor, ...]:
+    """(log pi / mu, entropy, advantage) of every token whose trajectory has an advantage, under the untrained model."""
+    model = double(build_model(VOCAB_SIZE, seed=0))
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for group in groups:
+        for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
+            mask = torch.from_numpy(trajectory.loss_mask) & (advantage != 0)
+            with torch.no_grad():
+                logprobs, entropy = sequence_logprobs(model, trajectory, CONFIG.rollout.temperature)
+            log_ratio = logprobs - torch.from_numpy(trajectory.rollout_logprobs).double()
+            parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def test_the_current_policy_as_proximal_is_weighted_and_capped(

@@ -6,22 +6,27 @@ import socket
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from weight_sync import bucket
+    from weight_sync import bucket
 
 DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 
 
 def publish(
-    owner: str, specs: Sequence[bucket.Spec], tensors: Iterable[tuple[str, torch.Tensor]], global_steps: int
+    owner: str, specs: "Sequence[bucket.Spec]", tensors: "Iterable[tuple[str, torch.Tensor]]", global_steps: int
 ) -> dict[str, Any]:
     """Write the tensors, one by one, into a new file and return its manifest. `release` removes the file.
 
     `owner`: part of the file's name, by which `release_all` finds what a crash left.
     """
+    import torch  # noqa: PLC0415  (the driver, which only releases, does without)
+
+    from weight_sync import bucket  # noqa: PLC0415
+
     entries, nbytes = bucket.layout(specs)
     path = DIRECTORY / f"slipstream-{owner}-{global_steps}-{uuid.uuid4().hex[:8]}"
     free = shutil.disk_usage(DIRECTORY).free
@@ -45,13 +50,15 @@ def publish(
     }
 
 
-def open_published(manifest: dict[str, Any]) -> torch.Tensor:
+def open_published(manifest: dict[str, Any]) -> "torch.Tensor":
     """The published bytes as a flat uint8 tensor, mapped, not copied. Raises RuntimeError on another host."""
     if manifest["host"] != socket.gethostname():
         raise RuntimeError(
             f"shared memory of {manifest['host']} cannot be read on {socket.gethostname()}: "
             "replicas and trainer must share a machine"
         )
+    import torch  # noqa: PLC0415
+
     # shared=False maps it privately: a reader cannot write into the weights of others.
     return torch.from_file(manifest["path"], shared=False, size=manifest["nbytes"], dtype=torch.uint8)
 

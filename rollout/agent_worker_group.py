@@ -60,9 +60,10 @@ class AgentWorkerGroup:
         agent_loop: AgentLoop | None = None,
     ):
         """`agent_loop`: sent to every worker; a single turn where none is given."""
-        remote_class = ray.remote(num_cpus=0.1, max_concurrency=8192, runtime_env={"env_vars": ENV})(AgentWorkerActor)
-        self.actors = [
-            remote_class.remote(  # pyright: ignore
+        options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
+        remote_class = ray.remote(**options)(AgentWorkerActor)
+        self.actors: list[Any] = [
+            remote_class.remote(
                 tokenizer_path=tokenizer_path,
                 agent_loop=agent_loop or SingleTurn(),
                 reward=reward,

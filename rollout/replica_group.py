@@ -105,13 +105,14 @@ def create_replicas(
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> list[ReplicaHandle]:
     """Actors, not yet started. `on_start(name)` gives what each process runs first (where its output goes)."""
-    remote_class = ray.remote(
-        num_cpus=1,
-        num_gpus=spec.tensor_parallel_size if spec.device == "cuda" else 0,
-        max_concurrency=MAX_REQUESTS,
-        concurrency_groups={"control": MAX_CONTROL_CALLS},
-        runtime_env={"env_vars": ENV | (CPU_ENV if spec.device == "cpu" else {})},
-    )(actor_class)
+    options: dict[str, Any] = {
+        "num_cpus": 1,
+        "num_gpus": spec.tensor_parallel_size if spec.device == "cuda" else 0,
+        "max_concurrency": MAX_REQUESTS,
+        "concurrency_groups": {"control": MAX_CONTROL_CALLS},
+        "runtime_env": {"env_vars": ENV | (CPU_ENV if spec.device == "cpu" else {})},
+    }
+    remote_class = ray.remote(**options)(actor_class)
     handles = []
     for index in range(num_replicas):
         name = f"replica-{index}"

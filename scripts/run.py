@@ -220,7 +220,7 @@ async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: s
     policy_path = boot_path
     if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
         warm_up = ray.remote(num_cpus=1, num_returns="streaming")(models.warm_tiny_model)
-        async for reference in warm_up.remote(config):
+        async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
             event = await reference
             if isinstance(event, str):
                 policy_path = event

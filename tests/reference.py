@@ -101,6 +101,23 @@ def advantages_of(group: TrajectoryGroup) -> list[float]:
     return [(reward - mean) / (std + 1e-6) for reward in rewards]
 
 
+def learning_tokens(
+    model: nn.Module, groups: Sequence[TrajectoryGroup], temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log pi / mu, entropy, advantage) of every masked token whose trajectory has an advantage."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    exact = double(model)
+    for group in groups:
+        for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
+            mask = torch.from_numpy(trajectory.loss_mask) & (advantage != 0)
+            with torch.no_grad():
+                logprobs, entropy = sequence_logprobs(exact, trajectory, temperature)
+            log_ratio = logprobs - torch.from_numpy(trajectory.rollout_logprobs).double()
+            parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
+    log_ratios, entropies, advantages = zip(*parts, strict=True)
+    return torch.cat(log_ratios), torch.cat(entropies), torch.cat(advantages)
+
+
 def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
     """A >= 0: -A min(r, 1 + high); A < 0: -A min(max(r, 1 - low), c); each times min(pi_old / mu, cap)."""
     old = rollout_logprobs if algorithm.proximal is Proximal.rollout else logprobs.detach()
@@ -131,7 +148,7 @@ class ReferenceTrainer:
     def __init__(self, model: nn.Module, config: Config):
         self.model = double(model)
         self.config = config
-        self._moments = {name: (0.0, 0.0) for name, _ in self.model.named_parameters()}
+        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.model.named_parameters()}
 
     def step(self, groups: Sequence[TrajectoryGroup], global_steps: int) -> tuple[float, float]:
         """(loss, gradient norm before clipping)"""

@@ -76,6 +76,7 @@ def train_rank(
         ]
         manifest = worker.publish(len(batches))
         assert manifest == ({"global_steps": len(batches)} if rank == 0 else None)
+        dist.barrier()  # rank 0 holds the store: it must not go first
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -54,8 +54,8 @@ class TrainWorkerGroup:
         remote_class = ray.remote(
             num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": ENV if device == "cpu" else {}}
         )(TrainWorkerActor)
-        self.actors = [
-            remote_class.remote(  # pyright: ignore
+        self.actors: list[Any] = [
+            remote_class.remote(
                 on_start(f"trainer-{rank}"), config=config, device=device, publish=publish
             )
             for rank in range(config.trainer.num_ranks)
@@ -96,4 +96,4 @@ class TrainWorkerGroup:
 
     def kill(self) -> None:
         for actor in self.actors:
-            ray.kill(actor)  # pyright: ignore
+            ray.kill(actor)

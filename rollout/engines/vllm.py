@@ -135,14 +135,16 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec, native_versions: bool = HAS_NATIVE_VERSIONS, salt_prefix_cache: bool = True):
         """Starts the engine: seconds to minutes. The last two are for tests that compare with doing without."""
         self._native_versions = native_versions
-        self._llm = GatedLLM.from_engine_args(_engine_args(spec))
+        llm = GatedLLM.from_engine_args(_engine_args(spec))
+        assert isinstance(llm, GatedLLM)
+        self._llm = llm
         self._llm.open_gate(spec.max_num_seqs)
         self._llm.salt_prefix_cache = salt_prefix_cache
         self._counts: dict[str, int] = {}  # tokens of each running request at the pause
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens so far, version from there on)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         final: RequestOutput | None = None
         try:
             async for output in self._llm.generate(prompt, _sampling_params(request.sampling), request.request_id):

@@ -14,15 +14,7 @@ import torch.distributed as dist
 import trainer.model
 from configs.schema import AlgorithmConfig, Config, DType, Layout, Proximal, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
-from tests.reference import (
-    VOCAB_SIZE,
-    ReferenceTrainer,
-    advantages_of,
-    double,
-    make_group,
-    random_groups,
-    sequence_logprobs,
-)
+from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
 from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
@@ -156,10 +148,15 @@ def test_metrics_do_not_depend_on_ranks_or_layout(
 @pytest.mark.parametrize("proximal", list(Proximal))
 def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps: list[list[TrajectoryGroup]]) -> None:
     """Over the tokens whose trajectories have an advantage, all in one micro-batch."""
+    first, second, *rest = steps[0][0].trajectories
+    surprising = replace(second, rollout_logprobs=0 * second.rollout_logprobs)  # the largest difference is negative
+    groups = [replace(steps[0][0], trajectories=(first, surprising, *rest)), *steps[0][1:]]
     config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
-    batches = pack(steps[:1], Layout.padded, 1, budget=10_000)
+    batches = pack([groups], Layout.padded, 1, budget=10_000)
     metrics = one_rank(config, model_path, batches).metrics[0]
-    log_ratio, entropy, advantages = learning_tokens(steps[0])
+    model = build_model(VOCAB_SIZE, seed=0)
+    log_ratio, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
+    assert -log_ratio.min() > log_ratio.max()
     ratio, follows = log_ratio.exp(), proximal is Proximal.current
     clipped = ((advantages > 0) & (ratio > 1.28)) | ((advantages < 0) & (ratio < 0.8))
     assert 0 < clipped.double().mean() < 1
@@ -181,20 +178,6 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
 
 
 UNPREDICTABLE = ("actor/pg_loss", "actor/grad_norm", "perf/trainer_busy_s")  # the first two are tested above
-
-
-def learning_tokens(groups: Sequence[TrajectoryGroup]) -> tuple[torch.Tensor, ...]:
-    """(log pi / mu, entropy, advantage) of every token whose trajectory has an advantage, under the untrained model."""
-    model = double(build_model(VOCAB_SIZE, seed=0))
-    parts: list[tuple[torch.Tensor, ...]] = []
-    for group in groups:
-        for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
-            mask = torch.from_numpy(trajectory.loss_mask) & (advantage != 0)
-            with torch.no_grad():
-                logprobs, entropy = sequence_logprobs(model, trajectory, CONFIG.rollout.temperature)
-            log_ratio = logprobs - torch.from_numpy(trajectory.rollout_logprobs).double()
-            parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def test_the_current_policy_as_proximal_is_weighted_and_capped(

@@ -126,7 +126,7 @@ class RolloutConfig:
     """No trained token is older than so many versions of the weights. 0 is on-policy, the synchronous run."""
     stale_policy: StalePolicy = StalePolicy.wait
     """What happens to a group that would become staler: wait, mask or drop."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = 256
     """Trajectories that one replica runs at once."""
     max_response_tokens: int = 32
     """Tokens sampled per trajectory at most."""

@@ -37,7 +37,6 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "data.max_prompt_tokens": (1, None),
     "algorithm.clip_ratio_low": (0, 1),
     "algorithm.clip_ratio_high": (0, None),
-    "algorithm.clip_ratio_c": (1, None),
     "algorithm.importance_cap": (1, None),
     "rollout.num_replicas": (1, None),
     "rollout.tensor_parallel_size": (1, None),
@@ -88,6 +87,9 @@ def _out_of_range(config: Config) -> list[Problem]:
         if (low is not None and value < low) or (high is not None and value > high) or math.isnan(value):
             allowed = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
             problems.append((key, value, f"must be {allowed}"))
+    if not config.algorithm.clip_ratio_c > 1:
+        allowed = "must be above 1: at 1 it would cut the gradient of on-policy tokens"
+        problems.append(("algorithm.clip_ratio_c", config.algorithm.clip_ratio_c, allowed))
     if not 0 < config.rollout.temperature < math.inf:
         problems.append(("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation is greedy)"))
     if config.rollout.top_k == 0 or config.rollout.top_k < -1:

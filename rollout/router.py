@@ -4,6 +4,12 @@ import asyncio
 from dataclasses import dataclass
 
 
+def max_inflight(max_num_seqs: int, group_size: int) -> int:
+    """Trajectories routed to one replica at most. A group is charged whole until its longest is done, so as many as
+    there are seats would leave seats empty: the replica gets twice as many, and those that find no seat wait there."""
+    return 2 * max_num_seqs + group_size
+
+
 class NoHealthyReplicaError(RuntimeError):
     """Every replica has been ejected; the message names each with its error."""
 

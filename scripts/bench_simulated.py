@@ -29,11 +29,11 @@ from rollout.engines.simulated import SimulatedEngine
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.replica import RolloutReplica
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
+from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf
-from scripts.run import max_inflight, until_first_ends
+from scripts.supervision import until_first_ends
 from scripts.virtual_clock import run_virtual
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop

@@ -16,13 +16,14 @@ from rollout.engines.base import EngineSpec
 from rollout.prompts import EncodedRow, PromptStream
 from rollout.replica_group import ReplicaActor
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
+from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf, LogNormalLengths, UniformLengths, interleaved
 from scripts.bench_simulated import Outcome
 from scripts.cluster import cluster, resolve_device
-from scripts.run import Parts, max_inflight, start, train, until_first_ends
+from scripts.run import Parts, start, train
+from scripts.supervision import until_first_ends
 from trainer.console import PlainConsole
 from trainer.recorder import RunRecorder
 from trainer.tracking import Tracker

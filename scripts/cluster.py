@@ -16,6 +16,8 @@ from configs.schema import Config, Device
 from configs.validate import ConfigError
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
+LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
+"""A cluster that lives as long as the run has no dashboard, so nobody would read what these collect."""
 
 
 def resolve_device(config: Config) -> str:
@@ -48,7 +50,10 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
     ConfigError when the cluster lacks GPUs or CPUs, TimeoutError past ray.start_timeout_s.
     """
     needed = needed_resources(config, device)
-    local = {} if config.ray.address else {"num_cpus": max(needed["CPU"], os.cpu_count() or 1)}
+    local = {}
+    if config.ray.address is None:
+        local = {"num_cpus": max(needed["CPU"], os.cpu_count() or 1)}
+        os.environ.update(LOCAL_ENV)
     connect = partial(
         ray.init,
         address=config.ray.address or "local",

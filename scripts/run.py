@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,12 @@ from rollout.fleet import ReplicaFleet
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
+from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
+from scripts.supervision import until_first_ends
 from trainer.console import Console
 from trainer.loop import TrainLoop
 from trainer.recorder import RunRecorder
@@ -160,21 +160,6 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
             "max_staleness": rollout.max_staleness,
         }
     )
-
-
-async def until_first_ends(main: Coroutine[Any, Any, None], beside: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all at once until `main` returns; the others may return before it. An error in any ends all of them."""
-    async with asyncio.TaskGroup() as group:
-        helpers = [group.create_task(helper) for helper in beside]
-        await group.create_task(main)
-        for helper in helpers:
-            helper.cancel()
-
-
-def max_inflight(max_num_seqs: int, group_size: int) -> int:
-    """Trajectories routed to one replica at most. A group is charged whole until its longest is done, so as many as
-    there are seats would leave seats empty: the replica gets twice as many, and those that find no seat wait there."""
-    return 2 * max_num_seqs + group_size
 
 
 def training_sampling(config: Config) -> SamplingParams:

@@ -1,5 +1,6 @@
 """The consuming loop: batches in, new weights out. One loop serves every algorithm, synchronous or not."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -119,7 +120,9 @@ class TrainLoop:
             with timed(timings, "assemble"):
                 advantages, step_batch = self._assemble(batch.groups)
             with timed(timings, "train_step"):
-                actor = await self._workers.train_step(step_batch, global_steps)
+                actor, fleet = await asyncio.gather(
+                    self._workers.train_step(step_batch, global_steps), self._fleet.gauges()
+                )
             update: dict[str, float] = {}
             if (global_steps + 1) % sync.interval == 0:
                 with timed(timings, "update_weights"):
@@ -132,7 +135,7 @@ class TrainLoop:
             **to_floats(timings),
             **update,
             **self._buffer.gauges(),
-            **await self._fleet.gauges(),
+            **fleet,
             "staleness/masked_tokens": float(batch.masked_tokens),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }

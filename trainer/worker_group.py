@@ -55,9 +55,7 @@ class TrainWorkerGroup:
             num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": ENV if device == "cpu" else {}}
         )(TrainWorkerActor)
         self.actors: list[Any] = [
-            remote_class.remote(
-                on_start(f"trainer-{rank}"), config=config, device=device, publish=publish
-            )
+            remote_class.remote(on_start(f"trainer-{rank}"), config=config, device=device, publish=publish)
             for rank in range(config.trainer.num_ranks)
         ]
 
@@ -80,9 +78,11 @@ class TrainWorkerGroup:
             for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
         ]
         try:
-            async with asyncio.timeout(self._step_timeout_s):
+            async with asyncio.timeout(self._step_timeout_s) as deadline:
                 return merge_metrics(await asyncio.gather(*calls))
         except TimeoutError:
+            if not deadline.expired():
+                raise  # a timeout inside a worker, with its own message
             raise TimeoutError(
                 f"optimizer step {global_steps} took longer than trainer.step_timeout_s={self._step_timeout_s}"
             ) from None

@@ -66,7 +66,7 @@ def test_every_key_has_documentation_and_a_default() -> None:
     docs = load.key_docs()
     assert set(docs) == set(schema_keys())
     assert [key for key, (_, doc) in docs.items() if not doc] == []
-    assert docs["trainer.lr"] == ("0.0002", "AdamW's learning rate after warm-up.")
+    assert docs["trainer.lr"] == ("0.0003", "AdamW's learning rate after warm-up.")
     assert [docs[key][0] for key in ("model.path", "device", "dry_run", "rollout.stale_policy")] == [
         "null",
         "auto",

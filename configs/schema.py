@@ -184,7 +184,7 @@ class TrainerConfig:
     """Padded tokens of one forward and backward, per rank. A longer single row still runs, alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, for long sequences on GPUs."""
-    eval_every: int = 20
+    eval_every: int = 10
     """Evaluate on the held-out set every so many steps, besides before the first and after the last; 0: only those."""
     batch_timeout_s: float = 1800.0
     """Deadline of the wait for a batch."""

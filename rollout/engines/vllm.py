@@ -187,6 +187,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+        del self._llm  # its finalizer must not run as late as the interpreter's exit
 
     def _completion(self, output: RequestOutput, boundaries: list[tuple[int, int]]) -> Completion:
         sampled = output.outputs[0]

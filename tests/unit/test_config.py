@@ -133,7 +133,7 @@ def test_a_mistyped_value_is_refused(override: str, reason: str) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 # Numbers whose allowed values are no plain range, each with a test of its own.
-OTHER_NUMBERS = {"rollout.temperature", "rollout.top_k", "algorithm.group_size"}
+OTHER_NUMBERS = {"rollout.temperature", "rollout.top_k", "algorithm.group_size", "algorithm.clip_ratio_c"}
 
 
 def test_every_number_has_a_range() -> None:
@@ -163,6 +163,7 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"rollout__temperature": math.inf}, "rollout.temperature=inf: must be above 0 (evaluation is greedy)"),
         ({"rollout__top_k": 0}, "rollout.top_k=0: must be -1 (the whole vocabulary) or at least 1"),
         ({"rollout__top_k": -2}, "rollout.top_k=-2: must be -1 (the whole vocabulary) or at least 1"),
+        ({"algorithm__clip_ratio_c": 1.0}, "algorithm.clip_ratio_c=1.0: must be above 1"),
         ({"algorithm__group_size": 1}, "algorithm.group_size=1: must be at least 2: group advantages of one"),
         ({"algorithm__group_size": 0}, "algorithm.group_size=0: must be at least 2: group advantages of one"),
         ({"model__kind": ModelKind.hf}, "model.path=None: model.kind=hf needs the folder or hub name"),

@@ -151,7 +151,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.85
     """Share of the GPU that vLLM takes, where kv_cache_mb is null."""
     start_timeout_s: float = 600.0
-    """Deadline of a replica's start."""
+    """Deadline of the start of all replicas and train workers, the warm-up included."""
     group_timeout_s: float = 1200.0
     """Deadline of a group, from dispatch to rewards."""
 
@@ -219,7 +219,7 @@ class RayConfig:
     address: str | None = None
     """A running cluster (`auto` or host:port). null starts one on this machine for the run."""
     start_timeout_s: float = 120.0
-    """Deadline of connecting, and of placing all actors."""
+    """Deadline of connecting to Ray, or of starting it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

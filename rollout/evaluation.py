@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from configs.deadline import within
 from rollout.agent_worker import EvaluationPart
 from rollout.types import Prompt, SamplingParams
 
@@ -53,14 +54,8 @@ class Evaluator:
                 if share
             )
         )
-        deadline = asyncio.timeout(self._timeout_s)
-        try:
-            async with deadline:
-                parts = await answers
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise TimeoutError(f"evaluation took longer than rollout.group_timeout_s={self._timeout_s}") from None
+        async with within(self._timeout_s, "rollout.group_timeout_s", "evaluation"):
+            parts = await answers
         rewards = [reward for part in parts for reward in part.rewards]
         tokens = [count for part in parts for count in part.response_tokens]
         versions = frozenset[int]().union(*(part.versions for part in parts))

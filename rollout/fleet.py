@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from configs.deadline import within
 from rollout.router import ReplicaRouter
 
 STATS_TIMEOUT_S = 30.0
@@ -32,7 +33,7 @@ class ReplicaFleet:
 
     async def totals(self) -> dict[str, float]:
         """The replicas' counters since their start, summed. Raises TimeoutError when one does not answer."""
-        async with asyncio.timeout(STATS_TIMEOUT_S):
+        async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' counters"):
             stats = await asyncio.gather(*(replica.stats() for replica in self._replicas))
         return {key: sum(s[key] for s in stats) for key in stats[0]}
 

@@ -21,8 +21,9 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",  # saves seconds at the first request with logprobs; nothing is compiled on CPU
 }
+# Saves seconds at the first request with logprobs, where nothing else is compiled.
+EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 ENV = {
     "PYTHONPATH": REPO_ROOT,  # vLLM's worker processes import weight_sync.vllm_receiver
     "VLLM_NO_USAGE_STATS": "1",
@@ -98,6 +99,13 @@ class ReplicaHandle:
         return await self.actor.control.options(concurrency_group="control").remote(method, *args)
 
 
+def engine_env(spec: EngineSpec) -> dict[str, str]:
+    """Environment of the process that hosts the engine, and of the engine's own."""
+    if spec.device != "cpu":
+        return ENV
+    return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
+
+
 def create_replicas(
     num_replicas: int,
     spec: EngineSpec,
@@ -110,7 +118,7 @@ def create_replicas(
         "num_gpus": spec.tensor_parallel_size if spec.device == "cuda" else 0,
         "max_concurrency": MAX_REQUESTS,
         "concurrency_groups": {"control": MAX_CONTROL_CALLS},
-        "runtime_env": {"env_vars": ENV | (CPU_ENV if spec.device == "cpu" else {})},
+        "runtime_env": {"env_vars": engine_env(spec)},
     }
     remote_class = ray.remote(**options)(actor_class)
     handles = []

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Protocol
 
+from configs.deadline import within
 from rollout.buffer import TrajectoryBuffer
 from rollout.prompts import PromptStream
 from rollout.router import ReplicaRouter
@@ -63,15 +64,10 @@ class Rollouter:
                 groups.create_task(self._produce(slot, prompt, replica), name=f"prompt-{prompt.ordinal}")
 
     async def _produce(self, slot: Slot, prompt: Prompt, replica: str) -> None:
+        what = f"prompt {prompt.ordinal} on {replica}"
         try:
-            async with asyncio.timeout(self._group_timeout_s) as deadline:
+            async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
                 group = await self._runner.run_group(prompt, replica, self._sampling, self._group_size)
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a timeout of the reward or the replica, with its own message
-            raise TimeoutError(
-                f"prompt {prompt.ordinal} on {replica} took longer than rollout.group_timeout_s={self._group_timeout_s}"
-            ) from None
         finally:
             await self._router.release(replica, self._group_size)
         await self._buffer.put(slot, group)

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def main() -> None:
     options = parse_arguments(sys.argv[1:])
     if sys.platform == "linux":  # inherited by every arm
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
-    options.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True)  # a folder with earlier runs is refused
     config = resolve(options.steps, options.seed)
     version = ensure_environment(options.venv)
     write_line(f"TRL {version}, {options.steps} steps, {options.repeats} repeat(s); files are in {options.out}")
@@ -83,7 +84,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--peer-threads", type=int, nargs="+", default=[1, 2], help="torch threads of TRL: an arm each, the best counts"
     )
     parser.add_argument("--venv", type=absolute, default=WORK / "venv", help="TRL's environment; made if missing")
-    parser.add_argument("--out", type=absolute, default=WORK / "runs", help="where the runs leave their files")
+    parser.add_argument(
+        "--out", type=absolute, default=WORK / f"runs-{time.strftime('%H%M%S')}", help="new folder for the runs"
+    )
     return parser.parse_args(arguments)
 
 

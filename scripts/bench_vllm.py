@@ -22,7 +22,8 @@ from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf, LogNormalLengths, UniformLengths, interleaved
 from scripts.bench_simulated import Outcome
 from scripts.cluster import cluster, resolve_device
-from scripts.run import Parts, start, train
+from scripts.data import load_rows
+from scripts.run import Parts, owner, start, train
 from scripts.supervision import until_first_ends
 from trainer.console import PlainConsole
 from trainer.recorder import RunRecorder
@@ -58,9 +59,10 @@ async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
         async with cluster(config, device):
             console = PlainConsole(config.trainer.total_steps, log)
             try:
-                yield await start(config, device, run_dir, console, BareReplicaActor, ForcedLengths(LENGTHS))
+                rows = load_rows(config)
+                yield await start(config, device, run_dir, rows, console, BareReplicaActor, ForcedLengths(LENGTHS))
             finally:
-                shared_memory.release_all(run_dir.name)
+                shared_memory.release_all(owner(run_dir))
 
 
 # -- asynchronous against synchronous ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import ray
 
+from configs.deadline import within
 from configs.schema import Config, Device
 from configs.validate import ConfigError
 
@@ -63,16 +64,8 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
         **local,
     )
     try:
-        deadline = asyncio.timeout(config.ray.start_timeout_s)
-        try:
-            async with deadline:
-                await asyncio.to_thread(connect)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise TimeoutError(
-                f"Ray took longer to start than ray.start_timeout_s={config.ray.start_timeout_s}"
-            ) from None
+        async with within(config.ray.start_timeout_s, "ray.start_timeout_s", "starting Ray"):
+            await asyncio.to_thread(connect)
         offered = ray.cluster_resources()
         for resource, count in needed.items():
             if offered.get(resource, 0) < count:

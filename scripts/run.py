@@ -9,11 +9,11 @@ from typing import Any
 
 import ray
 
+from configs.deadline import within
 from configs.schema import Config, ModelKind
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import TrajectoryBuffer
-from rollout.data.files import load_rows
 from rollout.engines.base import EngineSpec
 from rollout.evaluation import Evaluator
 from rollout.fleet import ReplicaFleet
@@ -25,6 +25,7 @@ from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
+from scripts.data import load_rows
 from scripts.supervision import until_first_ends
 from trainer.console import Console
 from trainer.loop import TrainLoop
@@ -48,24 +49,29 @@ class Parts:
 
 async def run(config: Config, device: str, run_dir: Path, console: Console, recorder: RunRecorder) -> dict[str, Any]:
     """Returns the summary. Whatever goes wrong anywhere is raised here, after everything has been ended."""
+    rows = load_rows(config)  # a malformed row is an error before anything starts
     console.stage("starting Ray")
     async with cluster(config, device):
         try:
-            parts = await start(config, device, run_dir, console)
+            parts = await start(config, device, run_dir, rows, console)
             return await train(config, parts, console, recorder)
         finally:
-            shared_memory.release_all(_owner(run_dir))
+            shared_memory.release_all(owner(run_dir))
 
 
 async def start(
     config: Config,
     device: str,
     run_dir: Path,
+    rows: tuple[list[Row], list[Row]],
     console: Console,
     actor_class: type[ReplicaActor] = ReplicaActor,
     agent_loop: AgentLoop | None = None,
 ) -> Parts:
-    """Engines start on untrained weights while the warm-up makes the real ones, and the trainer loads beside them."""
+    """Engines start on untrained weights while the warm-up makes the real ones, and the trainer loads beside them.
+
+    `rows`: train and held-out.
+    """
     on_start = output_to(run_dir)
     boot_path = await _boot_model(config, run_dir)
     replicas = create_replicas(
@@ -82,16 +88,17 @@ async def start(
     workers = TrainWorkerGroup(
         config=config,
         device=device,
-        publish=partial(shared_memory.publish, _owner(run_dir)),
+        publish=partial(shared_memory.publish, owner(run_dir)),
         release=shared_memory.release,
         on_start=on_start,
     )
     console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
-    async with asyncio.timeout(config.rollout.start_timeout_s), asyncio.TaskGroup() as starting:
+    deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
+    async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
             starting.create_task(replica.start(engine_spec(config, device, boot_path)))
         policy = starting.create_task(_start_workers(config, workers, boot_path, console))
-        data = starting.create_task(_load_data(config, agents, console))
+        data = starting.create_task(_encode(config, agents, rows, console))
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     train_rows, val_rows = data.result()
     return Parts(
@@ -188,7 +195,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
     )
 
 
-def _owner(run_dir: Path) -> str:
+def owner(run_dir: Path) -> str:
     """Names this run's files in shared memory."""
     return f"{run_dir.name}-{os.getpid()}"
 
@@ -214,27 +221,16 @@ async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: s
     return await workers.setup(policy_path)
 
 
-async def _load_data(
-    config: Config, agents: AgentWorkerGroup, console: Console
+async def _encode(
+    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
 ) -> tuple[list[EncodedRow], list[EncodedRow]]:
     data = config.data
-    if data.train_files is None or data.val_files is None:
-        train, val = (
-            [Row(question=p.question, ground_truth=p.answer.split("#### ")[1]) for p in problems]
-            for problems in models.arithmetic_problems(config)
-        )
-    else:
-        train = load_rows(data.train_files, data.question_key, data.answer_key)
-        val = load_rows(data.val_files, data.question_key, data.answer_key)
-    val = val[: data.num_val]
     encoded = []
-    for name, rows in (("train", train), ("held-out", val)):
-        kept = await agents.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
-        left_out = len(rows) - len(kept)
-        console.message(
-            f"{name}: {len(kept)} prompts, {left_out} left out (data.max_prompt_tokens={data.max_prompt_tokens})"
-        )
+    for name, some in zip(("train", "held-out"), rows, strict=True):
+        kept = await agents.encode(some, data.prompt_template, data.chat_template, data.max_prompt_tokens)
+        limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
+        console.message(f"{name}: {len(kept)} prompts, {len(some) - len(kept)} left out ({limit})")
         if not kept:
-            raise ValueError(f"no {name} prompt has at most data.max_prompt_tokens={data.max_prompt_tokens} tokens")
+            raise ValueError(f"no {name} prompt has at most {limit} tokens")
         encoded.append(kept)
     return encoded[0], encoded[1]

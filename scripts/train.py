@@ -45,8 +45,11 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     """Runs, and returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
     from scripts.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
     from scripts.plan import describe  # noqa: PLC0415
+    from scripts.plot_curve import METRICS_FILE  # noqa: PLC0415
 
     device = resolve_device(config)
+    if (run_dir / METRICS_FILE).exists():
+        raise ConfigError(f"hydra.run.dir={run_dir}: holds a run already; name a folder that does not exist")
     if config.dry_run:
         sys.stdout.write(describe(config, device, run_dir) + "\n")
         return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from configs.deadline import within
 from configs.schema import Config
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics
@@ -77,15 +78,8 @@ class TrainWorkerGroup:
             actor.call.remote("train_step", micro_batches, batch.num_loss_tokens, global_steps)
             for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
         ]
-        try:
-            async with asyncio.timeout(self._step_timeout_s) as deadline:
-                return merge_metrics(await asyncio.gather(*calls))
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a timeout inside a worker, with its own message
-            raise TimeoutError(
-                f"optimizer step {global_steps} took longer than trainer.step_timeout_s={self._step_timeout_s}"
-            ) from None
+        async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
+            return merge_metrics(await asyncio.gather(*calls))
 
     async def publish(self, global_steps: int) -> dict[str, Any]:
         answers = await asyncio.gather(*(actor.call.remote("publish", global_steps) for actor in self.actors))

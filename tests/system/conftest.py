@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout.engines.base import EngineSpec
-from rollout.replica_group import CPU_ENV, ENV
+from rollout.replica_group import engine_env
 from trainer.tiny_model import save_tiny_model
 
 MAX_NUM_SEQS = 16
@@ -49,7 +49,7 @@ class EngineHost:
 
 @pytest.fixture(scope="session")
 def engine_host(engine_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]:
-    os.environ.update(ENV | CPU_ENV)
+    os.environ.update(engine_env(engine_spec))
     from rollout.engines.vllm import VllmEngine
 
     with asyncio.Runner() as runner:

@@ -165,6 +165,7 @@ def check_files(run: Run) -> None:
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the real GSM8K files")
 def test_real_gsm8k_files(tmp_path: Path) -> None:
+    """The recipe for GPUs with the tiny model, and two FSDP ranks."""
     with started(
         tmp_path,
         "recipe=gsm8k",
@@ -174,6 +175,7 @@ def test_real_gsm8k_files(tmp_path: Path) -> None:
         "trainer.total_steps=2",
         "trainer.prompts_per_step=4",
         "data.num_val=32",
+        "trainer.num_ranks=2",
         "model.warmup_steps=0",
         "device=cpu",
     ) as run:

@@ -16,6 +16,7 @@ from configs.schema import Config
 from rollout.prompts import PromptStream
 from rollout.types import FloatArray, TrajectoryGroup
 from scripts.cluster import output_to
+from scripts.data import load_rows
 from scripts.run import Parts, start, train, training_sampling
 from trainer.advantage import grpo
 from trainer.batch import assemble
@@ -113,7 +114,7 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
 
         async def scenario() -> tuple[Recorded, Recorded, dict[str, Any]]:
             async with asyncio.timeout(250):
-                parts = await start(config, "cpu", tmp_path, console)
+                parts = await start(config, "cpu", tmp_path, load_rows(config), console)
                 asynchronous = Recorded()
                 summary = await train(config, parts, console, asynchronous)  # pyright: ignore[reportArgumentType]
                 return (

@@ -58,7 +58,7 @@ def main() -> None:
     options = parse_arguments(sys.argv[1:])
     if sys.platform == "linux":  # inherited by every arm
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
-    options.out.mkdir(parents=True)  # a folder with earlier runs is refused
+    options.out.mkdir(parents=True)
     config = resolve(options.steps, options.seed)
     version = ensure_environment(options.venv)
     write_line(f"TRL {version}, {options.steps} steps, {options.repeats} repeat(s); files are in {options.out}")
@@ -80,13 +80,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each arm")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a run")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of the prompts")
-    parser.add_argument(
-        "--peer-threads", type=int, nargs="+", default=[1, 2], help="torch threads of TRL: an arm each, the best counts"
-    )
+    threads_help = "torch threads of TRL: an arm each, the best counts"
+    parser.add_argument("--peer-threads", type=int, nargs="+", default=[1, 2], help=threads_help)
     parser.add_argument("--venv", type=absolute, default=WORK / "venv", help="TRL's environment; made if missing")
-    parser.add_argument(
-        "--out", type=absolute, default=WORK / f"runs-{time.strftime('%H%M%S')}", help="new folder for the runs"
-    )
+    out = WORK / f"runs-{time.strftime('%H%M%S')}"
+    parser.add_argument("--out", type=absolute, default=out, help="a new folder for the runs")
     return parser.parse_args(arguments)
 
 

@@ -110,6 +110,11 @@ if [ "$extra" = cpu ]; then
     failed "could not take torchvision, torchaudio and torchcodec away"
 fi
 
+# pip compiles one file at a time, and where PYTHONDONTWRITEBYTECODE is set nothing would be compiled later: then each of
+# a run's processes spends ten seconds and more on compiling vllm, torch and transformers again.
+say "compiling"
+.venv/bin/python -m compileall -q -j 0 .venv/lib >>"$LOG" 2>&1 || true # a few packages ship files for other Pythons
+
 say "checking the imports"
 .venv/bin/python -c 'import hydra, ray, torch, transformers, vllm' >>"$LOG" 2>&1 || failed "what was installed does not import"
 if [ "$extra" = gpu ]; then

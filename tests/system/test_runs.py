@@ -79,6 +79,8 @@ def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # Of a shell's background jobs SIGINT is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
         run = Run(process, run_dir, output, {})

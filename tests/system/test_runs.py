@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,7 +196,8 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
         overrides.append("rollout.reward=tests.system.rewards:raises_after_200")
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
-        expected = {"reward": "this reward was made to fail", "engine": "replica-0 died"}.get(who, "died")
+        # Whoever talks to the dead first reports it: a rollout, an update, or the watch.
+        expected = "this reward was made to fail" if who == "reward" else r"died|EngineDeadError|ActorDiedError"
         victim = {
             "engine": "VLLM::EngineCore",
             "train worker": "ray::TrainWorkerActor",
@@ -205,8 +207,8 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
             find(run, victim[who]).send_signal(signal.SIGKILL)
         assert run.wait_for_end(END_DEADLINE_S) == 1, run.output.read_text()
         output = run.output.read_text()
-        assert expected in output
-        assert expected in (run.run_dir / "error.txt").read_text()
+        assert re.search(expected, output)
+        assert re.search(expected, (run.run_dir / "error.txt").read_text())
         assert run.survivors() == []
         assert read_metrics(run.run_dir / "metrics.jsonl"), "what was logged is kept"
 

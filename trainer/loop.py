@@ -42,12 +42,7 @@ class UpdateReport(Protocol):
 
 
 class WeightUpdater(Protocol):
-    async def update_weights(self, global_steps: int) -> Any: ...
-
-
-class EvaluationResult(Protocol):
-    @property
-    def accuracy(self) -> float: ...
+    async def update_weights(self, global_steps: int) -> UpdateReport: ...
 
 
 class HeldOut(Protocol):

@@ -1,11 +1,13 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts.
+that are out of range or contradict one another, before anything starts. The keys of the HTTP server are in serve.py.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+from configs.serve import ServeConfig
 
 # Enum members are lower-case because their names are what a user types.
 
@@ -49,6 +51,50 @@ class Layout(Enum):
     """One row per group: the prompt once, then every response, under a tree mask. Best for short responses."""
     padded = "padded"
     """One row per trajectory, sorted by length. Best for long responses."""
+
+
+class Transport(Enum):
+    """How weights travel from the train workers to the replicas."""
+
+    shared_memory = "shared_memory"
+    """A file in shared memory. Replicas and trainer on one machine, any device."""
+    collective = "collective"
+    """torch.distributed broadcast in buckets: NCCL between GPUs, gloo between CPUs. Any number of machines."""
+    cuda_ipc = "cuda_ipc"
+    """Replicas map the trainer's GPU memory. Replicas and trainer on one machine."""
+    filesystem = "filesystem"
+    """safetensors files in a folder that all machines share."""
+
+
+class Staging(Enum):
+    """Where a replica takes new weights in beside the live ones, while it generates."""
+
+    none = "none"
+    """Nowhere: they travel while the replica is paused. No second copy, a long pause."""
+    host = "host"
+    """Host memory (pinned, for GPUs). The pause is one copy to the device."""
+    device = "device"
+    """The device's own memory, beside the model: the shortest pause, for one more copy of the weights there."""
+
+
+class InFlightKv(Enum):
+    """What an update does with the KV cache of requests in flight."""
+
+    keep = "keep"
+    """They go on with the KV of the older weights."""
+    recompute = "recompute"
+    """Their KV is computed again with the new weights, from the tokens so far."""
+
+
+class PauseMode(Enum):
+    """What a pause does with requests in flight. Requests that come while paused wait in every mode."""
+
+    abort = "abort"
+    """They end at once, with the tokens they have."""
+    wait = "wait"
+    """They run to their end."""
+    keep = "keep"
+    """They freeze, and go on at the resume."""
 
 
 class WandbMode(Enum):
@@ -120,8 +166,12 @@ class AlgorithmConfig:
 class RolloutConfig:
     num_replicas: int = 1
     """vLLM engines, each in a Ray actor of its own."""
+    min_replicas: int = 1
+    """The run ends when fewer replicas than this can serve."""
     tensor_parallel_size: int = 1
-    """GPUs per replica."""
+    """GPUs over which a replica's model is split."""
+    data_parallel_size: int = 1
+    """Copies of the model within a replica, each on tensor_parallel_size GPUs."""
     max_staleness: int = 2
     """No trained token is older than so many versions of the weights. 0 is on-policy, the synchronous run."""
     stale_policy: StalePolicy = StalePolicy.wait
@@ -196,6 +246,21 @@ class TrainerConfig:
 class WeightSyncConfig:
     interval: int = 1
     """Optimizer steps between updates of the replicas."""
+    transport: Transport = Transport.shared_memory
+    """How weights travel: shared_memory, collective, cuda_ipc or filesystem."""
+    delta: bool = False
+    """Send only what changed since the version before, bit for bit. For bfloat16 replicas, most does not change."""
+    directory: str | None = None
+    """Folder of transport=filesystem."""
+    staging: Staging = Staging.host
+    """Where replicas take them in while they generate: none, host or device."""
+    pause_mode: PauseMode = PauseMode.keep
+    """keep freezes the requests in flight. abort ends them and goes on from their tokens, for engines without a keep
+    mode."""
+    in_flight_kv: InFlightKv = InFlightKv.keep
+    """KV cache of requests in flight: keep, or recompute it with the new weights."""
+    bucket_mb: int = 256
+    """MiB that a transport sends at a time, where it sends in buckets."""
     stage_timeout_s: float = 300.0
     """Deadline of publishing the weights, and of each replica's taking them into staging memory."""
     pause_timeout_s: float = 60.0
@@ -238,5 +303,6 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     ray: RayConfig = field(default_factory=RayConfig)

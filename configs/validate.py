@@ -4,7 +4,8 @@ import importlib.util
 import math
 from pathlib import Path
 
-from configs.schema import Config, ModelKind
+from configs.schema import Config, ModelKind, PauseMode, Transport
+from configs.serve import serve_problems
 
 BUILT_IN_REWARDS = ("gsm8k",)
 
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
         *_model_problems(config),
         *_data_problems(config),
         *_reward_problems(config.rollout.reward),
+        *serve_problems(config.serve),
         *_contradictions(config),
     ]
     if problems:
@@ -39,7 +41,9 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "algorithm.clip_ratio_high": (0, None),
     "algorithm.importance_cap": (1, None),
     "rollout.num_replicas": (1, None),
+    "rollout.min_replicas": (1, None),
     "rollout.tensor_parallel_size": (1, None),
+    "rollout.data_parallel_size": (1, None),
     "rollout.max_staleness": (0, None),
     "rollout.max_num_seqs": (1, None),
     "rollout.max_response_tokens": (1, None),
@@ -63,9 +67,11 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
     "weight_sync.interval": (1, None),
+    "weight_sync.bucket_mb": (1, None),
     "weight_sync.stage_timeout_s": (0.1, None),
     "weight_sync.pause_timeout_s": (0.1, None),
     "weight_sync.swap_timeout_s": (0.1, None),
+    "serve.port": (0, 65535),
     "ray.start_timeout_s": (1, None),
 }
 
@@ -150,6 +156,19 @@ def _contradictions(config: Config) -> list[Problem]:
         problems.append(
             ("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={trainer.total_steps}")
         )
+    if rollout.min_replicas > rollout.num_replicas:
+        problems.append(
+            ("rollout.min_replicas", rollout.min_replicas, f"at most rollout.num_replicas={rollout.num_replicas}")
+        )
+    if sync.pause_mode is PauseMode.wait:
+        allowed = "must be keep or abort: an update that waits for the longest trajectory would stop the replica"
+        problems.append(("weight_sync.pause_mode", sync.pause_mode.value, allowed))
+    if (sync.transport is Transport.filesystem) != (sync.directory is not None):
+        allowed = "set with weight_sync.transport=filesystem, and only then: a folder that all machines share"
+        problems.append(("weight_sync.directory", sync.directory, allowed))
+    if sync.transport is Transport.cuda_ipc and config.device.value == "cpu":
+        allowed = "needs GPUs; shared_memory, collective and filesystem work without"
+        problems.append(("weight_sync.transport", sync.transport.value, allowed))
     if trainer.prompts_per_step < trainer.num_ranks:
         problems.append(
             ("trainer.num_ranks", trainer.num_ranks, f"at most trainer.prompts_per_step={trainer.prompts_per_step}")

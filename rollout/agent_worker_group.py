@@ -6,12 +6,15 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from rollout.agent_loop import AgentLoop, GenerateGroup, SingleTurn
 from rollout.agent_worker import AgentWorker, EvaluationPart
+from rollout.engines.base import EngineDiedError
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
 from rollout.rewards.base import load_reward
+from rollout.router import ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 
 
@@ -30,7 +33,7 @@ class AgentWorkerActor(AgentWorker):
         on_start()
         from transformers import AutoTokenizer  # noqa: PLC0415  (imports torch; the driver does without)
 
-        clients: dict[str, GenerateGroup] = {name: partial(_generate, actor) for name, actor in replicas.items()}
+        clients: dict[str, GenerateGroup] = {name: partial(_generate, name, actor) for name, actor in replicas.items()}
         super().__init__(
             tokenizer=AutoTokenizer.from_pretrained(tokenizer_path),
             loop=agent_loop,
@@ -42,8 +45,11 @@ class AgentWorkerActor(AgentWorker):
         """Returns once the constructor has."""
 
 
-async def _generate(actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
-    return await actor.generate_group.remote(requests)
+async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
+    try:
+        return await actor.generate_group.remote(requests)
+    except (RayActorError, EngineDiedError) as error:
+        raise ReplicaLostError(f"{name} died while it generated: {error}") from error
 
 
 class AgentWorkerGroup:

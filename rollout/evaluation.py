@@ -14,6 +14,13 @@ class EvaluationRunner(Protocol):
     async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart: ...
 
 
+class InService(Protocol):
+    """The router."""
+
+    @property
+    def healthy(self) -> list[str]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     accuracy: float
@@ -31,13 +38,13 @@ class Evaluator:
         self,
         *,
         prompts: Sequence[Prompt],
-        replicas: Sequence[str],
+        replicas: InService,
         runner: EvaluationRunner,
         max_tokens: int,
         timeout_s: float,
     ):
         self._prompts = list(prompts)
-        self._replicas = list(replicas)
+        self._replicas = replicas
         self._runner = runner
         self._sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self._timeout_s = timeout_s
@@ -45,12 +52,13 @@ class Evaluator:
 
     async def evaluate(self) -> Evaluation:
         """Raises TimeoutError past rollout.group_timeout_s."""
-        shares = [self._prompts[index :: len(self._replicas)] for index in range(len(self._replicas))]
+        replicas = self._replicas.healthy
+        shares = [self._prompts[index :: len(replicas)] for index in range(len(replicas))]
         self.num_requests += len(self._prompts)
         answers = asyncio.gather(
             *(
                 self._runner.evaluate(share, replica, self._sampling)
-                for share, replica in zip(shares, self._replicas, strict=True)
+                for share, replica in zip(shares, replicas, strict=True)
                 if share
             )
         )

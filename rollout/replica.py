@@ -2,25 +2,57 @@
 
 import asyncio
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
+from configs.deadline import within
+from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
+from rollout.continuation import generate_through
 from rollout.engines.base import Engine, WeightTag
+from rollout.pause import PauseControl
 from rollout.types import Completion, GenerationRequest
 
 
-class RolloutReplica:
-    """Serves groups of requests. Pause, swap and resume come from the checkpoint manager, in this order only."""
+class WeightVerificationError(RuntimeError):
+    """A worker does not serve the weights that were published."""
 
-    def __init__(self, name: str, engine: Engine):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitReport:
+    """Seconds of one update's pause."""
+
+    pause_s: float
+    """Frozen, from the order to stop to the order to go on. 0 when a client keeps the replica paused."""
+    swap_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    name: str
+    global_steps: int
+    """Tag of the weights it serves; -1 before the first update."""
+    pause_mode: str | None
+    """The mode that a client paused it in."""
+    torn: bool
+    """Frozen by an update that failed half-way, until another one is whole."""
+
+
+class RolloutReplica:
+    """Serves groups of requests. Its state is its own: any client that asks sees the same."""
+
+    def __init__(self, name: str, engine: Engine, config: WeightSyncConfig):
         self.name = name
         self._engine = engine
-        self._paused = False
+        self._config = config
+        self._control = PauseControl(engine, config.pause_timeout_s)
+        self._interrupted: set[str] = set()  # requests that an update aborted, and that go on after it
+        self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
         self._started = self._finished = self._aborted = self._tokens = self._cached_tokens = self._prompt_tokens = 0
-        self._running = 0
-        self._busy_s = 0.0
-        self._busy_since = 0.0
+        self._continued = self._running = 0
+        self._busy_s = self._busy_since = 0.0
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
@@ -39,7 +71,7 @@ class RolloutReplica:
             self._busy_since = time.monotonic()
         self._running += 1
         try:
-            completion = await self._engine.generate(request)
+            completion, parts = await generate_through(request, self._engine.generate, self._was_interrupted)
         except BaseException:
             self._aborted += 1
             raise
@@ -47,6 +79,7 @@ class RolloutReplica:
             self._running -= 1
             if self._running == 0:
                 self._busy_s += time.monotonic() - self._busy_since
+        self._continued += parts - 1
         self._finished += 1
         self._aborted += completion.finish_reason == "abort"
         self._tokens += len(completion.token_ids)
@@ -54,38 +87,91 @@ class RolloutReplica:
         self._cached_tokens += completion.cached_tokens
         return completion
 
-    async def pause(self) -> None:
-        """Freeze every request where it is. Idempotent."""
-        if not self._paused:
-            await self._engine.pause()
-            self._paused = True
+    def _was_interrupted(self, request_id: str) -> bool:
+        if request_id not in self._interrupted:
+            return False
+        self._interrupted.discard(request_id)
+        return True
+
+    # -- control: see rollout.pause ------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+        await self._control.pause(mode, clear_cache)
 
     async def resume(self) -> float:
-        """Returns for how many seconds it was frozen; 0 when it was not. Idempotent."""
-        if not self._paused:
-            return 0.0
-        frozen_s = await self._engine.resume()
-        self._paused = False
-        return frozen_s
+        return await self._control.resume()
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
+        """End these requests, running, frozen or waiting, with the tokens they have; None is all of them."""
+        return await self._control.abort(request_ids)
 
     def is_paused(self) -> bool:
-        return self._paused
+        return self._control.paused
+
+    async def status(self) -> ReplicaStatus:
+        mode = self._control.mode
+        return ReplicaStatus(
+            name=self.name,
+            global_steps=self.global_steps,
+            pause_mode=None if mode is None else mode.value,
+            torn=self._control.torn,
+        )
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        return self._engine.num_workers
+
+    async def tag_loaded(self, global_steps: int) -> None:
+        """Serve the weights that the engine was started with, as those of `global_steps`: for what trains nothing."""
+        await self._engine.tag_loaded(global_steps)
+        self.global_steps = global_steps
 
     async def stage(self, manifest: dict[str, Any]) -> None:
-        await self._engine.stage(manifest)
+        await self._engine.stage(manifest | {"replica": self.name})
 
-    async def swap(self, global_steps: int) -> list[WeightTag]:
-        """Raises RuntimeError unless paused: no engine step may see half of the new weights."""
-        if not self._paused:
-            raise RuntimeError(f"replica {self.name} must be paused to swap weights")
-        tags = await self._engine.swap(global_steps)
-        self.global_steps = global_steps
-        return tags
+    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
+        """Pause, swap, verify, resume: the part of an update in which nobody generates. One at a time.
+
+        It runs to its end even if the caller goes away: the weights are whole and the replica open, or the replica is
+        torn and frozen. Raises TimeoutError past a deadline, WeightVerificationError, or what the engine raised.
+        """
+        if self._commit_task is not None and not self._commit_task.done():
+            raise RuntimeError(f"replica {self.name} is in the midst of an update")
+        self._commit_task = asyncio.create_task(self._commit(manifest | {"replica": self.name}))
+        return await asyncio.shield(self._commit_task)
+
+    async def _commit(self, manifest: dict[str, Any]) -> CommitReport:
+        config = self._config
+        clear_cache = config.in_flight_kv is InFlightKv.recompute
+        before_abort = self._interrupted.update if config.pause_mode is PauseMode.abort else None
+        async with self._control.update_window(clear_cache, before_abort) as window:
+            started = time.monotonic()
+            window.torn = True
+            async with within(config.swap_timeout_s, "weight_sync.swap_timeout_s", f"swap on {self.name}"):
+                if config.staging is Staging.none:
+                    tags = await self._engine.load(manifest)
+                else:
+                    tags = await self._engine.swap(manifest["global_steps"])
+            self._verify(tags, manifest)
+            window.torn = False
+            self.global_steps = manifest["global_steps"]
+            swap_s = time.monotonic() - started
+        return CommitReport(pause_s=window.frozen_s, swap_s=swap_s)
+
+    def _verify(self, tags: list[WeightTag], manifest: dict[str, Any]) -> None:
+        """A transport that sends while replicas receive has verified each tensor; it knows no checksum beforehand."""
+        checksum = manifest.get("checksum", tags[0].checksum if tags else None)
+        found = [(tag.global_steps, tag.checksum) for tag in tags]
+        if not tags or any(tag != (manifest["global_steps"], checksum) for tag in found):
+            expected = (manifest["global_steps"], checksum)
+            raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
 
     async def wait_dead(self) -> BaseException:
         return await self._engine.wait_dead()
 
-    def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, float]:
         """Counters since the start. `busy_s`: seconds with at least one request."""
         running_s = time.monotonic() - self._busy_since if self._running else 0.0
         return {
@@ -93,6 +179,7 @@ class RolloutReplica:
             "trajectories": self._started,
             "finished": self._finished,
             "aborted": self._aborted,
+            "continued": self._continued,
             "running": self._running,
             "tokens": self._tokens,
             "prompt_tokens": self._prompt_tokens,
@@ -103,3 +190,5 @@ class RolloutReplica:
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+
+    kill = shutdown

@@ -1,16 +1,22 @@
 """Replicas in Ray actors: where they are placed, and how the driver and the agent workers call them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
-from rollout.engines.base import EngineSpec, WeightTag
-from rollout.replica import RolloutReplica
+from configs.schema import PauseMode, WeightSyncConfig
+from rollout.engines.base import EngineSpec
+from rollout.http.controlled import ReplicaControl
+from rollout.http.replica_app import replica_app
+from rollout.http.server import listen, serve, url_of
+from rollout.replica import CommitReport, ReplicaStatus, RolloutReplica
 from rollout.types import Completion, GenerationRequest
 
+LOOPBACK = "127.0.0.1"
 MAX_REQUESTS = 8192
 """Groups that may wait in one replica's actor."""
 MAX_CONTROL_CALLS = 64
@@ -42,11 +48,22 @@ class ReplicaActor:
         on_start()
         self._name = name
 
-    async def start(self, spec: EngineSpec) -> None:
+    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
+        """The number of its workers."""
         from rollout.engines.vllm import VllmEngine  # noqa: PLC0415  (vLLM takes seconds to import, and only actors may)
 
         self._home = asyncio.get_running_loop()
-        self._replica = RolloutReplica(self._name, VllmEngine(spec))
+        self._engine = VllmEngine(spec)
+        self._replica = RolloutReplica(self._name, self._engine, config)
+        return self._replica.num_workers
+
+    async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
+        """Starts its HTTP server, on the engine's loop: on 127.0.0.1, or on this node's address. Returns its URL."""
+        host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
+        listener = listen(host, port=0)
+        app = replica_app(ReplicaControl(self._replica), await self._engine.openai_app(chat_template), token)
+        self._server = asyncio.create_task(serve(app, listener))
+        return url_of(listener)
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         return await self._replica.generate_group(requests)
@@ -66,21 +83,35 @@ class ReplicaHandle:
     def __init__(self, name: str, actor: Any):
         self.name = name
         self.actor = actor
+        self.num_workers = 0
+        """Known once it has started."""
 
-    async def start(self, spec: EngineSpec) -> None:
-        await self.actor.start.remote(spec)
+    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> None:
+        self.num_workers = await self.actor.start.remote(spec, config)
 
-    async def pause(self) -> None:
-        await self._control("pause")
+    async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
+        return await self.actor.serve.remote(on_loopback, token, chat_template)
+
+    async def tag_loaded(self, global_steps: int) -> None:
+        await self._control("tag_loaded", global_steps)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+        await self._control("pause", mode, clear_cache)
 
     async def resume(self) -> float:
         return await self._control("resume")
 
+    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
+        return await self._control("abort", request_ids)
+
+    async def status(self) -> ReplicaStatus:
+        return await self._control("status")
+
     async def stage(self, manifest: dict[str, Any]) -> None:
         await self._control("stage", manifest)
 
-    async def swap(self, global_steps: int) -> list[WeightTag]:
-        return await self._control("swap", global_steps)
+    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
+        return await self._control("commit", manifest)
 
     async def stats(self) -> dict[str, float]:
         return await self._control("stats")
@@ -96,7 +127,12 @@ class ReplicaHandle:
         ray.kill(self.actor)
 
     async def _control(self, method: str, *args: Any) -> Any:
-        return await self.actor.control.options(concurrency_group="control").remote(method, *args)
+        """Raises what the method raised, with the replica's traceback as a note."""
+        try:
+            return await self.actor.control.options(concurrency_group="control").remote(method, *args)
+        except RayTaskError as error:
+            error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
+            raise error.cause from None
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
@@ -112,17 +148,23 @@ def create_replicas(
     on_start: Callable[[str], Callable[[], None]],
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> list[ReplicaHandle]:
-    """Actors, not yet started. `on_start(name)` gives what each process runs first (where its output goes)."""
+    """Actors named replica-0, replica-1, ..., not yet started."""
+    return [create_replica(f"replica-{index}", spec, on_start, actor_class) for index in range(num_replicas)]
+
+
+def create_replica(
+    name: str,
+    spec: EngineSpec,
+    on_start: Callable[[str], Callable[[], None]],
+    actor_class: type[ReplicaActor] = ReplicaActor,
+) -> ReplicaHandle:
+    """An actor, not yet started. `on_start(name)` gives what its process runs first (where its output goes)."""
     options: dict[str, Any] = {
         "num_cpus": 1,
-        "num_gpus": spec.tensor_parallel_size if spec.device == "cuda" else 0,
+        "num_gpus": spec.tensor_parallel_size * spec.data_parallel_size if spec.device == "cuda" else 0,
         "max_concurrency": MAX_REQUESTS,
         "concurrency_groups": {"control": MAX_CONTROL_CALLS},
         "runtime_env": {"env_vars": engine_env(spec)},
     }
     remote_class = ray.remote(**options)(actor_class)
-    handles = []
-    for index in range(num_replicas):
-        name = f"replica-{index}"
-        handles.append(ReplicaHandle(name, remote_class.remote(name, on_start(name))))  # pyright: ignore
-    return handles
+    return ReplicaHandle(name, remote_class.remote(name, on_start(name)))  # pyright: ignore

@@ -10,15 +10,20 @@ def max_inflight(max_num_seqs: int, group_size: int) -> int:
     return 2 * max_num_seqs + group_size
 
 
-class NoHealthyReplicaError(RuntimeError):
-    """Every replica has been ejected; the message names each with its error."""
+class NoReplicaLeftError(RuntimeError):
+    """Every replica has been removed; the message names each with its error."""
+
+
+class ReplicaLostError(RuntimeError):
+    """A replica was lost with what it was generating. The message names it."""
 
 
 @dataclass(slots=True)
 class _Load:
     in_flight: int = 0  # trajectories
     assigned: int = 0  # trajectories ever, which breaks ties so that idle replicas take turns
-    error: BaseException | None = None
+    error: BaseException | None = None  # why nothing is routed to it
+    removed: bool = False  # for good
 
 
 class ReplicaRouter:
@@ -38,7 +43,7 @@ class ReplicaRouter:
         return [name for name, load in self._loads.items() if load.error is None]
 
     async def acquire(self, count: int) -> str:
-        """Reserve `count` trajectories on a replica, waiting for room. Raises NoHealthyReplicaError."""
+        """Reserve `count` trajectories, waiting for a replica in service that has room. Raises NoReplicaLeftError."""
         async with self._turn, self._changed:
             while True:
                 name = self._least_loaded(count)
@@ -57,16 +62,23 @@ class ReplicaRouter:
             self._changed.notify_all()
 
     async def eject(self, name: str, error: BaseException) -> None:
-        """Route nothing more to `name`. Waiters are woken: the last healthy replica may be gone."""
+        """Route nothing more to `name` for now."""
         async with self._changed:
             self._loads[name].error = error
+            self._changed.notify_all()
+
+    async def remove(self, name: str, error: BaseException) -> None:
+        """Never route to `name` again. Waiters are woken: it may have been the last."""
+        async with self._changed:
+            self._loads[name].error, self._loads[name].removed = error, True
             self._changed.notify_all()
 
     async def admit(self, name: str) -> None:
         """Route to `name` again. The caller has verified its weights."""
         async with self._changed:
-            self._loads[name].error = None
-            self._changed.notify_all()
+            if not self._loads[name].removed:
+                self._loads[name].error = None
+                self._changed.notify_all()
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -75,9 +87,9 @@ class ReplicaRouter:
         }
 
     def _least_loaded(self, count: int) -> str | None:
-        if not self.healthy:
+        if all(load.removed for load in self._loads.values()):
             errors = "; ".join(f"{name}: {load.error!r}" for name, load in self._loads.items())
-            raise NoHealthyReplicaError(f"no healthy replica left: {errors}")
+            raise NoReplicaLeftError(f"no replica left: {errors}")
         # A group larger than the limit still has to go somewhere: to an idle replica.
         with_room = [
             name

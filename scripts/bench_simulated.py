@@ -26,6 +26,7 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from rollout.agent_worker import AgentWorker
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.simulated import SimulatedEngine
+from rollout.fleet import ReplicaFleet
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.replica import RolloutReplica
 from rollout.rollouter import Rollouter
@@ -103,6 +104,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     ledger = SlotLedger(window, config.rollout.stale_policy, job.num_steps * job.prompts_per_step)
     buffer = TrajectoryBuffer(ledger, batch_timeout_s=1e6)
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
     row = EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))
     rollouter = Rollouter(
         stream=PromptStream([row], seed=0),
@@ -117,8 +119,9 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         sampling=SamplingParams(),
         group_size=job.group_size,
         group_timeout_s=1e6,
+        on_lost=fleet.lose,
     )
-    manager = CheckpointManager(workers, replicas, config.weight_sync)
+    manager = CheckpointManager(workers, fleet, config.weight_sync)
     nothing = Nothing()
     loop = TrainLoop(
         config=config,
@@ -197,7 +200,7 @@ class SimulatedReplica(RolloutReplica):
             swap_s=job.swap_s,
             sleep=self._sleep,
         )
-        super().__init__(name, engine)
+        super().__init__(name, engine, WeightSyncConfig())
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -215,11 +218,11 @@ class SimulatedTrainer:
         await asyncio.sleep(self._train_s)
         return {"perf/trainer_busy_s": Max(self._train_s)}
 
-    async def publish(self, global_steps: int) -> dict[str, Any]:
-        return {"global_steps": global_steps, "checksum": global_steps, "nbytes": 0}
+    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        return {"global_steps": global_steps, "nbytes": 0, "checksum": 0}
 
-    async def release(self, manifest: dict[str, Any]) -> None:
-        pass
+    async def send(self, manifest: dict[str, Any]) -> int:
+        return 0
 
 
 class NoTokenizer:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig
+from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
 from rollout.prompts import EncodedRow, PromptStream
@@ -28,7 +28,7 @@ from scripts.supervision import until_first_ends
 from trainer.console import PlainConsole
 from trainer.recorder import RunRecorder
 from trainer.tracking import Tracker
-from weight_sync.transports import shared_memory
+from weight_sync.transports.registry import release_all
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
                 rows = load_rows(config)
                 yield await start(config, device, run_dir, rows, console, BareReplicaActor, ForcedLengths(LENGTHS))
             finally:
-                shared_memory.release_all(owner(run_dir))
+                release_all(config.weight_sync, owner(run_dir))
 
 
 # -- asynchronous against synchronous ----------------------------------------------------------------------------------
@@ -125,16 +125,18 @@ class StepMetrics:
 class BareReplicaActor(ReplicaActor):
     """A replica whose engine can also be used without anything of ours around it."""
 
-    async def start(self, spec: EngineSpec) -> None:
-        from rollout.engines.vllm import AsyncLLM, VllmEngine  # noqa: PLC0415  (as in the base class)
+    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
+        from rollout.engines.gated_llm import AsyncLLM  # noqa: PLC0415  (as in the base class)
+        from rollout.engines.vllm import VllmEngine  # noqa: PLC0415
 
-        await super().start(spec)
+        num_workers = await super().start(spec, config)
         engine = self._replica._engine
         assert isinstance(engine, VllmEngine)
         # The same engine without its gate: the state of the one object under the class of the other. Made once, since
         # it would shut the engine down when it is collected.
         self._bare = AsyncLLM.__new__(AsyncLLM)
         self._bare.__dict__ = engine._llm.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+        return num_workers
 
     async def generate_bare(self, requests: list[GenerationRequest]) -> tuple[int, float]:
         """AsyncLLM alone, given all requests at once. Returns response tokens, and seconds inside this process."""
@@ -196,6 +198,7 @@ async def _framework_throughput(config: Config, parts: Parts, num_groups: int, r
         sampling=SamplingParams(),
         group_size=config.algorithm.group_size,
         group_timeout_s=600,
+        on_lost=parts.fleet.lose,
     )
     tokens = 0
 

@@ -38,7 +38,10 @@ def resolve_device(config: Config) -> str:
 def needed_resources(config: Config, device: str) -> dict[str, int]:
     """What the actors claim, and one CPU for preparing tasks."""
     rollout, trainer = config.rollout, config.trainer
-    gpus = rollout.num_replicas * rollout.tensor_parallel_size + trainer.num_ranks if device == "cuda" else 0
+    gpus = 0
+    if device == "cuda":
+        per_replica = rollout.tensor_parallel_size * rollout.data_parallel_size
+        gpus = rollout.num_replicas * per_replica + trainer.num_ranks
     cpus = rollout.num_replicas + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
     return {"CPU": cpus, "GPU": gpus}
 

@@ -10,13 +10,16 @@ from typing import Any
 import ray
 
 from configs.deadline import within
-from configs.schema import Config, ModelKind
+from configs.schema import Config, ModelKind, Staging
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
 from rollout.evaluation import Evaluator
 from rollout.fleet import ReplicaFleet
+from rollout.http.controlled import FleetControl
+from rollout.http.gateway import gateway_app
+from rollout.http.server import listen, served, url_of
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.rollouter import Rollouter
@@ -32,7 +35,8 @@ from trainer.loop import TrainLoop
 from trainer.recorder import RunRecorder
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.transports import shared_memory
+from weight_sync.protocol import combine
+from weight_sync.transports.registry import make_sender, release_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class Parts:
     """What a run is made of, all of it started."""
 
     replicas: list[ReplicaHandle]
+    router: ReplicaRouter
+    fleet: ReplicaFleet
     agents: AgentWorkerGroup
     workers: TrainWorkerGroup
     train_rows: list[EncodedRow]
@@ -50,13 +56,19 @@ class Parts:
 async def run(config: Config, device: str, run_dir: Path, console: Console, recorder: RunRecorder) -> dict[str, Any]:
     """Returns the summary. Whatever goes wrong anywhere is raised here, after everything has been ended."""
     rows = load_rows(config)  # a malformed row is an error before anything starts
+    listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     console.stage("starting Ray")
     async with cluster(config, device):
         try:
             parts = await start(config, device, run_dir, rows, console)
-            return await train(config, parts, console, recorder)
+            if listener is None:
+                return await train(config, parts, console, recorder)
+            control = gateway_app(FleetControl(parts.fleet, parts.router), None, config.serve.token)
+            async with served(control, listener):
+                console.message(f"control routes: {url_of(listener)}")
+                return await train(config, parts, console, recorder)
         finally:
-            shared_memory.release_all(owner(run_dir))
+            release_all(config.weight_sync, owner(run_dir))
 
 
 async def start(
@@ -73,7 +85,7 @@ async def start(
     `rows`: train and held-out.
     """
     on_start = output_to(run_dir)
-    boot_path = await _boot_model(config, run_dir)
+    boot_path = await boot_model(config, run_dir)
     replicas = create_replicas(
         config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start, actor_class
     )
@@ -88,32 +100,39 @@ async def start(
     workers = TrainWorkerGroup(
         config=config,
         device=device,
-        publish=partial(shared_memory.publish, owner(run_dir)),
-        release=shared_memory.release,
+        make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
+        combine=combine,
         on_start=on_start,
     )
     console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
     async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
-            starting.create_task(replica.start(engine_spec(config, device, boot_path)))
+            starting.create_task(replica.start(engine_spec(config, device, boot_path), config.weight_sync))
         policy = starting.create_task(_start_workers(config, workers, boot_path, console))
         data = starting.create_task(_encode(config, agents, rows, console))
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     train_rows, val_rows = data.result()
+    inflight = max_inflight(
+        config.rollout.max_num_seqs * config.rollout.data_parallel_size, config.algorithm.group_size
+    )
+    router = ReplicaRouter([replica.name for replica in replicas], inflight)
+    fleet = ReplicaFleet(replicas, router, config.rollout.min_replicas, console.message)
     return Parts(
+        router=router,
         replicas=replicas,
         agents=agents,
         workers=workers,
         train_rows=train_rows,
         val_rows=val_rows,
-        manager=CheckpointManager(workers, replicas, config.weight_sync),
+        fleet=fleet,
+        manager=CheckpointManager(workers, fleet, config.weight_sync),
     )
 
 
 async def train(config: Config, parts: Parts, console: Console, recorder: RunRecorder) -> dict[str, Any]:
     """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
-    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
+    rollout, trainer, algorithm, fleet = config.rollout, config.trainer, config.algorithm, parts.fleet
     window = StalenessWindow(
         groups_per_step=trainer.prompts_per_step,
         max_staleness=rollout.max_staleness,
@@ -121,25 +140,23 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
     )
     total_groups = trainer.total_steps * trainer.prompts_per_step
     buffer = TrajectoryBuffer(SlotLedger(window, rollout.stale_policy, total_groups), trainer.batch_timeout_s)
-    names = [replica.name for replica in parts.replicas]
-    router = ReplicaRouter(names, max_inflight(rollout.max_num_seqs, algorithm.group_size))
     rollouter = Rollouter(
         stream=PromptStream(parts.train_rows, config.seed),
         buffer=buffer,
-        router=router,
+        router=parts.router,
         runner=parts.agents,
         sampling=training_sampling(config),
         group_size=algorithm.group_size,
         group_timeout_s=rollout.group_timeout_s,
+        on_lost=fleet.lose,
     )
     evaluator = Evaluator(
         prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(parts.val_rows)],
-        replicas=names,
+        replicas=parts.router,
         runner=parts.agents,
         max_tokens=rollout.max_response_tokens,
         timeout_s=rollout.group_timeout_s,
     )
-    fleet = ReplicaFleet(parts.replicas, router)
     loop = TrainLoop(
         config=config,
         buffer=buffer,
@@ -163,7 +180,9 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
             "evaluation_requests": evaluator.num_requests,
             "engine_requests": int(totals["engine_requests"]) - evaluator.num_requests,
             "aborted": int(totals["aborted"]),
-            "restarted": int(totals["engine_requests"] - totals["trajectories"]),
+            "restarted": int(totals["engine_requests"] - totals["trajectories"] - totals["continued"])
+            + rollouter.restarted_groups * algorithm.group_size,
+            "continued": int(totals["continued"]),
             "max_staleness": rollout.max_staleness,
         }
     )
@@ -191,7 +210,9 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         tensor_parallel_size=rollout.tensor_parallel_size,
+        data_parallel_size=rollout.data_parallel_size,
         enforce_eager=rollout.enforce_eager,
+        staging_on_device=config.weight_sync.staging is Staging.device,
     )
 
 
@@ -200,7 +221,8 @@ def owner(run_dir: Path) -> str:
     return f"{run_dir.name}-{os.getpid()}"
 
 
-async def _boot_model(config: Config, run_dir: Path) -> str:
+async def boot_model(config: Config, run_dir: Path) -> str:
+    """What engines start on: the policy itself, or, of the tiny model, one of the same shape."""
     if config.model.kind is ModelKind.hf:
         assert config.model.path is not None
         return config.model.path
@@ -208,7 +230,8 @@ async def _boot_model(config: Config, run_dir: Path) -> str:
     return await make.remote(config, run_dir / "untrained_model")
 
 
-async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: str, console: Console) -> int:
+async def policy_model(config: Config, boot_path: str, console: Console) -> str:
+    """What is trained or served: of the tiny model, warmed up here."""
     policy_path = boot_path
     if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
         warm_up = ray.remote(num_cpus=1, num_returns="streaming")(models.warm_tiny_model)
@@ -218,7 +241,11 @@ async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: s
                 policy_path = event
             else:
                 console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
-    return await workers.setup(policy_path)
+    return policy_path
+
+
+async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: str, console: Console) -> int:
+    return await workers.setup(await policy_model(config, boot_path, console))
 
 
 async def _encode(

@@ -86,18 +86,18 @@ def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
 
 
 def parameter_specs(policy: Policy, dtype: torch.dtype) -> list[tuple[str, torch.dtype, list[int]]]:
-    """(name, dtype, shape) of every tensor that `full_parameters` yields, in its order."""
+    """(name, dtype, shape) of every tensor that `local_shards` yields a part of, in its order."""
     return [(name, dtype, list(tensor.shape)) for name, tensor in _named_tensors(policy)]
 
 
-def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor on its device) one by one. A collective: every rank has to iterate.
+def local_shards(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, this rank's rows on its device) one by one. FSDP2 shards dimension 0 as torch.chunk does.
 
     Tied weights are named once. The cast to the rollout's dtype happens here, once, on the sender.
     """
     for name, tensor in _named_tensors(policy):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, whole.detach().to(dtype)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        yield name, local.detach().to(dtype)
 
 
 def _named_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:

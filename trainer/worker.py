@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,34 @@ from trainer.batch import MicroBatch
 from trainer.importance import effective_sample_size, proximal_logprobs, truncated_importance_weights
 from trainer.loss import ppo_clip
 from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics
-from trainer.model import full_parameters, load_policy, parameter_specs, shard
+from trainer.model import load_policy, local_shards, parameter_specs, shard
 
-Publish = Callable[[list[tuple[str, torch.dtype, list[int]]], Iterator[tuple[str, torch.Tensor]], int], dict[str, Any]]
-"""(specs, tensors, global_steps) -> manifest: how a transport takes the weights."""
+Specs = list[tuple[str, torch.dtype, list[int]]]
+Shards = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+class WeightSender(Protocol):
+    """How a transport takes this rank's part of the weights: see weight_sync.transports.base."""
+
+    def publish(self, specs: Specs, shards: Shards, order: dict[str, Any]) -> dict[str, Any]: ...
+
+    def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+MakeSender = Callable[[int, int, torch.device], WeightSender]
+"""(rank, number of ranks, device of the parameters) -> this rank's sender."""
 
 
 class TrainWorker:
     """Calls come one at a time, so publishing can never overlap an optimizer step."""
 
-    def __init__(self, *, config: Config, device: str, publish: Publish):
+    def __init__(self, *, config: Config, device: str, make_sender: MakeSender):
         self._config = config
         self._device_type = device
-        self._publish = publish
+        self._make_sender = make_sender
+        self._global_steps = 0
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
         """Joins the process group at `master` (host:port), loads and shards the model. Returns its parameter count."""
@@ -41,6 +56,7 @@ class TrainWorker:
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
         if self._device_type == "cuda":
             torch.cuda.set_device(self._device)
+        self._sender = self._make_sender(rank, world_size, self._device)
         dist.init_process_group(
             "nccl" if self._device_type == "cuda" else "gloo",
             rank=rank,
@@ -127,17 +143,28 @@ class TrainWorker:
             raise FloatingPointError(f"gradient norm {norm.item()} at optimizer step {global_steps}: no step is taken")
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._global_steps = global_steps + 1
         return {"actor/grad_norm": Last(norm.item()), "actor/lr": Last(lr)}
 
-    def publish(self, global_steps: int) -> dict[str, Any] | None:
-        """All ranks gather tensor by tensor; rank 0 writes, and returns the manifest."""
-        dtype = _torch_dtype(self._config.rollout.dtype.value)
-        tensors = full_parameters(self._policy, dtype)
-        if self._rank == 0:
-            return self._publish(parameter_specs(self._policy, dtype), tensors, global_steps)
-        for _ in tensors:
-            pass
-        return None
+    def publish(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base;
+        global_steps=None means the optimizer steps taken. Returns the manifest, with this rank's checksums."""
+        version = self._global_steps if order["global_steps"] is None else order["global_steps"]
+        specs = parameter_specs(self._policy, self._rollout_dtype)
+        return self._sender.publish(specs, self._shards, order | {"global_steps": version})
+
+    def send(self, manifest: dict[str, Any]) -> list[int]:
+        return self._sender.send(self._shards, manifest)
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return local_shards(self._policy, self._rollout_dtype)
+
+    @property
+    def _rollout_dtype(self) -> torch.dtype:
+        return _torch_dtype(self._config.rollout.dtype.value)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,7 +14,7 @@ from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics
 
 if TYPE_CHECKING:
-    from trainer.worker import Publish
+    from trainer.worker import MakeSender
 
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -21,11 +22,11 @@ ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 class TrainWorkerActor:
     """The edge. Torch is imported in here: the driver does without."""
 
-    def __init__(self, on_start: Callable[[], None], *, config: Config, device: str, publish: "Publish"):
+    def __init__(self, on_start: Callable[[], None], *, config: Config, device: str, make_sender: "MakeSender"):
         on_start()
         from trainer.worker import TrainWorker  # noqa: PLC0415
 
-        self._worker = TrainWorker(config=config, device=device, publish=publish)
+        self._worker = TrainWorker(config=config, device=device, make_sender=make_sender)
 
     def find_address(self) -> str:
         """host:port that is free on this node, for the process group."""
@@ -46,17 +47,18 @@ class TrainWorkerGroup:
         *,
         config: Config,
         device: str,
-        publish: "Publish",
-        release: Callable[[dict[str, Any]], None],
+        make_sender: "MakeSender",
+        combine: Callable[[Sequence[Sequence[int]]], int],
         on_start: Callable[[str], Callable[[], None]],
     ):
         self._step_timeout_s = config.trainer.step_timeout_s
-        self._release = release
+        self._stage_timeout_s = config.weight_sync.stage_timeout_s
+        self._combine = combine
         remote_class = ray.remote(
             num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": ENV if device == "cpu" else {}}
         )(TrainWorkerActor)
         self.actors: list[Any] = [
-            remote_class.remote(on_start(f"trainer-{rank}"), config=config, device=device, publish=publish)
+            remote_class.remote(on_start(f"trainer-{rank}"), config=config, device=device, make_sender=make_sender)
             for rank in range(config.trainer.num_ranks)
         ]
 
@@ -81,12 +83,27 @@ class TrainWorkerGroup:
         async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
             return merge_metrics(await asyncio.gather(*calls))
 
-    async def publish(self, global_steps: int) -> dict[str, Any]:
-        answers = await asyncio.gather(*(actor.call.remote("publish", global_steps) for actor in self.actors))
-        return answers[0]
+    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        """Every rank offers its part. See weight_sync.protocol for the manifest."""
+        order = {
+            "global_steps": global_steps,
+            "nonce": uuid.uuid4().hex[:8],
+            "receivers": receivers,
+            "base": base,
+            "timeout_s": self._stage_timeout_s,
+        }
+        parts = await asyncio.gather(*(actor.call.remote("publish", order) for actor in self.actors))
+        manifest = parts[0] | {"locations": [part["location"] for part in parts]}
+        if "checksums" in manifest:
+            manifest["checksums"] = [part["checksums"] for part in parts]
+        return manifest
 
-    async def release(self, manifest: dict[str, Any]) -> None:
-        self._release(manifest)
+    async def send(self, manifest: dict[str, Any]) -> int:
+        """The checksum of what was sent."""
+        if "checksums" not in manifest:
+            calls = (actor.call.remote("send", manifest) for actor in self.actors)
+            return self._combine(await asyncio.gather(*calls))
+        return self._combine(manifest["checksums"])
 
     def kill(self) -> None:
         for actor in self.actors:

@@ -1,23 +1,49 @@
-"""The weight update as a transaction: stage while generating, pause keep, swap, verify, resume.
+"""The weight update as a transaction: publish, stage while generating, and let every replica commit by itself.
 
 Replicas do not wait for one another: each pauses when it has staged. No request is aborted, restarted or sent again.
-A replica that is not verified at the new tag is never resumed; the update then fails, and says where and why.
+A replica that could not be brought to the new version is taken out of service and tried once more; if its weights are
+still whole it may come back with the next update, else it is given up. Too few left is an error.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from configs.schema import WeightSyncConfig
-from weight_sync.protocol import Manifest, Tag, WeightSource, WeightTarget
+from configs.schema import Staging, WeightSyncConfig
+from weight_sync.protocol import Manifest, WeightSource, WeightTarget
 
 T = TypeVar("T")
 
 
 class WeightUpdateError(RuntimeError):
-    """A replica could not be brought to the new version. The message names replica, phase and reason."""
+    """Weights could not be brought somewhere. The message names replica, phase and reason."""
+
+
+class Membership(Protocol):
+    """Who serves: the replicas' fleet."""
+
+    @property
+    def targets(self) -> Sequence[WeightTarget]:
+        """Every replica that is not given up, in service or not."""
+        ...
+
+    async def eject(self, name: str, error: BaseException) -> None:
+        """Nothing more is routed to it for now. What it is doing goes on."""
+        ...
+
+    async def admit(self, name: str) -> None:
+        """It serves the version that was just verified. Idempotent."""
+        ...
+
+    async def give_up(self, name: str, error: BaseException) -> None:
+        """End it: it does not answer, or is not known to hold whole weights."""
+        ...
+
+    def require_enough(self, cause: BaseException) -> None:
+        """Raises when fewer replicas are in service than the run needs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +53,7 @@ class ReplicaUpdate:
     name: str
     stage_s: float
     pause_s: float
-    """How long the replica was frozen, by its own clock: from the last token's step to the first step after."""
+    """How long the replica was frozen, by its own clock."""
     swap_s: float
 
 
@@ -38,6 +64,9 @@ class UpdateReport:
     publish_s: float
     total_s: float
     replicas: tuple[ReplicaUpdate, ...]
+    """Those that serve the version now."""
+    failures: int
+    """Attempts that failed, on any replica."""
 
     def gauges(self) -> dict[str, float]:
         """Metrics of the slowest replica, in milliseconds."""
@@ -48,76 +77,117 @@ class UpdateReport:
             "weight_sync/publish_ms": 1e3 * self.publish_s,
             "weight_sync/total_ms": 1e3 * self.total_s,
             "weight_sync/megabytes": self.nbytes / 1e6,
+            "weight_sync/failures": float(self.failures),
         }
+
+
+@dataclass(slots=True)
+class _Attempt:
+    manifest: Manifest
+    publish_s: float
+    done: list[ReplicaUpdate]
+    failed: dict[str, WeightUpdateError]
 
 
 class CheckpointManager:
     """Brings every replica to a version of the weights. One update at a time."""
 
-    def __init__(self, source: WeightSource, targets: Sequence[WeightTarget], config: WeightSyncConfig):
+    def __init__(self, source: WeightSource, fleet: Membership, config: WeightSyncConfig):
         self._source = source
-        self._targets = list(targets)
+        self._fleet = fleet
         self._config = config
         self._updating = asyncio.Lock()
+        self._held: dict[str, int] = {}  # replica -> the version it was last verified at
 
-    async def update_weights(self, global_steps: int) -> UpdateReport:
-        """Returns when every replica serves the weights tagged `global_steps`. Raises WeightUpdateError."""
+    async def update_weights(self, global_steps: int | None = None) -> UpdateReport:
+        """Returns when every replica in service serves the weights tagged `global_steps`; None: the trainer's latest.
+
+        Raises WeightUpdateError when the trainer cannot publish, and what the fleet raises when too few are left.
+        """
         async with self._updating:
             started = time.perf_counter()
-            manifest = await self._within("publish", "trainer", "stage_timeout_s", self._source.publish(global_steps))
-            publish_s = time.perf_counter() - started
-            try:
-                updates = await self._update_all(manifest)
-            finally:
-                await self._within("release", "trainer", "stage_timeout_s", self._source.release(manifest))
+            first = await self._attempt(self._fleet.targets, global_steps)
+            done, failures = list(first.done), len(first.failed)
+            version = first.manifest["global_steps"]
+            if first.failed:
+                for name, error in first.failed.items():
+                    await self._fleet.eject(name, error)
+                again = [target for target in self._fleet.targets if target.name in first.failed]
+                second = await self._attempt(again, version)
+                done += second.done
+                failures += len(second.failed)
+                for target in again:
+                    if target.name in second.failed:
+                        await self._give_up_unless_whole(target, second.failed[target.name])
+            for update in done:
+                self._held[update.name] = version
+                await self._fleet.admit(update.name)
+            if failures:
+                self._fleet.require_enough(next(iter(first.failed.values())))
             return UpdateReport(
-                global_steps=global_steps,
-                nbytes=manifest["nbytes"],
-                publish_s=publish_s,
+                global_steps=version,
+                nbytes=first.manifest["nbytes"],
+                publish_s=first.publish_s,
                 total_s=time.perf_counter() - started,
-                replicas=tuple(updates),
+                replicas=tuple(done),
+                failures=failures,
             )
 
-    async def _update_all(self, manifest: Manifest) -> list[ReplicaUpdate]:
-        """Returns or raises only when no replica's update is under way any more: a failure elsewhere leaves none
-        half-way, and nobody reads the published weights once they are released."""
-        calls = (self._update(target, manifest) for target in self._targets)
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            for other in failures[1:]:
-                failures[0].add_note(f"also: {other}")
-            raise failures[0]
-        return [result for result in results if isinstance(result, ReplicaUpdate)]
-
-    async def _update(self, target: WeightTarget, manifest: Manifest) -> ReplicaUpdate:
+    async def _attempt(self, targets: Sequence[WeightTarget], global_steps: int | None) -> _Attempt:
+        """Returns or raises only when no replica's part is under way any more."""
         started = time.perf_counter()
-        await self._within("stage", target.name, "stage_timeout_s", target.stage(manifest))
-        staged = time.perf_counter()
-        await self._within("pause", target.name, "pause_timeout_s", target.pause())
-        paused = time.perf_counter()
-        tags = await self._within("swap", target.name, "swap_timeout_s", target.swap(manifest["global_steps"]))
-        swapped = time.perf_counter()
-        _verify(target.name, tags, manifest)
-        frozen_s = await self._within("resume", target.name, "pause_timeout_s", target.resume())
-        return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=frozen_s, swap_s=swapped - paused)
+        receivers = {target.name: target.num_workers for target in targets}
+        held = {self._held.pop(target.name, None) for target in targets}  # of no known version until it is done
+        base = held.pop() if len(held) == 1 else None
+        publishing = self._source.publish(global_steps, receivers, base)
+        manifest = await self._within("publish", "trainer", publishing, "stage_timeout_s")
+        published = time.perf_counter()
+        sending = asyncio.create_task(self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s"))
+        calls = (self._update(target, manifest, sending) for target in targets)
+        results = await asyncio.gather(*calls, sending, return_exceptions=True)
+        attempt = _Attempt(manifest, published - started, [], {})
+        for target, result in zip(targets, results, strict=False):
+            if isinstance(result, WeightUpdateError):
+                attempt.failed[target.name] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                assert isinstance(result, ReplicaUpdate)
+                attempt.done.append(result)
+        return attempt
 
-    async def _within(self, phase: str, name: str, deadline_key: str, call: Awaitable[T]) -> T:
-        seconds = getattr(self._config, deadline_key)
-        deadline = asyncio.timeout(seconds)
+    async def _update(self, target: WeightTarget, manifest: Manifest, sending: asyncio.Task[int]) -> ReplicaUpdate:
+        started = time.perf_counter()
+        if self._config.staging is not Staging.none:
+            await self._within("stage", target.name, target.stage(manifest), "stage_timeout_s")
+            manifest = manifest | {"checksum": await asyncio.shield(sending)}
+        staged = time.perf_counter()
+        # The replica keeps the deadlines of each part; this one is for a replica that does not answer.
+        report = await self._within(
+            "commit", target.name, target.commit(manifest), "pause_timeout_s", "swap_timeout_s", "pause_timeout_s"
+        )
+        return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=report.pause_s, swap_s=report.swap_s)
+
+    async def _give_up_unless_whole(self, target: WeightTarget, error: WeightUpdateError) -> None:
+        """With whole weights it goes on with what it has in flight, and the next update brings it back."""
+        try:
+            status = await self._within("status", target.name, target.status(), "pause_timeout_s")
+        except WeightUpdateError as unreachable:
+            error.add_note(f"then: {unreachable}")
+            await self._fleet.give_up(target.name, error)
+        else:
+            if status.torn:
+                await self._fleet.give_up(target.name, error)
+
+    async def _within(self, phase: str, name: str, call: Awaitable[T], *keys: str) -> T:
+        """The deadline is the sum of these keys of weight_sync."""
+        deadline = asyncio.timeout(sum(getattr(self._config, key) for key in keys))
         try:
             async with deadline:
                 return await call
         except Exception as error:
+            reason = f"failed: {type(error).__name__}: {error}"
             if deadline.expired():
-                reason = f"took longer than weight_sync.{deadline_key}={seconds}"
-            else:
-                reason = f"failed: {type(error).__name__}: {error}"
+                named = {f"weight_sync.{key}={getattr(self._config, key)}" for key in keys}
+                reason = f"took longer than {' and '.join(sorted(named))}"
             raise WeightUpdateError(f"{phase} on {name} {reason}") from error
-
-
-def _verify(name: str, tags: Sequence[Tag], manifest: Manifest) -> None:
-    expected = (manifest["global_steps"], manifest["checksum"])
-    found = [(tag.global_steps, tag.checksum) for tag in tags]
-    if not found or any(tag != expected for tag in found):
-        raise WeightUpdateError(f"verify on {name} failed: workers serve {found}, published was {expected}")

@@ -1,10 +1,30 @@
 """What a trainer offers and what a replica takes. Weight sync knows no more of either."""
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 Manifest = dict[str, Any]
-"""Describes published weights: how to reach them, `global_steps`, `checksum`, `nbytes`. Plain data."""
+"""Describes published weights. Plain values, because it crosses processes:
+
+    transport      name of the transport
+    global_steps   the version
+    nbytes         length of the string of bytes (weight_sync.bucket)
+    tensors        [name, dtype, shape, offset, nbytes] of each
+    num_ranks      trainer ranks, each of which sends its part of every tensor
+    locations      per rank, what the transport needs to reach its bytes
+    checksums      per rank, of its part of each tensor. A transport that sends while replicas receive tells them last.
+    checksum       all of them in one; likewise
+
+What a worker gets has these besides: `replica`, its name; `worker`, the place among the replica's workers; `device`.
+"""
+
+
+def combine(checksums: Sequence[Sequence[int]]) -> int:
+    """One checksum of a version, from those of every rank's parts."""
+    values = [value for of_rank in checksums for value in of_rank]
+    return zlib.crc32(struct.pack(f"<{len(values)}I", *values))
 
 
 class Tag(Protocol):
@@ -18,29 +38,56 @@ class Tag(Protocol):
 
 
 class WeightSource(Protocol):
-    async def publish(self, global_steps: int) -> Manifest: ...
+    """The trainer. What it publishes can be read until it publishes again."""
 
-    async def release(self, manifest: Manifest) -> None:
-        """Nobody needs the published weights any more."""
+    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Manifest:
+        """`global_steps` None: the optimizer steps that the trainer has taken. `receivers`: the number of workers of
+        every replica that is going to receive. `base`: the version that all of them hold, if it is one."""
+        ...
+
+    async def send(self, manifest: Manifest) -> int:
+        """Move the bytes, beside the replicas' receiving. The checksum of what was sent."""
         ...
 
 
 class WeightTarget(Protocol):
+    """A replica. Each call leaves it on one whole version, or torn and out of service; never merely paused."""
+
     @property
     def name(self) -> str: ...
 
+    @property
+    def num_workers(self) -> int: ...
+
     async def stage(self, manifest: Manifest) -> None:
-        """Take the weights in beside the live ones, while generating."""
+        """Take the weights in beside the live ones, while generating. Raises when they are not what was sent."""
         ...
 
-    async def pause(self) -> None:
-        """Freeze every request, keeping its state. Returns when no token moves any more."""
+    async def commit(self, manifest: Manifest) -> "CommitReport":
+        """Pause, make the staged weights live (with staging=none: receive them), verify, resume: the replica's own
+        transaction, which ends whatever becomes of the caller."""
         ...
 
-    async def swap(self, global_steps: int) -> Sequence[Tag]:
-        """While paused: make the staged weights live. One tag per worker."""
+    async def status(self) -> "TargetStatus": ...
+
+
+class CommitReport(Protocol):
+    @property
+    def pause_s(self) -> float:
+        """How long the replica was frozen, by its own clock: from the last token's step to the first step after."""
         ...
 
-    async def resume(self) -> float:
-        """Returns for how many seconds it was frozen."""
+    @property
+    def swap_s(self) -> float: ...
+
+
+class TargetStatus(Protocol):
+    @property
+    def global_steps(self) -> int:
+        """The version it serves."""
+        ...
+
+    @property
+    def torn(self) -> bool:
+        """Frozen, because an update failed half-way."""
         ...

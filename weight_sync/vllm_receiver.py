@@ -7,18 +7,20 @@ Runs inside vLLM's worker process. On CPU, importing it also changes two things 
   that CPU generators do not have). Generators of discarded rows are hidden from that loop.
 """
 
-import itertools
+import threading
 from typing import Any
 
 import numpy as np
 import torch
 import vllm._custom_ops as vllm_ops
+from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from weight_sync import bucket
-from weight_sync.transports import shared_memory
+from weight_sync.protocol import combine
+from weight_sync.shadow import Shadow
+from weight_sync.transports.registry import receive
 
 
 def _keep_plain_linears() -> None:
@@ -48,47 +50,111 @@ if current_platform.is_cpu():
 class WeightReceiver:
     """Stage, swap, tag. Method names must not clash with those of vLLM's worker, hence the prefix."""
 
-    receiver_staged: dict[str, Any] | None = None
-    receiver_buffer: torch.Tensor
+    receiver_shadow: Shadow | None = None
+    receiver_staging: "Staging | None" = None
     receiver_tag: tuple[int, int] = (-1, 0)
 
-    def receiver_stage(self, manifest: dict[str, Any]) -> None:
-        """While generating: map the published bytes and check them. Raises RuntimeError for a wrong checksum or for
-        tensors that this model does not have."""
-        self.receiver_staged = None
-        buffer = shared_memory.open_published(manifest)
-        found = bucket.checksum(buffer)
-        if found != manifest["checksum"]:
-            raise RuntimeError(f"staged weights have checksum {found}, published were {manifest['checksum']}")
-        self.receiver_buffer, self.receiver_staged = buffer, manifest
+    def receiver_stage(self, manifest: dict[str, Any], on_device: bool) -> None:
+        """Begins to take the weights in, in a thread of its own: this call must not keep the engine from its steps."""
+        if self.receiver_staging is not None and self.receiver_staging.thread.is_alive():
+            busy = self.receiver_staging.manifest["global_steps"]
+            raise RuntimeError(f"cannot stage version {manifest['global_steps']}: still receiving version {busy}")
+        if self.receiver_shadow is None:
+            self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
+        self.receiver_staging = Staging(
+            self._receiver_locate(manifest), self.receiver_shadow, self._receiver_device(True)
+        )
+
+    def receiver_staged(self) -> int | None:
+        """The checksum of what was staged, None while it is under way. Raises what went wrong."""
+        assert self.receiver_staging is not None
+        try:
+            return self.receiver_staging.result()
+        except RuntimeError:
+            self.receiver_staging = None
+            raise
 
     def receiver_swap(self, global_steps: int) -> tuple[int, int]:
-        """While paused: load the staged tensors in place. Returns (global_steps, checksum)."""
-        staged = self.receiver_staged
-        if staged is None or staged["global_steps"] != global_steps:
-            found = None if staged is None else staged["global_steps"]
+        """While paused: the staged weights over the live ones. Returns (global_steps, checksum)."""
+        staging, self.receiver_staging = self.receiver_staging, None
+        checksum = None if staging is None else staging.result()
+        if staging is None or checksum is None or staging.manifest["global_steps"] != global_steps:
+            found = None if staging is None else staging.manifest["global_steps"]
             raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
+        assert self.receiver_shadow is not None
+        self.receiver_tag = (-1, 0)  # until every parameter is in its place, the weights are of no version
+        with torch.inference_mode():
+            self.receiver_shadow.swap_in()
+        return self._receiver_done(global_steps, checksum)
+
+    def receiver_load(self, manifest: dict[str, Any]) -> tuple[int, int]:
+        """While paused, and without staging memory: from the transport straight into the live parameters."""
+        self.receiver_tag = (-1, 0)
+        manifest = self._receiver_locate(manifest)
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
-            self._receiver_load(bucket.read(self.receiver_buffer, staged["tensors"]))
-        self.receiver_tag = (global_steps, staged["checksum"])
-        self.receiver_staged = None
-        del self.receiver_buffer
-        return self.receiver_tag
+            self._receiver_model().load_weights(receive(manifest))  # pyright: ignore[reportCallIssue]
+        return self._receiver_done(manifest["global_steps"], combine(manifest["checksums"]))
 
     def receiver_get_tag(self) -> tuple[int, int]:
         return self.receiver_tag
 
-    def _receiver_load(self, tensors: Any) -> None:
-        model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
-        model.load_weights(tensors)
-        if self.device.type == "cuda":  # pyright: ignore[reportAttributeAccessIssue]
-            torch.cuda.synchronize()
+    def receiver_dump(self, folder: str) -> None:
+        """Every live parameter, as the engine lays it out, into <folder>/<worker>.safetensors."""
+        tensors = {name: parameter.detach().cpu() for name, parameter in self._receiver_model().named_parameters()}
+        save_file(tensors, f"{folder}/{self._receiver_index()}.safetensors")
 
-    def receiver_parameters(self) -> dict[str, list[float]]:
-        """First and last element and sum of every live parameter, for tests that look inside."""
-        model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
-        summary = {}
-        for name, parameter in itertools.chain(model.named_parameters()):
-            flat = parameter.detach().float().flatten()
-            summary[name] = [flat[0].item(), flat[-1].item(), flat.double().sum().item()]
-        return summary
+    def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
+        if self._receiver_device(True).type == "cuda":
+            torch.cuda.synchronize()
+        self.receiver_tag = (global_steps, checksum)
+        return self.receiver_tag
+
+    def _receiver_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _receiver_device(self, on_device: bool) -> torch.device:
+        return self.device if on_device else torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _receiver_locate(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """With what this worker adds: which of its replica's workers it is, and where its parameters live."""
+        return {**manifest, "worker": self._receiver_index(), "device": str(self._receiver_device(True))}
+
+    def _receiver_index(self) -> int:
+        parallel = self.parallel_config  # pyright: ignore[reportAttributeAccessIssue]
+        return parallel.data_parallel_rank * parallel.world_size + self.rank  # pyright: ignore
+
+
+STAGE_WAIT_S = 0.005
+"""So long does the call that begins to stage wait for its end: a small model is staged in one call."""
+
+
+class Staging:
+    """One version on its way into the shadow."""
+
+    def __init__(self, manifest: dict[str, Any], shadow: Shadow, device: torch.device):
+        self.manifest = manifest
+        self._shadow = shadow
+        self._device = device
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
+        self.thread.start()
+        self.thread.join(STAGE_WAIT_S)
+
+    def result(self) -> int | None:
+        if self.thread.is_alive():
+            return None
+        if self._error is not None:
+            raise RuntimeError(f"staging failed: {type(self._error).__name__}: {self._error}") from self._error
+        return combine(self.manifest["checksums"])
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                if self._device.type == "cuda":  # on a stream of its own, beside the engine's
+                    with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+                        self._shadow.load(receive(self.manifest))
+                        torch.cuda.current_stream().synchronize()
+                else:
+                    self._shadow.load(receive(self.manifest))
+        except BaseException as error:  # a thread has nobody above it: `result` raises it
+            self._error = error

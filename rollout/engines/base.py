@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollout.pause import Pausable
 from rollout.types import Completion, GenerationRequest
 
 
@@ -21,6 +22,11 @@ class EngineSpec:
     gpu_memory_utilization: float
     tensor_parallel_size: int
     enforce_eager: bool
+    data_parallel_size: int = 1
+    staging_on_device: bool = False
+    """Staging memory for new weights beside the live ones, instead of in host memory."""
+    log_stats: bool = False
+    """Let the engine measure itself, for /metrics. Costs a little per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +38,39 @@ class WeightTag:
     """Of the staged bytes that were swapped in; see weight_sync.bucket.checksum."""
 
 
-class Engine(Protocol):
+class EngineDiedError(RuntimeError):
+    """The engine is gone: every request, now and later, fails with this."""
+
+
+class Engine(Pausable, Protocol):
     """All calls come from one event loop. Tokens in, tokens out, each tagged with the version that sampled it."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Waits while paused and while `max_num_seqs` others run. Cancelling it aborts the request."""
-        ...
+        """Waits while held and while `max_num_seqs` others run. Cancelling it aborts the request.
 
-    async def pause(self) -> None:
-        """Freeze every request where it is, keeping its KV cache. Returns when no token moves any more."""
-        ...
-
-    async def resume(self) -> float:
-        """Returns for how many seconds it was frozen."""
+        An aborted request answers with the tokens it has, none if it never ran, and finish_reason "abort".
+        """
         ...
 
     async def stage(self, manifest: dict[str, Any]) -> None:
-        """Take the published weights into staging memory, while generating."""
+        """Take the published weights into staging memory, while generating. Raises when they are not what was sent."""
         ...
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
-        """While paused: make the staged weights live, and tag them. One answer per worker."""
+        """While frozen: make the staged weights live, and tag them. One answer per worker."""
+        ...
+
+    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+        """While frozen: the published weights straight into the live ones. One answer per worker."""
+        ...
+
+    async def tag_loaded(self, global_steps: int) -> None:
+        """Take the weights that it was started with for those of `global_steps`. Before the first request only."""
+        ...
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes hold a part of the model, or a copy."""
         ...
 
     async def wait_dead(self) -> BaseException:
@@ -60,7 +78,8 @@ class Engine(Protocol):
         ...
 
     def gauges(self) -> dict[str, float]:
-        """At least `engine_requests`: how many requests the engine was given, any given twice counted twice."""
+        """At least `engine_requests`: how many requests the engine was given, any given twice counted twice;
+        `running_requests` and `waiting_requests` now."""
         ...
 
     def shutdown(self) -> None: ...

@@ -4,19 +4,15 @@ Every running request gains one token per step. The token's id is the version th
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rollout.engines.base import WeightTag
+from rollout.admission import Admission
+from rollout.engines.base import EngineDiedError, WeightTag
 from rollout.types import Completion, GenerationRequest, VersionSpan
-
-
-class EngineDiedError(RuntimeError):
-    """The simulated engine was killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +38,10 @@ class SimulatedEngine:
         """`length_of(request)`: how many tokens it gets. `step_s`: seconds per token, whatever the batch size."""
         self._length_of = length_of
         self._step_s = step_s
-        self._max_num_seqs = max_num_seqs
         self._swap_s = swap_s
         self._sleep = sleep
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
+        self._admission = Admission(max_num_seqs)
+        self._running: dict[str, _Sequence] = {}
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._between_steps = asyncio.Lock()
@@ -54,31 +49,66 @@ class SimulatedEngine:
         self._staged: dict[str, Any] | None = None
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._global_steps = -1
-        self._num_submitted = 0
+        self._num_submitted = self._num_prefilled = 0
         self._frozen_at = 0.0
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        if self._death.done():
-            raise self._death.result()
-        self._num_submitted += 1
+        if not await self._admission.enter(request.request_id):
+            return _completion([], "abort")
+        try:
+            if self._death.done():
+                raise self._death.result()
+            self._num_submitted += 1
+            self._num_prefilled += len(request.prompt_ids)
+            sequence = self._start(request)
+            self._admission.submitted(request.request_id)
+            return await sequence.done
+        finally:
+            self._running.pop(request.request_id, None)
+            self._admission.leave(request.request_id)
+
+    def _start(self, request: GenerationRequest) -> _Sequence:
         length, limit = self._length_of(request), request.sampling.max_tokens
         finish_reason = "length" if length > limit else "stop"
         sequence = _Sequence(min(length, limit), finish_reason, asyncio.get_running_loop().create_future())
-        self._waiting.append(sequence)
+        self._running[request.request_id] = sequence
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._step_until_idle())
-        try:
-            return await sequence.done
-        finally:
-            if not sequence.done.done() or sequence.done.cancelled():
-                self._forget(sequence)
+        return sequence
 
-    async def pause(self) -> None:
-        self._may_step.clear()
-        async with self._between_steps:
-            self._frozen_at = asyncio.get_running_loop().time()
+    async def hold(self) -> None:
+        await self._admission.hold()
 
-    async def resume(self) -> float:
+    def release(self) -> None:
+        self._admission.release()
+
+    @property
+    def running(self) -> list[str]:
+        return self._admission.inside
+
+    async def emptied(self) -> None:
+        await self._admission.emptied()
+
+    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
+        turned_away = self._admission.turn_away(request_ids)
+        ended = [name for name in self._running if request_ids is None or name in request_ids]
+        for name in ended:
+            sequence = self._running.pop(name)
+            if not sequence.done.done():
+                sequence.done.set_result(_completion(sequence.tokens, "abort"))
+        return turned_away + ended
+
+    async def freeze(self, clear_cache: bool) -> None:
+        if self._may_step.is_set():
+            self._may_step.clear()
+            async with self._between_steps:
+                self._frozen_at = asyncio.get_running_loop().time()
+        if clear_cache:
+            self._num_prefilled += sum(len(sequence.tokens) for sequence in self._running.values())
+
+    async def thaw(self) -> float:
+        if self._may_step.is_set():
+            return 0.0
         self._may_step.set()
         return asyncio.get_running_loop().time() - self._frozen_at
 
@@ -90,9 +120,19 @@ class SimulatedEngine:
         if staged is None or staged["global_steps"] != global_steps:
             found = None if staged is None else staged["global_steps"]
             raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
+        return await self.load(staged)
+
+    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
         await self._sleep(self._swap_s)
+        self._global_steps = manifest["global_steps"]
+        return [WeightTag(self._global_steps, manifest["checksum"])]
+
+    async def tag_loaded(self, global_steps: int) -> None:
         self._global_steps = global_steps
-        return [WeightTag(global_steps, staged["checksum"])]
+
+    @property
+    def num_workers(self) -> int:
+        return 1
 
     async def wait_dead(self) -> BaseException:
         return await asyncio.shield(self._death)
@@ -102,40 +142,39 @@ class SimulatedEngine:
         error = EngineDiedError("the simulated engine was killed")
         if not self._death.done():
             self._death.set_result(error)
-        for sequence in [*self._running, *self._waiting]:
+        for sequence in self._running.values():
             if not sequence.done.done():
                 sequence.done.set_exception(error)
         self._running.clear()
-        self._waiting.clear()
 
     def gauges(self) -> dict[str, float]:
-        return {"engine_requests": self._num_submitted}
+        return {
+            "engine_requests": self._num_submitted,
+            "prefilled_tokens": self._num_prefilled,
+            "running_requests": len(self._admission.inside),
+            "waiting_requests": len(self._admission.waiting),
+        }
 
     def shutdown(self) -> None:
         if self._stepper is not None:
             self._stepper.cancel()
 
     async def _step_until_idle(self) -> None:
-        while self._running or self._waiting:
+        while self._running:
             await self._may_step.wait()
             async with self._between_steps:
-                if not self._may_step.is_set():  # paused again since it woke up
+                if not self._may_step.is_set() or not self._running:  # paused again, or all aborted, since it woke up
                     continue
-                while self._waiting and len(self._running) < self._max_num_seqs:
-                    self._running.append(self._waiting.popleft())
+                stepping = list(self._running.items())
                 await self._sleep(self._step_s)
-                for sequence in self._running:
+                for _, sequence in stepping:
                     sequence.tokens.append(self._global_steps)
-            for sequence in [s for s in self._running if len(s.tokens) >= s.length]:
-                self._running.remove(sequence)
-                if not sequence.done.done():  # cancelled in this very step
+            for name, sequence in stepping:
+                if sequence.done.done():  # aborted or cancelled in this very step
+                    continue
+                if len(sequence.tokens) >= sequence.length:
+                    del self._running[name]
                     sequence.done.set_result(_completion(sequence.tokens, sequence.finish_reason))
-
-    def _forget(self, sequence: _Sequence) -> None:
-        if sequence in self._running:
-            self._running.remove(sequence)
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
 
 
 def _completion(tokens: list[int], finish_reason: str) -> Completion:

@@ -17,13 +17,14 @@ from rollout.prompts import PromptStream
 from rollout.types import FloatArray, TrajectoryGroup
 from scripts.cluster import output_to
 from scripts.data import load_rows
-from scripts.run import Parts, start, train, training_sampling
+from scripts.run import Parts, owner, start, train, training_sampling
 from trainer.advantage import grpo
 from trainer.batch import assemble
 from trainer.console import PlainConsole
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.transports import shared_memory
+from weight_sync.protocol import combine
+from weight_sync.transports.registry import make_sender, release_all
 
 STEPS = 4
 OVERRIDES = [
@@ -68,12 +69,12 @@ async def with_new_workers(config: Config, parts: Parts, run_dir: Path) -> Parts
     workers = TrainWorkerGroup(
         config=config,
         device="cpu",
-        publish=partial(shared_memory.publish, "equivalence"),
-        release=shared_memory.release,
+        make_sender=partial(make_sender, config.weight_sync, "equivalence"),
+        combine=combine,
         on_start=output_to(run_dir),
     )
     await workers.setup(str(run_dir / "untrained_model"))
-    return replace(parts, workers=workers, manager=CheckpointManager(workers, parts.replicas, config.weight_sync))
+    return replace(parts, workers=workers, manager=CheckpointManager(workers, parts.fleet, config.weight_sync))
 
 
 async def synchronous_run(config: Config, parts: Parts) -> Recorded:
@@ -123,7 +124,11 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
                     summary,
                 )
 
-        asynchronous, synchronous, summary = asyncio.run(scenario())
+        try:
+            asynchronous, synchronous, summary = asyncio.run(scenario())
+        finally:
+            for name in ("equivalence", owner(tmp_path)):
+                release_all(config.weight_sync, name)
 
     assert summary["trajectories_started"] == summary["engine_requests"] == STEPS * 4 * 4
     for step in range(STEPS):

@@ -213,7 +213,7 @@ def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weight
 
 def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker, Inbox], None]) -> None:
     inbox = Inbox()
-    worker = TrainWorker(config=config, device="cpu", publish=inbox)
+    worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
     try:
         parameters = worker.setup(model_path, 0, 1, free_master())
         assert parameters == sum(p.numel() for p in build_model(VOCAB_SIZE, seed=0).parameters())
@@ -229,13 +229,13 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
     batch = pack(steps, Layout.shared_prompt, 1)[0]
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
-        assert worker.publish(0) == {"global_steps": 0}
+        assert worker.publish({"global_steps": 0}) == {"global_steps": 0}
         untrained = build_model(VOCAB_SIZE, seed=0)
         expected = {name: tensor.detach().to(torch.bfloat16) for name, tensor in untrained.named_parameters()}
         assert inbox.weights.keys() == expected.keys()
         assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
         worker.train_step(batch.micro_batches[0], batch.num_loss_tokens, 0)
-        worker.publish(1)
+        worker.publish({"global_steps": 1})
         assert any(not torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
 
     run_worker(config, model_path, use)
@@ -254,7 +254,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
         assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
         metrics = to_floats(worker.train_step(empty.micro_batches[0], empty.num_loss_tokens, 0))
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
-        worker.publish(0)
+        worker.publish({"global_steps": 0})
         untrained = dict(build_model(VOCAB_SIZE, seed=0).named_parameters())
         assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in untrained.items())
         # Gradients are cleared after a step: two calls see the same weights' gradient, not the sum.
@@ -276,7 +276,7 @@ def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         with pytest.raises(FloatingPointError, match="gradient norm nan at optimizer step 7"):
             worker.train_step((broken,), 1, 7)
-        worker.publish(7)
+        worker.publish({"global_steps": 7})
         assert all(tensor.isfinite().all() for tensor in inbox.weights.values())
 
     run_worker(CONFIG, model_path, use)
@@ -288,6 +288,6 @@ def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Me
 
 def test_a_second_rank_that_never_comes_is_an_error_within_the_deadline(model_path: str) -> None:
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, step_timeout_s=0.5))
-    worker = TrainWorker(config=config, device="cpu", publish=Inbox())
+    worker = TrainWorker(config=config, device="cpu", make_sender=Inbox())
     with pytest.raises(dist.DistError):
         worker.setup(model_path, 0, 2, free_master())

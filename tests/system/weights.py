@@ -1,5 +1,6 @@
 """Weights with known effects, and how they reach an engine."""
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,29 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from weight_sync.transports import shared_memory
+from weight_sync.protocol import combine
+from weight_sync.transports.shared_memory import SharedMemorySender, release_all
 
 FIRST_TOKEN = 40
 """Version v always emits token FIRST_TOKEN + v."""
 
 
 def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> dict[str, Any]:
+    """As a trainer of one rank does, into a file that `release` removes."""
     specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()]
-    return shared_memory.publish("system-tests", specs, iter(tensors.items()), global_steps)
+    sender = SharedMemorySender("system-tests", rank=0, num_ranks=1)
+    order = {"global_steps": global_steps, "nonce": uuid.uuid4().hex[:8]}
+    manifest = sender.publish(specs, lambda: iter(tensors.items()), order)
+    checksums = [manifest["checksums"]]
+    return manifest | {
+        "locations": [manifest["location"]],
+        "checksums": checksums,
+        "checksum": combine(checksums),
+    }
+
+
+def release() -> None:
+    release_all("system-tests")
 
 
 def random_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:

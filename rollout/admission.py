@@ -1,0 +1,142 @@
+"""Who may be inside an engine: as many requests as it runs at once, first come, first served; nobody new while held."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    request_id: str
+    width: int
+    answer: asyncio.Future[bool]
+
+
+class Admission:
+    """A request enters, is submitted to the engine, and leaves. All calls come from one event loop.
+
+    While held, nobody enters, but those inside go on. Between `enter` and `submitted` the weights cannot change,
+    because `hold` waits for everyone on that way: the cache salt that a request takes along is of the live version.
+    """
+
+    def __init__(self, num_seats: int):
+        self._num_seats = num_seats
+        self._widths: dict[str, int] = {}  # of everyone inside
+        self._taken = 0  # their sum
+        self._submitting: set[str] = set()
+        self._waiting: deque[_Waiter] = deque()
+        self._holds = 0
+        self._watchers: list[asyncio.Future[None]] = []
+
+    @property
+    def inside(self) -> list[str]:
+        return list(self._widths)
+
+    @property
+    def waiting(self) -> list[str]:
+        return [waiter.request_id for waiter in self._waiting]
+
+    async def enter(self, request_id: str, width: int = 1) -> bool:
+        """Wait for `width` seats (at most all of them). False when the request was turned away while it waited.
+
+        Raises ValueError for an id that is inside or waiting already.
+        """
+        if request_id in self._widths or any(waiter.request_id == request_id for waiter in self._waiting):
+            raise ValueError(f"request {request_id} is here already: request ids must be unique")
+        width = min(width, self._num_seats)
+        if not self._waiting and self._has_room(width):
+            self._seat(request_id, width)
+            return True
+        return await self._wait(_Waiter(request_id, width, asyncio.get_running_loop().create_future()))
+
+    async def enter_again(self, request_id: str, new_id: str) -> bool:
+        """For a request inside that the engine gave back unstarted: before all others, under another name."""
+        width = self._widths[request_id]
+        self.leave(request_id)
+        if self._has_room(width):
+            self._seat(new_id, width)
+            return True
+        waiter = _Waiter(new_id, width, asyncio.get_running_loop().create_future())
+        return await self._wait(waiter, first=True)
+
+    def submitted(self, request_id: str) -> None:
+        self._submitting.discard(request_id)
+        self._notify()
+
+    def leave(self, request_id: str) -> None:
+        """Idempotent: a request that was turned away has nothing to give back."""
+        self._submitting.discard(request_id)
+        if request_id in self._widths:
+            self._taken -= self._widths.pop(request_id)
+            self._admit()
+            self._notify()
+
+    def turn_away(self, request_ids: Collection[str] | None) -> list[str]:
+        """Answer False to those of `request_ids` that still wait; None is all of them."""
+        turned = [w for w in self._waiting if request_ids is None or w.request_id in request_ids]
+        for waiter in turned:
+            self._waiting.remove(waiter)
+            if not waiter.answer.done():  # cancelled at the same moment
+                waiter.answer.set_result(False)
+        self._admit()  # a wide one that went may have kept a narrow one waiting
+        return [waiter.request_id for waiter in turned]
+
+    async def hold(self) -> None:
+        """Let nobody in until `release`. Holds add up. Returns when nobody is between `enter` and `submitted`."""
+        self._holds += 1
+        try:
+            await self._until(lambda: not self._submitting)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        self._holds -= 1
+        self._admit()
+
+    async def emptied(self) -> None:
+        """Returns when nobody is inside."""
+        await self._until(lambda: not self._widths)
+
+    async def _wait(self, waiter: _Waiter, first: bool = False) -> bool:
+        if first:
+            self._waiting.appendleft(waiter)
+        else:
+            self._waiting.append(waiter)
+        try:
+            return await waiter.answer
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._admit()  # a wide request that went may have kept a narrow one waiting
+            self.leave(waiter.request_id)  # let in and cancelled at the same moment
+            raise
+
+    def _has_room(self, width: int) -> bool:
+        return not self._holds and self._taken + width <= self._num_seats
+
+    def _seat(self, request_id: str, width: int) -> None:
+        self._widths[request_id] = width
+        self._taken += width
+        self._submitting.add(request_id)
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0].width):
+            waiter = self._waiting.popleft()
+            if waiter.answer.done():  # cancelled, and about to say so
+                continue
+            self._seat(waiter.request_id, waiter.width)
+            waiter.answer.set_result(True)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            watcher = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            await watcher
+
+    def _notify(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)

@@ -1,0 +1,187 @@
+"""vLLM's AsyncLLM with admission, abort, freeze and thaw. What differs between vLLM's versions ends
+in here.
+
+Facts this rests on (vLLM 0.26 to 0.32):
+- Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when a pause returns
+  is wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32),
+  from counts taken behind a barrier in the output queue.
+- The scheduler resumes kept requests with their KV cache. A request that was added but not prefilled would be prefilled
+  with new weights on top of prefix blocks of old ones: so the prefix cache is salted with the version, the salt is
+  chosen on the way in, and `freeze` first lets every admitted request finish its prefill.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from typing import Any
+
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rollout.admission import Admission
+from rollout.request_names import client_names
+
+HAS_NATIVE_VERSIONS = "update_weight_version" in vars(AsyncLLM)
+PREFILL_GRACE_S = 5.0
+"""How long a freeze waits for admitted requests to be prefilled before it takes them back."""
+
+
+class GatedLLM(AsyncLLM):
+    """AsyncLLM whose every client passes the admission: requests are salted with the version, and wait while held."""
+
+    admission: Admission
+    """As many requests as the engine runs at once are inside. The others wait, where they have no salt yet."""
+    global_steps: int
+    salt_prefix_cache: bool
+    attempts: dict[str, str]
+    """External request id -> its id inside, where that differs."""
+    withdrawn: set[str]
+    frozen_at: float | None
+    """When the scheduler was told to stop, on the monotonic clock; None while it runs."""
+    num_submitted: int
+    """Requests that reached the engine core, those submitted again after a withdrawal included."""
+
+    def open_gate(self, max_num_seqs: int) -> None:
+        self.admission = Admission(max_num_seqs)
+        self.global_steps = -1
+        self.salt_prefix_cache = True
+        self.attempts = {}
+        self.withdrawn = set()
+        self.frozen_at = None
+        self.num_submitted = 0
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self.salt_prefix_cache:
+                own_salt = prompt.get("cache_salt") or ""  # of a client that shares its prefixes with nobody
+                prompt = {**prompt, "cache_salt": f"{self.global_steps}|{own_salt}"}
+            self.num_submitted += 1
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        finally:
+            self.admission.submitted(request_id)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if not await self.admission.enter(request_id, width=sampling_params.n):
+            yield _unstarted(request_id, prompt, sampling_params)
+            return
+        attempt_id = request_id
+        try:
+            for attempt in itertools.count(1):
+                async with aclosing(super().generate(prompt, sampling_params, attempt_id, **kwargs)) as outputs:
+                    async for output in outputs:
+                        if output.finished and attempt_id in self.withdrawn:
+                            break  # taken back before its first token: submit again, with the new salt
+                        yield _with_its_end(output)
+                if attempt_id not in self.withdrawn:
+                    return
+                self.withdrawn.discard(attempt_id)
+                last_id, attempt_id = attempt_id, f"{request_id}~{attempt}"
+                self.attempts[request_id] = attempt_id
+                if not await self.admission.enter_again(last_id, attempt_id):
+                    yield _unstarted(request_id, prompt, sampling_params)
+                    return
+        finally:
+            self.attempts.pop(request_id, None)
+            self.admission.leave(attempt_id)
+
+    async def abort_requests(self, request_ids: Collection[str] | None) -> list[str]:
+        """Ends requests, waiting or running, with the tokens they have. Held, so that none is on its way in."""
+        names = {inside: name for name, inside in self.attempts.items()}
+        known = {inside: names.get(inside, inside) for inside in [*self.admission.waiting, *self.admission.inside]}
+        if request_ids is not None:
+            wanted = set(request_ids)
+            known = {inside: name for inside, name in known.items() if not wanted.isdisjoint(client_names(name))}
+        running = [inside for inside in self.admission.inside if inside in known]
+        self.admission.turn_away(known)
+        if running:
+            await self.abort(running)
+        return list(known.values())
+
+    async def freeze(self, clear_cache: bool) -> None:
+        """While held: let those inside finish their prefill, then stop the scheduler, keeping everything."""
+        if self.frozen_at is None:
+            await self._finish_prefills()
+            self.frozen_at = time.monotonic()
+        # Not pause_generation: it sleeps 20 ms after the scheduler has stopped. The reply comes when no step runs.
+        await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        if not HAS_NATIVE_VERSIONS:
+            await self._drain_outputs()
+
+    async def thaw(self) -> float:
+        """Returns for how many seconds the scheduler stood still."""
+        if self.frozen_at is None:
+            return 0.0
+        await self.engine_core.resume_scheduler_async()
+        frozen_at, self.frozen_at = self.frozen_at, None
+        return time.monotonic() - frozen_at
+
+    async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
+        """collective_rpc, with the answers of all data-parallel engines and not of the first alone."""
+        call = ("collective_rpc", method, None, args, None)
+        if self.vllm_config.parallel_config.data_parallel_size == 1:
+            return await self.collective_rpc(method, args=args)
+        core: Any = self.engine_core
+        engines = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
+        return [answer for answers in await asyncio.gather(*engines) for answer in answers]
+
+    def output_counts(self) -> dict[str, int]:
+        """Tokens sampled so far by each running request. Exact only while frozen."""
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in self.output_processor.request_states.values()
+            if state.detokenizer is not None
+        }
+
+    async def _finish_prefills(self) -> None:
+        deadline = time.monotonic() + PREFILL_GRACE_S
+        while unstarted := self._not_prefilled():
+            if time.monotonic() > deadline:
+                # No KV blocks are free for them. They have no token yet, so taking them back loses nothing.
+                self.withdrawn.update(unstarted)
+                await self.abort(unstarted)
+                return
+            await asyncio.sleep(0.0005)  # the engine core does not tell when a prefill ends
+
+    def _not_prefilled(self) -> list[str]:
+        states = self.output_processor.request_states.values()
+        return [state.external_req_id for state in states if state.is_prefilling]
+
+    async def _drain_outputs(self) -> None:
+        """Every output that came before the pause reply has been processed when this returns: a sentinel behind them
+        in the queue is taken only after they are."""
+        queue = self.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
+        queue.put_nowait(EngineCoreOutputs())
+        while not queue.empty():
+            await asyncio.sleep(0)
+
+
+class _NoTokens(list[int]):
+    """Empty, and yet true: vLLM's streaming routes take an output without tokens for a part of the prefill and pass
+    it over, and with it the finish_reason of a request that was aborted before its first token."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _with_its_end(output: RequestOutput) -> RequestOutput:
+    for sampled in output.outputs:
+        if sampled.finish_reason is not None and len(sampled.token_ids) == 0:
+            sampled.token_ids = _NoTokens()
+    return output
+
+
+def _unstarted(request_id: str, prompt: Any, params: Any) -> RequestOutput:
+    """The answer to a request that was aborted before it ran. Lists of logprobs are there if it asked for logprobs."""
+    logprobs: Any = None if params.logprobs is None else FlatLogprobs() if params.flat_logprobs else []
+    prompt_ids = prompt.get("prompt_token_ids")
+    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids)
+    outputs = [
+        CompletionOutput(index, "", _NoTokens(), None, logprobs, finish_reason="abort") for index in range(params.n)
+    ]
+    return RequestOutput(request_id, None, prompt_ids, prompt_logprobs, outputs, finished=True)

@@ -1,0 +1,194 @@
+"""What pause, resume and abort mean for one engine, and how they go together with updates of the weights."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from configs.deadline import within
+from configs.schema import PauseMode
+
+
+class PauseConflictError(RuntimeError):
+    """A pause or resume that cannot be had in the present state. The message says which state, and what to do."""
+
+
+class PauseInterruptedError(RuntimeError):
+    """A pause that waited for running requests was ended by a resume."""
+
+
+class Pausable(Protocol):
+    """The parts that an engine's pause is made of."""
+
+    async def hold(self) -> None:
+        """Let no new request in. Holds add up."""
+        ...
+
+    def release(self) -> None: ...
+
+    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
+        """End these requests, running or waiting, with the tokens they have; None is all. Returns those it knew."""
+        ...
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of the requests inside."""
+        ...
+
+    async def emptied(self) -> None:
+        """Returns when no request is running."""
+        ...
+
+    async def freeze(self, clear_cache: bool) -> None:
+        """While held: stop between two steps, keeping every request; with `clear_cache` without their KV cache.
+        Returns when no token moves any more. An engine that is frozen already may be frozen again."""
+        ...
+
+    async def thaw(self) -> float:
+        """Returns for how many seconds it was frozen."""
+        ...
+
+
+@dataclass(slots=True)
+class UpdateWindow:
+    """The time in which weights may change."""
+
+    torn: bool = False
+    """True while some of the live weights may be new and others old."""
+    frozen_s: float = 0.0
+    """For how long the engine stood still; set at the end. 0 when a client keeps it paused."""
+
+
+class PauseControl:
+    """The state of one engine: open, paused by a client in a mode, or torn (frozen until an update is whole).
+
+    Calls may come at any time and from several clients: they take effect one after the other. Pausing again in the same
+    mode, and resuming twice, change nothing. From `keep`, `abort` and `wait` end or finish what is frozen. While a
+    `wait` waits, `abort` ends its waiting, `resume` interrupts it, and `keep` is refused.
+    """
+
+    def __init__(self, engine: Pausable, timeout_s: float):
+        """`timeout_s`: deadline of each freeze, thaw and drain after an abort."""
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._waiting: asyncio.Task[None] | None = None  # a pause in mode `wait`, not yet complete
+        self._interrupted = False
+        self.mode: PauseMode | None = None
+        self.torn = False
+
+    @property
+    def paused(self) -> bool:
+        """No token moves, until a client resumes or an update is whole."""
+        return self.mode is not None or self.torn
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+        """Returns when it is complete. When it fails or is cancelled, the engine is as it was before."""
+        if self._waiting is not None and mode is PauseMode.keep:
+            raise PauseConflictError("a pause in mode wait is under way: resume first, or pause in mode abort")
+        if mode is PauseMode.abort and self.mode is not mode:
+            await self.abort(None)  # before its turn: a pause that waits for these requests holds the turn
+        async with self._turn:
+            if mode is self.mode and not clear_cache:
+                return
+            await self._pause(mode, clear_cache)
+
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        before = self.mode
+        await self._engine.hold()
+        try:
+            if mode is PauseMode.abort:
+                await self._end_running()
+            elif mode is PauseMode.wait and before is not PauseMode.wait:
+                await self._finish_running()
+            await self._freeze(clear_cache)
+        except BaseException:
+            if self.paused:
+                await self._freeze(clear_cache=False)
+            else:
+                await self._thaw()
+            self._engine.release()
+            raise
+        if before is not None:
+            self._engine.release()  # one hold is enough
+        self.mode = mode
+
+    async def _finish_running(self) -> None:
+        """The caller sets the deadline: it is its requests that take their time."""
+        if self.torn:
+            raise PauseConflictError("the weights are torn: only abort can end its requests before an update is whole")
+        await self._thaw()
+        self._interrupted = False
+        self._waiting = asyncio.ensure_future(self._engine.emptied())
+        try:
+            await self._waiting
+        except asyncio.CancelledError:
+            if self._interrupted:
+                raise PauseInterruptedError("a resume came while the pause waited for running requests") from None
+            raise
+        finally:
+            self._waiting = None
+
+    async def _end_running(self, request_ids: Collection[str] | None = None) -> None:
+        async with within(self._timeout_s, "weight_sync.pause_timeout_s", "ending requests"):
+            await self._engine.abort(request_ids)
+            await self._engine.emptied()
+
+    async def _freeze(self, clear_cache: bool) -> None:
+        async with within(self._timeout_s, "weight_sync.pause_timeout_s", "pausing"):
+            await self._engine.freeze(clear_cache)
+
+    async def _thaw(self) -> float:
+        async with within(self._timeout_s, "weight_sync.pause_timeout_s", "resuming"):
+            return await self._engine.thaw()
+
+    async def resume(self) -> float:
+        """Returns for how many seconds it was frozen; 0 when it was not. Raises PauseConflictError on torn weights."""
+        if self._waiting is not None:
+            self._interrupted = True
+            self._waiting.cancel()
+        async with self._turn:
+            if self.torn:
+                raise PauseConflictError("the weights are torn by a failed update: a whole update must come first")
+            if self.mode is None:
+                return 0.0
+            frozen_s = await self._thaw()
+            self.mode = None
+            self._engine.release()
+            return frozen_s
+
+    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
+        """In any state, at once. The ids of the requests it ended."""
+        await self._engine.hold()  # requests on their way in are inside when this returns, and can be ended
+        try:
+            return await self._engine.abort(request_ids)
+        finally:
+            self._engine.release()
+
+    @asynccontextmanager
+    async def update_window(
+        self, clear_cache: bool, before_abort: Callable[[list[str]], None] | None
+    ) -> AsyncIterator[UpdateWindow]:
+        """Frozen inside. Afterwards open again, unless a client keeps it paused, or the window was left torn.
+
+        An engine that was torn before opens again when this window is left whole. `before_abort`: the requests that run
+        are aborted first, and this is told their ids before.
+        """
+        async with self._turn:
+            window = UpdateWindow(torn=self.torn)
+            await self._engine.hold()
+            try:
+                if before_abort is not None:
+                    before_abort(self._engine.running)
+                    await self._end_running(self._engine.running)
+                await self._freeze(clear_cache)
+                yield window
+            finally:
+                was_torn, self.torn = self.torn, window.torn
+                if not self.paused:
+                    window.frozen_s = await self._thaw()
+                if was_torn:  # the hold that the torn window left
+                    self._engine.release()
+                if not self.torn:
+                    self._engine.release()

@@ -1,0 +1,254 @@
+"""Real trainer ranks, real replicas, every transport: what the engines hold afterwards is the trainer's, bit for bit."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.schema import (
+    Config,
+    ModelConfig,
+    PauseMode,
+    RolloutConfig,
+    TrainerConfig,
+    Transport,
+    WeightSyncConfig,
+)
+from rollout.engines.base import EngineSpec
+from rollout.fleet import ReplicaFleet
+from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
+from rollout.router import ReplicaRouter
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.system.test_replica_actor import no_redirect
+from trainer.worker_group import TrainWorkerGroup
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import combine
+from weight_sync.transports.registry import make_sender, release_all
+
+OWNER = "fleet-updates"
+CONFIG = Config(
+    model=ModelConfig(),
+    rollout=RolloutConfig(num_replicas=2),
+    trainer=TrainerConfig(num_ranks=2),
+    weight_sync=WeightSyncConfig(stage_timeout_s=30, bucket_mb=1),
+)
+
+
+class OpenReplica(ReplicaActor):
+    """Lets a test look inside."""
+
+    async def dump(self, folder: str) -> None:
+        engine: Any = self._replica._engine
+        await engine._llm.on_every_worker("receiver_dump", folder)
+
+
+@dataclass
+class Scene:
+    runner: asyncio.Runner
+    replicas: list[ReplicaHandle]
+    workers: TrainWorkerGroup
+    fleet: ReplicaFleet
+    version: int = 0
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        async def within_deadline() -> Any:
+            async with asyncio.timeout(120):
+                return await call
+
+        return self.runner.run(within_deadline())
+
+    def manager(self, config: WeightSyncConfig) -> CheckpointManager:
+        return CheckpointManager(self.workers, self.fleet, config)
+
+
+@pytest.fixture(scope="module")
+def scene(ray_cluster: None, engine_spec: EngineSpec, tiny_model: Path) -> Iterator[Scene]:
+    """One replica whose model is split over two workers, one that is whole, and a trainer of two ranks."""
+    specs = [replace(engine_spec, max_num_seqs=2, tensor_parallel_size=size) for size in (2, 1)]
+    replicas = [create_replica(f"replica-{i}", spec, no_redirect, OpenReplica) for i, spec in enumerate(specs)]
+    workers = TrainWorkerGroup(
+        config=CONFIG,
+        device="cpu",
+        make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
+        combine=combine,
+        on_start=no_redirect,
+    )
+    router = ReplicaRouter([replica.name for replica in replicas], 64)
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda text: None)
+    with asyncio.Runner() as runner:
+
+        async def start() -> None:
+            starts = [r.start(spec, CONFIG.weight_sync) for r, spec in zip(replicas, specs, strict=True)]
+            await asyncio.gather(workers.setup(str(tiny_model)), *starts)
+
+        runner.run(start())
+        try:
+            yield Scene(runner, replicas, workers, fleet)
+        finally:
+            for part in (workers, *replicas):
+                part.kill()
+            release_all(CONFIG.weight_sync, OWNER)
+
+
+def use_transport(actor: Any, config: WeightSyncConfig) -> None:
+    """Runs in a train worker: from now on it publishes by another transport."""
+    worker = actor._worker
+    worker._sender.close()
+    worker._sender = make_sender(config, OWNER, worker._rank, worker._world_size, worker._device)
+
+
+def change_weights(actor: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Runs in a train worker: some elements of every parameter change. This rank's rows."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in actor._worker._policy.parameters():
+            rows = parameter.to_local()
+            rows += 0.1 * torch.randn(rows.shape) * (torch.rand(rows.shape) < 0.02)
+    return {name: rows.clone() for name, rows in actor._worker._shards()}
+
+
+async def change_all(workers: TrainWorkerGroup, seed: int) -> dict[str, torch.Tensor]:
+    parts = await asyncio.gather(*(actor.__ray_call__.remote(change_weights, seed) for actor in workers.actors))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [
+        GenerationRequest(request_id=f"{name}-{index}", prompt_ids=tuple(range(5 + index, 40)), sampling=sampling)
+        for index in range(count)
+    ]
+
+
+def as_engine(weights: dict[str, torch.Tensor], name: str, worker: int, num_workers: int) -> torch.Tensor:
+    """What a worker of a replica should hold under vLLM's name: fused, and its part of what is split."""
+
+    def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(num_workers, dim)[worker]
+
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for together, names in fused.items():
+        if together in name:
+            return torch.cat([part(weights[name.replace(together, one)], 0) for one in names])
+    if "o_proj" in name or "down_proj" in name:
+        return part(weights[name], 1)
+    return weights[name]
+
+
+def check_dump(folder: Path, weights: dict[str, torch.Tensor], num_workers: int) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == num_workers
+    for worker, file in enumerate(files):
+        held = load_file(file)
+        assert len(held) > 10
+        for name, tensor in held.items():
+            if "embed_tokens" in name or "lm_head" in name:  # split by rows, which are padded to a round number
+                rows = len(tensor) * worker
+                wanted = weights["model.embed_tokens.weight"][rows : rows + len(tensor)]
+                tensor = tensor[: len(wanted)]
+            else:
+                wanted = as_engine(weights, name, worker, num_workers)
+            assert torch.equal(tensor, wanted), f"{name} on worker {worker}"
+
+
+TRANSPORTS = {
+    "shared memory": WeightSyncConfig(),
+    "collective": WeightSyncConfig(transport=Transport.collective, bucket_mb=1),
+    "filesystem": WeightSyncConfig(transport=Transport.filesystem, directory="set by the test"),
+    "delta over shared memory": WeightSyncConfig(delta=True),
+    "delta over collective": WeightSyncConfig(delta=True, transport=Transport.collective),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> None:
+    config = TRANSPORTS[name]
+    if config.directory:
+        config = replace(config, directory=str(tmp_path / "weights"))
+    manager = scene.manager(config)
+
+    async def scenario() -> tuple[dict[str, torch.Tensor], list[list[Completion]]]:
+        await asyncio.gather(*(a.__ray_call__.remote(use_transport, config) for a in scene.workers.actors))
+        if scene.version == 0:
+            await manager.update_weights(0)
+        load = [
+            asyncio.ensure_future(r.actor.generate_group.remote(requests(f"{name}-{r.name}", 4, 250)))
+            for r in scene.replicas
+        ]
+        weights = {}
+        for _ in range(3):
+            scene.version += 1
+            weights = await change_all(scene.workers, scene.version)
+            report = await manager.update_weights(scene.version)
+            assert report.failures == 0 and len(report.replicas) == 2
+        for replica in scene.replicas:
+            (tmp_path / replica.name).mkdir()
+            await replica.actor.dump.remote(str(tmp_path / replica.name))
+        return weights, list(await asyncio.gather(*load))
+
+    weights, completions = scene.run(scenario())
+    for replica in scene.replicas:
+        check_dump(tmp_path / replica.name, weights, replica.num_workers)
+    assert {status.global_steps for status in scene.run(scene.fleet.statuses())} == {scene.version}
+    for group in completions:
+        assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in group)
+        assert any(len(one.spans) > 1 for one in group), "an update came while it generated"
+
+
+def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
+    """Six requests for two seats per replica, paused twice, the same weights pushed while paused."""
+    manager = scene.manager(CONFIG.weight_sync)
+
+    async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
+        return [
+            asyncio.ensure_future(r.actor.generate_group.remote(requests(f"{name}-{r.name}", 6, 120)))
+            for r in scene.replicas
+        ]
+
+    async def scenario() -> tuple[list[Any], list[Any]]:
+        await asyncio.gather(*(a.__ray_call__.remote(use_transport, CONFIG.weight_sync) for a in scene.workers.actors))
+        await manager.update_weights(scene.version)
+        calm = await asyncio.gather(*await generate("calm"))
+        running = await generate("paused")
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            await scene.fleet.pause(PauseMode.keep)
+            assert await scene.fleet.is_paused()
+            scene.version += 1
+            await manager.update_weights(scene.version)
+            assert await scene.fleet.is_paused(), "a client's pause outlives an update"
+            await scene.fleet.resume()
+        return list(calm), list(await asyncio.gather(*running))
+
+    calm, paused = scene.run(scenario())
+    for undisturbed, disturbed in zip(sum(calm, []), sum(paused, []), strict=True):
+        np.testing.assert_array_equal(undisturbed.token_ids, disturbed.token_ids)
+        np.testing.assert_allclose(undisturbed.logprobs, disturbed.logprobs, atol=2e-5)
+
+
+def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene: Scene) -> None:
+    survivor, victim = scene.replicas[1], scene.replicas[0]
+
+    async def scenario() -> Any:
+        pid = await victim.actor.__ray_call__.remote(lambda _self: os.getpid())
+        for process in psutil.Process(pid).children(recursive=True):
+            process.send_signal(signal.SIGKILL)
+        scene.version += 1
+        weights = await change_all(scene.workers, 99)
+        report = await scene.manager(replace(CONFIG.weight_sync, pause_timeout_s=15)).update_weights(scene.version)
+        return weights, report
+
+    weights, report = scene.run(scenario())
+    assert weights and [update.name for update in report.replicas] == [survivor.name]
+    assert report.failures == 2
+    assert [status.name for status in scene.run(scene.fleet.statuses())] == [survivor.name]

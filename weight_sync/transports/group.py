@@ -1,0 +1,199 @@
+"""A process group of trainer ranks and replicas' workers that lasts from one transfer to the next.
+
+The members meet at a store that trainer rank 0 serves. There each of them says which group it still holds from the
+transfer before. When that is not the same one for all, because members came or went or something failed, a new group is
+made. A member that fails says why at the same place, so that the others need not wait for the deadline.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+STORE_TIMEOUT_S = 60.0
+"""Of one call to the store. It answers at once, or its process is gone."""
+LOOK_S = 0.2
+"""How often one who waits looks whether another member has failed."""
+
+
+def serve_store() -> TCPStore:
+    """On a free port of this machine, for as long as the object lives."""
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def own_address() -> str:
+    """The address by which other machines reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks which way a packet would leave
+        except OSError:  # there is no way out, so nobody is outside
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+class Transfer:
+    """One transfer, as one member sees it. Every wait ends by the deadline."""
+
+    def __init__(self, store: Store, location: dict[str, Any], rank: int):
+        self.group: Any = None
+        self._store = store
+        self._rank = rank
+        self._nonce: str = location["nonce"]
+        self._members: list[str] = location["members"]
+        self._timeout_s: float = location["timeout_s"]
+        self._deadline = time.monotonic() + self._timeout_s
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def meet(self, held: str) -> bool:
+        """Waits for all members; whether the group `held` is what every one of them holds."""
+        keys = [f"member {rank}" for rank in range(len(self._members))]
+        mine = f"{self._nonce} {held}"
+        self._store.set(keys[self._rank], mine)
+
+        def late() -> list[str]:
+            nonce = self._nonce.encode()
+            return [
+                name
+                for name, key in zip(self._members, keys, strict=True)
+                if not self._store.check([key]) or not self._store.get(key).startswith(nonce)
+            ]
+
+        self._until(lambda: not late(), 0.005, lambda: f"{', '.join(late())} did not come")
+        return bool(held) and all(self._store.get(key) == mine.encode() for key in keys)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Begins to send the tensor of `root` into that of everyone else."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timedelta(seconds=self.seconds_left + LOOK_S)
+        return self.group.broadcast([tensor], options)
+
+    def wait(self, work: Any) -> None:
+        """Until the tensor may be read, or written again. RuntimeError at the deadline, and when a member fails."""
+        self._until(work.is_completed, 0.001, lambda: "the next bytes did not come")
+        try:
+            work.wait()  # raises what went wrong; on a GPU, the current stream waits from here on
+        except RuntimeError as error:
+            self._raise_failure()
+            raise RuntimeError(f"the group broke: {error}") from error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others. The first to fail is believed."""
+        left = isinstance(error, GeneratorExit)
+        what = "stopped receiving" if left else f"failed: {type(error).__name__}: {error}"
+        reason = f"{self._members[self._rank]} {what}"
+        with contextlib.suppress(RuntimeError):  # no store, no process that serves it: nobody is left to be told
+            self._store.compare_set(f"failed {self._nonce}", "", reason)
+
+    def _until(self, done: Callable[[], bool], every_s: float, problem: Callable[[], str]) -> None:
+        look_at = time.monotonic() + LOOK_S
+        while not done():
+            now = time.monotonic()
+            if now > look_at:
+                self._raise_failure()
+                look_at = now + LOOK_S
+            if now > self._deadline:
+                self._raise_failure()
+                raise RuntimeError(f"{problem()} within {self._timeout_s:g} s")
+            time.sleep(every_s)
+
+    def _raise_failure(self) -> None:
+        key = f"failed {self._nonce}"
+        if self._store.check([key]):
+            raise RuntimeError(self._store.get(key).decode())
+
+
+class Membership:
+    """One member's place in the group, kept from transfer to transfer."""
+
+    def __init__(self, device: torch.device):
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._server: tuple[str, int] | None = None
+        self._store: Store | None = None
+        self._group: Any = None
+        self._name = ""
+        """Of the group: the nonce of its first transfer."""
+        self._members: list[str] = []
+
+    @contextlib.contextmanager
+    def joined(self, location: dict[str, Any], rank: int) -> Iterator[Transfer]:
+        """The transfer, once all members have come. Who leaves it by an exception breaks the group for all."""
+        transfer = Transfer(self._connect(location), location, rank)
+        held, self._name = self._name, ""  # until this transfer ends well, no group is held
+        try:
+            if not transfer.meet(held if self._members == location["members"] else ""):
+                self._end_group()
+                self._group = self._make_group(location, rank, transfer.seconds_left)
+                held, self._members = location["nonce"], location["members"]
+            transfer.group = self._group
+            yield transfer
+        except BaseException as error:
+            transfer.fail(error)
+            transfer.group = None
+            traceback.clear_frames(error.__traceback__)  # broadcasts that they hold keep the connections open
+            self._end_group()
+            raise
+        self._name = held
+
+    def leave(self) -> None:
+        self._end_group()
+        self._name, self._server, self._store = "", None, None
+
+    def _connect(self, location: dict[str, Any]) -> Store:
+        server = (location["host"], location["port"])
+        if self._store is None or server != self._server:
+            timeout = timedelta(seconds=min(location["timeout_s"], STORE_TIMEOUT_S))
+            self._store = TCPStore(*server, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._server = server
+        return self._store
+
+    def _make_group(self, location: dict[str, Any], rank: int, seconds: float) -> Any:
+        assert self._store is not None
+        store = PrefixStore(f"group {location['nonce']}", self._store)
+        size = len(location["members"])
+        if self.backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+        return _make_nccl(store, rank, size, seconds)
+
+    def _end_group(self) -> None:
+        """Beside: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
+        last, self._group = [self._group], None
+        if last[0] is not None:
+            threading.Thread(target=_end, args=(last,), name="end-of-weight-group").start()
+
+
+def _end(last: list[Any]) -> None:
+    """`last` holds the only reference: gloo ends with the object."""
+    if last[0].name() == "nccl":
+        last[0].abort()
+    last.clear()
+
+
+def _make_nccl(store: Store, rank: int, size: int, seconds: float) -> Any:
+    """Its watchdog ends the process when a broadcast fails or is late, unless told otherwise while it is made. Here a
+    failed transfer is an error like others, and `Transfer.wait` is what keeps the deadline."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * seconds + 600)
+    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(key)
+    os.environ[key] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before

@@ -13,7 +13,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from configs import load, validate
-from configs.schema import Config, Device, DType, Layout, ModelKind
+from configs.schema import Config, Device, DType, Layout, ModelKind, PauseMode
 from configs.validate import ConfigError, check
 
 CONFIGS = Path(load.__file__).parent
@@ -178,6 +178,8 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"rollout__reward": ":f"}, "rollout.reward=:f: must be one of gsm8k"),
         ({"rollout__reward": "math:not a name"}, "rollout.reward=math:not a name: must be one of gsm8k"),
         ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=120"),
+        ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
+        ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
         (
             {"device": Device.cpu, "rollout__kv_cache_mb": None},
@@ -197,6 +199,8 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
         {"rollout__top_k": 1},
         {"rollout__reward": "os.path:join"},
         {"weight_sync__interval": 8},
+        {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
+        {"weight_sync__pause_mode": PauseMode.abort},
         {"trainer__num_ranks": 16},
         {"data__train_files": f"{one}, {two}", "data__val_files": f"{two}"},
         {"model__kind": ModelKind.hf, "model__path": "org/name"},

@@ -7,6 +7,7 @@ import pytest
 
 from rollout.agent_worker import EvaluationPart
 from rollout.evaluation import Evaluator
+from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
 from tests.fakes import make_prompt, run_virtual
 
@@ -31,9 +32,13 @@ class FakeRunner:
         )
 
 
-def make_evaluator(runner: FakeRunner, num_prompts: int) -> Evaluator:
+def make_evaluator(runner: FakeRunner, num_prompts: int, router: ReplicaRouter | None = None) -> Evaluator:
     prompts = [make_prompt(ordinal) for ordinal in range(num_prompts)]
-    return Evaluator(prompts=prompts, replicas=["a", "b", "c"], runner=runner, max_tokens=9, timeout_s=5)
+    return Evaluator(prompts=prompts, replicas=router or make_router(), runner=runner, max_tokens=9, timeout_s=5)
+
+
+def make_router() -> ReplicaRouter:
+    return ReplicaRouter(["a", "b", "c"], max_inflight=8)
 
 
 def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas() -> None:
@@ -52,6 +57,24 @@ def test_replicas_without_a_share_are_left_alone() -> None:
     runner = FakeRunner()
     assert run_virtual(make_evaluator(runner, 2).evaluate()).num_prompts == 2
     assert runner.asked == {"a": [0], "b": [1]}
+
+
+def test_those_out_of_service_are_not_asked() -> None:
+    """They serve another version, or none."""
+    runner, router = FakeRunner(), make_router()
+    evaluator = make_evaluator(runner, 4, router)
+
+    async def main() -> None:
+        await router.eject("a", RuntimeError("not verified"))
+        assert (await evaluator.evaluate()).num_prompts == 4
+        assert runner.asked == {"b": [0, 2], "c": [1, 3]}
+        runner.asked.clear()
+        await router.admit("a")
+        await router.remove("c", RuntimeError("died"))
+        assert (await evaluator.evaluate()).num_prompts == 4
+        assert runner.asked == {"a": [0, 2], "b": [1, 3]}
+
+    run_virtual(main())
 
 
 def test_an_evaluation_past_its_deadline_names_the_key() -> None:

@@ -137,8 +137,14 @@ class TrajectoryGroup:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    greedy_reward: float | None = None
-    """Of a greedy trajectory that is not trained, where the advantage needs one and it has a reward."""
+    greedy: Trajectory | None = None
+    """A greedy trajectory of the prompt, not trained, where the advantage compares with its reward (remax)."""
+
+    @property
+    def errors(self) -> list[str | None]:
+        """Why rewards failed, None for each that did not."""
+        every = self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
+        return [trajectory.error for trajectory in every]
 
     @property
     def rewards_differ(self) -> bool:

@@ -52,8 +52,9 @@ def trainable(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[T
 
 def _scored_group(group: TrajectoryGroup, has_reward: BoolArray) -> ScoredGroup:
     scored = [trajectory for trajectory, has in zip(group.trajectories, has_reward, strict=True) if has]
+    greedy = group.greedy
     return ScoredGroup(
         rewards=np.array([trajectory.shaped_reward for trajectory in scored], np.float32),
         lengths=np.array([max(1, trajectory.loss_mask.sum()) for trajectory in scored], np.int32),
-        greedy_reward=group.greedy_reward,
+        greedy_reward=None if greedy is None or greedy.error is not None else greedy.shaped_reward,
     )

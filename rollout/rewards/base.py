@@ -14,6 +14,9 @@ class RewardResult:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the reward's own, shown as reward/<name>: the mean over the step's trajectories."""
+    error: str | None = None
+    """Why there is no reward: its trajectory is not trained, and counts under rollout.max_failed_rewards. Set for a
+    reward that raises, takes too long or gives no finite number; a reward may also set it itself."""
 
 
 Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]

@@ -49,12 +49,20 @@ def test_the_estimator_sees_what_is_learned_and_which_tokens_are_the_policys() -
     tool = make_trajectory([1], [2, 3, 4, 5], loss_mask=[True, False, False, True], reward=1.0)
     late = make_trajectory([1], [2, 3, 4], reward=1.0, overlong_penalty=-0.25)
     nothing_fresh = make_trajectory([1], [2, 3, 4], loss_mask=[False] * 3)
-    group = replace(make_group(0, [tool, late, nothing_fresh]), greedy_reward=0.5)
+    group = make_group(0, [tool, late, nothing_fresh])
     assert advantages_of([group], look, NO_STD)[0].tolist() == [1, 0.75, 0]
     (scored,) = seen
     assert scored.rewards.tolist() == [1, 0.75, 0]
     assert scored.lengths.tolist() == [2, 3, 1], "at least one token, so that an average over tokens exists"
-    assert advantages_of([group], remax, NO_STD)[0].tolist() == [0.5, 0.25, -0.5]
+    assert scored.greedy_reward is None
+
+
+def test_remax_compares_with_the_greedy_trajectory_unless_its_reward_failed() -> None:
+    greedy = make_trajectory([1], [2], reward=1.0, overlong_penalty=-0.5)
+    group = replace(make_group(0, rewarded(1, 0)), greedy=greedy)
+    assert advantages_of([group], remax, NO_STD)[0].tolist() == [0.5, -0.5]
+    failed = replace(group, greedy=replace(greedy, error="no"))
+    assert advantages_of([failed], remax, NO_STD)[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

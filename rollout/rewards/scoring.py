@@ -8,7 +8,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import SupportsFloat, cast
 
@@ -125,11 +125,8 @@ def _result(prompt: Prompt, outcome: object) -> RewardResult:
 def checked(value: object) -> RewardResult:
     """A reward's answer as a result whose numbers are floats. Raises TypeError or ValueError."""
     result = value if isinstance(value, RewardResult) else RewardResult(reward=_finite("a reward", value))
-    return RewardResult(
-        reward=_finite("a reward", result.reward),
-        metrics={name: _finite(f"the metric {name}", number) for name, number in result.metrics.items()},
-        error=result.error,
-    )
+    metrics = {name: _finite(f"the metric {name}", number) for name, number in result.metrics.items()}
+    return replace(result, reward=_finite("a reward", result.reward), metrics=metrics)
 
 
 def _finite(what: str, value: object) -> float:

@@ -115,9 +115,7 @@ def load_estimator(name: str) -> Estimator:
 
 
 def _centered(rewards: FloatArray, weights: IntArray | None = None) -> Float64Array:
-    """Minus the (weighted) mean; exactly 0 where all are equal, which the mean's rounding would spoil."""
-    if np.all(rewards == rewards[0]):
-        return np.zeros(len(rewards))
+    """Minus the (weighted) mean; exactly 0 where all are equal, since float32 numbers add up in float64 exactly."""
     exact = rewards.astype(np.float64)
     return exact - np.average(exact, weights=weights)
 
@@ -131,8 +129,6 @@ def _whitened(values: list[Float64Array], groups: Sequence[ScoredGroup]) -> list
     unbiased, with the number of tokens."""
     flat = np.concatenate(values)
     lengths = np.concatenate([g.lengths for g in groups])
-    if np.all(flat == flat[0]):
-        return [np.zeros(len(value), np.float32) for value in values]
     mean = np.average(flat, weights=lengths)
     variance = (lengths * (flat - mean) ** 2).sum() / (lengths.sum() - 1)
     return [_float32((value - mean) / np.sqrt(variance + 1e-8)) for value in values]

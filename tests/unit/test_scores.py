@@ -34,8 +34,16 @@ def test_a_failed_reward_counts_in_no_baseline() -> None:
 
 
 def test_a_group_with_fewer_than_two_rewards_learns_nothing() -> None:
-    assert advantages(rewarded(None, 7), rewarded(None, None), rewarded(1, 0)) == [[0, 0], [0, 0], [0.5, -0.5]]
-    assert advantages(rewarded(None, 7), rewarded(None, None)) == [[0, 0], [0, 0]]
+    """Whatever the estimator, which is not even asked where no group has two."""
+
+    def rewards(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[FloatArray]:
+        assert groups
+        return [group.rewards for group in groups]
+
+    lonely = [make_group(0, rewarded(None, 7)), make_group(1, rewarded(None, None))]
+    assert [some.tolist() for some in advantages_of(lonely, rewards, NO_STD)] == [[0, 0], [0, 0]]
+    groups = [*lonely, make_group(2, rewarded(1, 3))]
+    assert [some.tolist() for some in advantages_of(groups, rewards, NO_STD)] == [[0, 0], [0, 0], [1, 3]]
 
 
 def test_the_estimator_sees_what_is_learned_and_which_tokens_are_the_policys() -> None:

@@ -216,16 +216,20 @@ def test_slow_rewards_run_side_by_side() -> None:
     assert run_virtual(main()) == pytest.approx(3600)
 
 
-def test_quick_rewards_share_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_rewards_share_one_thread_and_async_ones_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "PATIENCE_S", 30.0)
-    threads: set[int] = set()
+    started: list[threading.Thread] = []
 
-    def quick(prompt: Prompt, text: str) -> float:
-        threads.add(threading.get_ident())
-        return 0.0
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            started.append(self)
+            super().start()
 
-    assert outcomes(quick, ["x"] * 100) == [0.0] * 100
-    assert len(threads) == 1 and threading.get_ident() not in threads
+    monkeypatch.setattr(threading, "Thread", Thread)
+    assert outcomes(of_length, ["xx"] * 100) == [1.0] * 100
+    assert len(started) == 1 and started[0].daemon
+    assert outcomes(AsyncCallable()) == outcomes(later) == [1.0, 0.5, 0.0]
+    assert len(started) == 1
 
 
 def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:

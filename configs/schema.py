@@ -148,8 +148,21 @@ class DataConfig:
 class AlgorithmConfig:
     group_size: int = 8
     """Trajectories per prompt."""
+    advantage: str = "grpo"
+    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, or
+    `package.module:function` taking (groups, algorithm)."""
     normalize_by_std: bool = True
-    """Divide a group's advantages by its reward's standard deviation (GRPO); false is Dr. GRPO."""
+    """Divide a group's advantages by its reward's standard deviation (GRPO, pass@k); false is Dr. GRPO."""
+    filter_groups: bool = False
+    """Leave out groups whose rewards are all equal, and sample other prompts in their place (DAPO)."""
+    max_sample_batches: int = 30
+    """With filter_groups: the run ends when so many batches of groups in a row were left out without filling one."""
+    overlong_buffer_tokens: int = 0
+    """The reward falls linearly over the last so many tokens before rollout.max_response_tokens (DAPO); 0 is off."""
+    overlong_penalty: float = 1.0
+    """What a response of full length loses, with overlong_buffer_tokens."""
+    mask_truncated: bool = False
+    """Do not train on responses that were cut off; their rewards stay in the baseline of their group."""
     clip_ratio_low: float = 0.2
     """The ratio is clipped below at 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.28
@@ -190,6 +203,13 @@ class RolloutConfig:
     """Give every trajectory a sampling seed of its own (from seed, ordinal and index): repeatable, a little slower."""
     reward: str = "gsm8k"
     """A reward of the registry, or `package.module:function` taking (prompt, text)."""
+    reward_timeout_s: float = 60.0
+    """Deadline of one reward, which has failed when it passes."""
+    max_failed_rewards: float = 0.01
+    """Share of the run's trajectories whose reward may fail: those are not trained. One more ends the run; 0: the first
+    does."""
+    agent_loop: str = "single_turn"
+    """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
     num_agent_workers: int = 1
     """Ray actors that run agent loops and rewards."""
     dtype: DType = DType.float32

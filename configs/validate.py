@@ -1,13 +1,20 @@
 """Refuses values that are out of range or contradict one another, before anything starts."""
 
-import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+from configs.dotted import find
 from configs.schema import Config, ModelKind, PauseMode, Transport
 from configs.serve import serve_problems
 
+# Named here too, because configs are checked before anything of rollout or trainer is imported.
 BUILT_IN_REWARDS = ("gsm8k",)
+BUILT_IN_AGENT_LOOPS = ("single_turn",)
+BUILT_IN_ADVANTAGES = (
+    *("grpo", "rloo", "opo", "grpo_passk", "gpg"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+)
 
 
 class ConfigError(ValueError):
@@ -20,8 +27,12 @@ def check(config: Config) -> None:
         *_out_of_range(config),
         *_model_problems(config),
         *_data_problems(config),
-        *_reward_problems(config.rollout.reward),
         *serve_problems(config.serve),
+        *_dotted_problems("rollout.reward", config.rollout.reward, BUILT_IN_REWARDS, ("prompt", "text")),
+        *_dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
+        *_dotted_problems(
+            "algorithm.advantage", config.algorithm.advantage, BUILT_IN_ADVANTAGES, ("groups", "algorithm")
+        ),
         *_contradictions(config),
     ]
     if problems:
@@ -37,6 +48,9 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "data.num_train": (1, None),
     "data.num_val": (1, None),
     "data.max_prompt_tokens": (1, None),
+    "algorithm.max_sample_batches": (1, None),
+    "algorithm.overlong_buffer_tokens": (0, None),
+    "algorithm.overlong_penalty": (0, None),
     "algorithm.clip_ratio_low": (0, 1),
     "algorithm.clip_ratio_high": (0, None),
     "algorithm.importance_cap": (1, None),
@@ -48,6 +62,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.max_num_seqs": (1, None),
     "rollout.max_response_tokens": (1, None),
     "rollout.top_p": (1e-6, 1),
+    "rollout.reward_timeout_s": (1, None),
+    "rollout.max_failed_rewards": (0, 1),
     "rollout.num_agent_workers": (1, None),
     "rollout.kv_cache_mb": (1, None),
     "rollout.gpu_memory_utilization": (0.05, 1),
@@ -132,18 +148,15 @@ def _files(config: Config, key: str) -> str | None:
     return config.data.train_files if key == "train_files" else config.data.val_files
 
 
-def _reward_problems(reward: str) -> list[Problem]:
-    if reward in BUILT_IN_REWARDS:
+def _dotted_problems(key: str, path: str, known: Sequence[str], parameters: Sequence[str]) -> list[Problem]:
+    """`path` is one of `known`, or the dotted path of something that can be called with `parameters`."""
+    if path in known:
         return []
-    allowed = f"must be one of {', '.join(BUILT_IN_REWARDS)}, or package.module:function of an importable module"
-    module, _, function = reward.partition(":")
-    if not function.isidentifier():
-        return [("rollout.reward", reward, allowed)]
     try:
-        found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        found = False
-    return [] if found else [("rollout.reward", reward, allowed)]
+        find(key, path, parameters, known)
+    except ValueError as error:
+        return [(key, path, str(error).removeprefix(f"{key}={path}: "))]
+    return []
 
 
 def _contradictions(config: Config) -> list[Problem]:
@@ -152,6 +165,9 @@ def _contradictions(config: Config) -> list[Problem]:
     if algorithm.group_size < 2:
         allowed = "must be at least 2: group advantages of one trajectory are all 0"
         problems.append(("algorithm.group_size", algorithm.group_size, allowed))
+    if algorithm.overlong_buffer_tokens > rollout.max_response_tokens:
+        allowed = f"at most rollout.max_response_tokens={rollout.max_response_tokens}"
+        problems.append(("algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, allowed))
     if sync.interval > 0 and trainer.total_steps % sync.interval:
         problems.append(
             ("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={trainer.total_steps}")

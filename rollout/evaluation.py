@@ -7,6 +7,7 @@ from typing import Protocol
 
 from configs.deadline import within
 from rollout.agent_worker import EvaluationPart
+from rollout.rewards.budget import FailureBudget
 from rollout.types import Prompt, SamplingParams
 
 
@@ -24,7 +25,7 @@ class InService(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     accuracy: float
-    """Mean reward."""
+    """Mean reward; one that failed is 0."""
     mean_response_tokens: float
     num_prompts: int
     versions: tuple[int, ...]
@@ -42,16 +43,18 @@ class Evaluator:
         runner: EvaluationRunner,
         max_tokens: int,
         timeout_s: float,
+        failures: FailureBudget,
     ):
         self._prompts = list(prompts)
         self._replicas = replicas
         self._runner = runner
         self._sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self._timeout_s = timeout_s
+        self._failures = failures
         self.num_requests = 0
 
     async def evaluate(self) -> Evaluation:
-        """Raises TimeoutError past rollout.group_timeout_s."""
+        """Raises TimeoutError past rollout.group_timeout_s, RewardFailuresError when too many rewards fail."""
         replicas = self._replicas.healthy
         shares = [self._prompts[index :: len(replicas)] for index in range(len(replicas))]
         self.num_requests += len(self._prompts)
@@ -64,6 +67,7 @@ class Evaluator:
         )
         async with within(self._timeout_s, "rollout.group_timeout_s", "evaluation"):
             parts = await answers
+        self._failures.count(error for part in parts for error in part.errors)
         rewards = [reward for part in parts for reward in part.rewards]
         tokens = [count for part in parts for count in part.response_tokens]
         versions = frozenset[int]().union(*(part.versions for part in parts))

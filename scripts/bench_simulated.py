@@ -32,7 +32,7 @@ from rollout.replica import RolloutReplica
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
-from rollout.types import SamplingParams
+from rollout.types import Prompt, SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf
 from scripts.supervision import until_first_ends
 from scripts.virtual_clock import run_virtual
@@ -111,9 +111,10 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         buffer=buffer,
         router=router,
         runner=AgentWorker(
+            config=config,
             tokenizer=NoTokenizer(),
             loop=ForcedLengths({"": job.length_of}),
-            reward=lambda prompt, text: 0.0,
+            reward=no_reward,
             replicas={replica.name: replica.generate_group for replica in replicas},
         ),
         sampling=SamplingParams(),
@@ -223,6 +224,11 @@ class SimulatedTrainer:
 
     async def send(self, manifest: dict[str, Any]) -> int:
         return 0
+
+
+async def no_reward(prompt: Prompt, text: str) -> float:
+    """Async, as a thread would not wait for the virtual clock."""
+    return 0.0
 
 
 class NoTokenizer:

@@ -22,7 +22,8 @@ def describe(config: Config, device: str, run_dir: Path) -> str:
         ("replicas", f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {per_replica}, "
                      f"{rollout.max_num_seqs} trajectories at once each"),
         ("trainer", f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows"),
-        ("agents", f"{rollout.num_agent_workers} worker(s), reward {rollout.reward}"),
+        ("agents", f"{rollout.num_agent_workers} worker(s), {rollout.agent_loop}, reward {rollout.reward}"),
+        ("advantage", algorithm.advantage + (", groups of equal rewards replaced" if algorithm.filter_groups else "")),
         ("training", f"{steps}, update of the replicas every {config.weight_sync.interval}"),
         ("staleness", f"at most {rollout.max_staleness} versions ({slots} slots), then {rollout.stale_policy.value}"),
         ("run folder", str(run_dir)),

@@ -22,6 +22,7 @@ from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.rewards.budget import FailureBudget
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
@@ -90,9 +91,8 @@ async def start(
         config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start, actor_class
     )
     agents = AgentWorkerGroup(
-        num_workers=config.rollout.num_agent_workers,
+        config=config,
         tokenizer_path=boot_path,
-        reward=config.rollout.reward,
         replicas=replicas,
         on_start=on_start,
         agent_loop=agent_loop,
@@ -133,13 +133,8 @@ async def start(
 async def train(config: Config, parts: Parts, console: Console, recorder: RunRecorder) -> dict[str, Any]:
     """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
     rollout, trainer, algorithm, fleet = config.rollout, config.trainer, config.algorithm, parts.fleet
-    window = StalenessWindow(
-        groups_per_step=trainer.prompts_per_step,
-        max_staleness=rollout.max_staleness,
-        update_interval=config.weight_sync.interval,
-    )
-    total_groups = trainer.total_steps * trainer.prompts_per_step
-    buffer = TrajectoryBuffer(SlotLedger(window, rollout.stale_policy, total_groups), trainer.batch_timeout_s)
+    failures = failure_budget(config)
+    buffer = make_buffer(config, failures)
     rollouter = Rollouter(
         stream=PromptStream(parts.train_rows, config.seed),
         buffer=buffer,
@@ -156,6 +151,7 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         runner=parts.agents,
         max_tokens=rollout.max_response_tokens,
         timeout_s=rollout.group_timeout_s,
+        failures=failures,
     )
     loop = TrainLoop(
         config=config,
@@ -185,6 +181,27 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
             "continued": int(totals["continued"]),
             "max_staleness": rollout.max_staleness,
         }
+    )
+
+
+def failure_budget(config: Config) -> FailureBudget:
+    trainer = config.trainer
+    num_trajectories = trainer.total_steps * trainer.prompts_per_step * config.algorithm.group_size
+    return FailureBudget(config.rollout.max_failed_rewards, num_trajectories)
+
+
+def make_buffer(config: Config, failures: FailureBudget) -> TrajectoryBuffer:
+    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
+    window = StalenessWindow(
+        groups_per_step=trainer.prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        update_interval=config.weight_sync.interval,
+    )
+    return TrajectoryBuffer(
+        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step),
+        trainer.batch_timeout_s,
+        failures,
+        algorithm.max_sample_batches if algorithm.filter_groups else None,
     )
 
 

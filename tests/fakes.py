@@ -1,6 +1,8 @@
 """Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,14 @@ def make_trajectory(*versions: int) -> Trajectory:
 
 
 def make_group(ordinal: int, *versions: int, group_size: int = 1) -> TrajectoryGroup:
+    """All rewards are 0."""
     return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(make_trajectory(*versions),) * group_size)
+
+
+def make_mixed_group(ordinal: int, *versions: int) -> TrajectoryGroup:
+    """One of two answers is right."""
+    wrong = make_trajectory(*versions)
+    return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(wrong, replace(wrong, reward=1.0)))
 
 
 # -- around the rollouter ----------------------------------------------------------------------------------------------
@@ -64,10 +73,17 @@ class FakeStream:
 class FakeRunner:
     """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
 
-    The first token is of the version that was live at the start, the last of the one at the end.
+    The first token is of the version that was live at the start, the last of the one at the end. Its rewards are all
+    equal where `is_flat(ordinal)`.
     """
 
-    def __init__(self, seconds: list[float], errors: dict[int, BaseException] | None = None):
+    def __init__(
+        self,
+        seconds: list[float],
+        errors: dict[int, BaseException] | None = None,
+        is_flat: Callable[[int], bool] = lambda ordinal: True,
+    ):
+        self._is_flat = is_flat
         self.live = 0
         self.events: list[tuple[str, int, str]] = []
         self._seconds = seconds
@@ -86,7 +102,9 @@ class FakeRunner:
         self.events.append(("end", ordinal, replica))
         if ordinal in self._errors:
             raise self._errors[ordinal]
-        return make_group(ordinal, first, self.live, group_size=group_size)
+        if self._is_flat(ordinal):
+            return make_group(ordinal, first, self.live, group_size=group_size)
+        return make_mixed_group(ordinal, first, self.live)
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

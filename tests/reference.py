@@ -18,7 +18,7 @@ from rollout.types import BoolArray, FloatArray, Prompt, Trajectory, TrajectoryG
 VOCAB_SIZE = 64
 
 
-def make_trajectory(
+def make_trajectory(  # noqa: PLR0913
     prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     *,
@@ -28,6 +28,8 @@ def make_trajectory(
     spans: tuple[VersionSpan, ...] | None = None,
     finish_reason: str = "stop",
     cached_tokens: int = 0,
+    overlong_penalty: float = 0.0,
+    error: str | None = None,
 ) -> Trajectory:
     length = len(response_ids)
     return Trajectory(
@@ -41,6 +43,8 @@ def make_trajectory(
         text=" ".join(map(str, response_ids)),
         replica="replica-0",
         cached_tokens=cached_tokens,
+        overlong_penalty=overlong_penalty,
+        error=error,
     )
 
 

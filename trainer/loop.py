@@ -5,14 +5,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
-from trainer.advantage import grpo
+from trainer.advantage import load_estimator
 from trainer.batch import StepBatch, assemble
 from trainer.batch_metrics import group_metrics
 from trainer.metrics import Metric, timed, to_floats
+from trainer.scores import advantages_of, trainable
 
 
 class GroupBatch(Protocol):
@@ -92,6 +91,7 @@ class TrainLoop:
         self._held_out = held_out
         self._fleet = fleet
         self._recorder = recorder
+        self._estimator = load_estimator(config.algorithm.advantage)
         self._started = time.perf_counter()
 
     async def run(self) -> None:
@@ -138,10 +138,9 @@ class TrainLoop:
 
     def _assemble(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[FloatArray], StepBatch]:
         trainer, algorithm = self._config.trainer, self._config.algorithm
-        rewards = [np.array([t.reward for t in group.trajectories], np.float32) for group in groups]
-        advantages = [grpo(group_rewards, algorithm.normalize_by_std) for group_rewards in rewards]
+        advantages = advantages_of(groups, self._estimator, algorithm)
         step_batch = assemble(
-            groups,
+            trainable(groups, algorithm.mask_truncated),
             advantages,
             layout=trainer.layout,
             num_ranks=trainer.num_ranks,

@@ -106,6 +106,8 @@ class RunRecorder:
                         "response": trajectory.text,
                         "ground_truth": group.prompt.ground_truth,
                         "reward": trajectory.reward,
+                        "overlong_penalty": trajectory.overlong_penalty,
+                        "error": trajectory.error,
                         "advantage": round(float(advantage), 6),
                         "versions": [[span.start, span.end, span.global_steps] for span in trajectory.spans],
                         "finish_reason": trajectory.finish_reason,

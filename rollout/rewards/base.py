@@ -1,10 +1,9 @@
 """What a reward is, and how its name in the config becomes a function."""
 
-import importlib
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from configs.dotted import find
 from rollout.types import Prompt
 
 
@@ -15,6 +14,9 @@ class RewardResult:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the reward's own, shown as reward/<name>: the mean over the step's trajectories."""
+    error: str | None = None
+    """Why there is no reward: its trajectory is not trained, and counts under rollout.max_failed_rewards. Set for a
+    reward that raises, takes too long or gives no finite number; a reward may also set it itself."""
 
 
 Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]
@@ -26,16 +28,4 @@ BUILT_IN = {"gsm8k": "rollout.rewards.gsm8k:gsm8k"}
 def load_reward(name: str) -> Reward:
     """`name` is built in, or `package.module:function`. Raises ValueError when there is no such function of two
     arguments, so that a wrong name shows before the first rollout."""
-    module_name, _, function_name = BUILT_IN.get(name, name).partition(":")
-    if not function_name:
-        known = ", ".join(BUILT_IN)
-        raise ValueError(f"rollout.reward={name}: must be one of {known}, or package.module:function")
-    module = importlib.import_module(module_name)
-    if function_name not in vars(module):
-        raise ValueError(f"rollout.reward={name}: {module_name} has no {function_name}")
-    reward = vars(module)[function_name]
-    try:
-        inspect.signature(reward).bind(None, None)
-    except TypeError as error:
-        raise ValueError(f"rollout.reward={name}: must take (prompt, text): {error}") from error
-    return reward
+    return find("rollout.reward", BUILT_IN.get(name, name), ("prompt", "text"), known=tuple(BUILT_IN))

@@ -193,7 +193,7 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
     overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0"]
     if who == "reward":
-        overrides.append("rollout.reward=tests.system.rewards:raises_after_200")
+        overrides += ["rollout.reward=tests.system.rewards:raises_after_200", "rollout.max_failed_rewards=0"]
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
         # Whoever talks to the dead first reports it: a rollout, an update, or the watch.
@@ -213,11 +213,22 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
         assert read_metrics(run.run_dir / "metrics.jsonl"), "what was logged is kept"
 
 
+DAPO_WITH_A_TOOL = [
+    "algorithm.filter_groups=true",
+    "algorithm.overlong_buffer_tokens=16",
+    "algorithm.mask_truncated=true",
+    "algorithm.advantage=trainer.advantage:reinforce_plus_plus",
+    "rollout.agent_loop=rollout.envs.calculator:agent_loop",
+]
+
+
 def test_ctrl_c_ends_everything_and_keeps_what_was_logged(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, "trainer.total_steps=100000", "trainer.eval_every=0") as run:
+    with started(tmp_path, *SMALL, *DAPO_WITH_A_TOOL, "trainer.total_steps=100000", "trainer.eval_every=0") as run:
         run.wait_for("step  ")
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
         assert run.wait_for_end(END_DEADLINE_S) == 130, run.output.read_text()
         assert "stopped; what was logged is in" in run.output.read_text()
         assert run.survivors() == []
-        assert read_metrics(run.run_dir / "metrics.jsonl")
+        (step, *_) = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+        assert step["rollout/zero_variance_groups"] == 0 and step["rollout/failed_rewards"] == 0
+        assert step["critic/rewards/mean"] < step["critic/score/mean"], "an untrained model does not stop by itself"

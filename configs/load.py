@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs import schema
 from configs.schema import Config
-from configs.validate import ConfigError, check
+from configs.validate import TRAIN_AND_VAL, ConfigError, check
 
 HELP_TEMPLATE = """slipstream: fully-async reinforcement learning of language models
 
@@ -28,11 +29,11 @@ $APP_CONFIG_GROUPS
 """
 
 
-def load(composed: DictConfig) -> Config:
-    """Raises ConfigError for values that cannot work."""
+def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Config:
+    """Raises ConfigError for values that cannot work. `needed_files`: the keys whose data this command reads."""
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    check(config)
+    check(config, needed_files)
     return config
 
 

@@ -51,6 +51,15 @@ class Layout(Enum):
     """One row per trajectory, sorted by length. Best for long responses."""
 
 
+class OverlongPrompts(Enum):
+    """What happens to a prompt of more than `max_prompt_tokens`."""
+
+    filter = "filter"
+    """It is left out, and counted."""
+    refuse = "refuse"
+    """The run does not start."""
+
+
 class WandbMode(Enum):
     offline = "offline"
     online = "online"
@@ -70,6 +79,8 @@ class ModelConfig:
     """tiny (made here, nothing downloaded) or hf (model.path)."""
     path: str | None = None
     """Hugging Face folder or hub name of the policy, with model.kind=hf."""
+    max_position_embeddings: int | None = None
+    """Replaces that of the model's config in the engine, which refuses longer sequences; null keeps it."""
     warmup_steps: int = 800
     """Tiny model only: supervised steps on imperfect worked answers before RL; 0 starts from random weights."""
     cache_dir: str = "~/.cache/slipstream"
@@ -79,23 +90,28 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     train_files: str | None = None
-    """JSONL or parquet file, or a comma-separated list. null makes arithmetic word problems here."""
+    """JSONL or parquet files, folders of `save_to_disk` (a split by `folder@train`) and hub data sets
+    (`openai/gsm8k:main@train`), separated by commas. null makes arithmetic word problems here."""
     val_files: str | None = None
     """The held-out set, as train_files."""
+    loader: str | None = None
+    """`package.module:function` of your own: takes the text of train_files or val_files, gives its rows as dicts."""
     num_train: int = 4000
     """Arithmetic only: how many training problems to make."""
     num_val: int | None = None
     """At most so many held-out problems are evaluated; null takes all (arithmetic: 256)."""
-    question_key: str = "question"
-    """Column with the question."""
+    prompt_key: str = "question"
+    """Column with the question: text, or a list of messages whose last is the user's. A dot reaches into a column."""
     answer_key: str = "answer"
-    """Column with the reference answer; GSM8K's final answer follows `####`."""
+    """Column with the reference answer, such as `reward_model.ground_truth`; GSM8K's follows `####`."""
     prompt_template: str = "Question: {question}\nAnswer: "
-    """Text of the prompt; `{question}` is replaced. With chat_template it is the user's message."""
+    """Text that takes the place of the question; `{question}` in it is replaced."""
     chat_template: bool = False
-    """Wrap the prompt in the tokenizer's chat template."""
+    """Wrap the messages, or the question as the user's, in the tokenizer's chat template; false joins their texts."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are left out, and counted."""
+    """Longest prompt."""
+    overlong_prompts: OverlongPrompts = OverlongPrompts.filter
+    """What happens to longer ones: filter (left out, and counted) or refuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +147,7 @@ class RolloutConfig:
     max_response_tokens: int = 32
     """Tokens sampled per trajectory at most."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts. Evaluation is greedy."""
+    """Sampling temperature of training rollouts."""
     top_p: float = 1.0
     """Nucleus of training rollouts. The recorded logprobs are those of the distribution after it."""
     top_k: int = -1
@@ -139,7 +155,14 @@ class RolloutConfig:
     seeded_sampling: bool = False
     """Give every trajectory a sampling seed of its own (from seed, ordinal and index): repeatable, a little slower."""
     reward: str = "gsm8k"
-    """A reward of the registry, or `package.module:function` taking (prompt, text)."""
+    """gsm8k, gsm8k_flexible, dapo, math_verify, format, or `package.module:function` taking (prompt, text); or a sum
+    such as `gsm8k+0.1*format`."""
+    format_pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    """reward=format: the regular expression that a whole response must match. A dot matches newlines too."""
+    verify_timeout_s: float = 5.0
+    """reward=math_verify: a comparison that takes longer is given up, its process killed, the answer wrong."""
+    verify_processes: int = 2
+    """reward=math_verify: processes per agent worker that compare answers."""
     num_agent_workers: int = 1
     """Ray actors that run agent loops and rewards."""
     dtype: DType = DType.float32
@@ -193,6 +216,18 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    samples: int = 1
+    """Responses per held-out prompt. Of k > 1, avg@k, pass@k and maj@k are reported."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus."""
+    timeout_s: float = 1200.0
+    """Deadline of one evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
     interval: int = 1
     """Optimizer steps between updates of the replicas."""
@@ -237,6 +272,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from rollout.agent_loop import AgentLoop, Episode, GenerateGroup, group_sampling
+from rollout.data.encoding import encode
 from rollout.prompts import EncodedRow, Row
 from rollout.rewards.base import Reward, RewardResult
+from rollout.scores import EvaluatedSample
 from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 
@@ -19,8 +21,8 @@ from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory,
 class EvaluationPart:
     """What one replica answered to its share of the held-out set, in the order of the prompts."""
 
-    rewards: tuple[float, ...]
-    response_tokens: tuple[int, ...]
+    samples: tuple[tuple[EvaluatedSample, ...], ...]
+    """Per prompt."""
     versions: frozenset[int]
     """`global_steps` of all tokens: one, when no update came in between."""
 
@@ -36,22 +38,7 @@ class AgentWorker:
 
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
         """Rows whose prompt has at most `max_tokens` tokens; the others are left out."""
-        if not rows:
-            return []  # a tokenizer cannot encode an empty batch
-        texts = [template.replace("{question}", row.question) for row in rows]
-        if chat_template:
-            texts = [
-                self._tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-                for text in texts
-            ]
-        encoded = self._tokenizer(texts, add_special_tokens=not chat_template)["input_ids"]
-        return [
-            EncodedRow(row=row, text=text, token_ids=tuple(token_ids))
-            for row, text, token_ids in zip(rows, texts, encoded, strict=True)
-            if len(token_ids) <= max_tokens
-        ]
+        return encode(self._tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
@@ -62,21 +49,31 @@ class AgentWorker:
         trajectories = await asyncio.gather(*(self._score(prompt, episode, replica) for episode in episodes))
         return TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories))
 
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        """One trajectory per prompt, side by side on one replica, with its reward."""
-        params = self._with_stop(sampling)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        """`num_samples` responses per prompt, all side by side on one replica, with their scores."""
+        asked = [prompt for prompt in prompts for _ in range(num_samples)]
         requests = [
-            GenerationRequest(request_id=f"eval-{prompt.ordinal}", prompt_ids=prompt.token_ids, sampling=params)
+            GenerationRequest(request_id=f"eval-{prompt.ordinal}-{index}", prompt_ids=prompt.token_ids, sampling=params)
             for prompt in prompts
+            for index, params in enumerate(group_sampling(self._with_stop(sampling), num_samples, prompt.ordinal))
         ]
         completions = await self._replicas[replica](requests)
         texts = [self._decode(completion.token_ids) for completion in completions]
         results = await asyncio.gather(
-            *(self._call_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True))
+            *(self._call_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True))
         )
+        samples = [
+            EvaluatedSample(
+                accuracy=result.reward if result.accuracy is None else result.accuracy,
+                answer=result.answer,
+                num_tokens=len(completion.token_ids),
+            )
+            for result, completion in zip(results, completions, strict=True)
+        ]
         return EvaluationPart(
-            rewards=tuple(result.reward for result in results),
-            response_tokens=tuple(len(completion.token_ids) for completion in completions),
+            samples=tuple(tuple(samples[start : start + num_samples]) for start in range(0, len(samples), num_samples)),
             versions=frozenset(span.global_steps for completion in completions for span in completion.spans),
         )
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import ray
 
+from configs.schema import Config
 from rollout.agent_loop import AgentLoop, GenerateGroup, SingleTurn
 from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
-from rollout.rewards.base import load_reward
+from rollout.rewards.registry import load_reward
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 
 
@@ -23,7 +24,7 @@ class AgentWorkerActor(AgentWorker):
         *,
         tokenizer_path: str,
         agent_loop: AgentLoop,
-        reward: str,
+        config: Config,
         replicas: dict[str, Any],
         on_start: Callable[[], None],
     ):
@@ -34,7 +35,7 @@ class AgentWorkerActor(AgentWorker):
         super().__init__(
             tokenizer=AutoTokenizer.from_pretrained(tokenizer_path),
             loop=agent_loop,
-            reward=load_reward(reward),
+            reward=load_reward(config.rollout),
             replicas=clients,
         )
 
@@ -52,9 +53,8 @@ class AgentWorkerGroup:
     def __init__(
         self,
         *,
-        num_workers: int,
+        config: Config,
         tokenizer_path: str,
-        reward: str,
         replicas: list[ReplicaHandle],
         on_start: Callable[[str], Callable[[], None]],
         agent_loop: AgentLoop | None = None,
@@ -66,11 +66,11 @@ class AgentWorkerGroup:
             remote_class.remote(
                 tokenizer_path=tokenizer_path,
                 agent_loop=agent_loop or SingleTurn(),
-                reward=reward,
+                config=config,
                 replicas={replica.name: replica.actor for replica in replicas},
                 on_start=on_start(f"agent-worker-{index}"),
             )
-            for index in range(num_workers)
+            for index in range(config.rollout.num_agent_workers)
         ]
         self._turns = itertools.cycle(self.actors)
 
@@ -88,8 +88,10 @@ class AgentWorkerGroup:
     ) -> TrajectoryGroup:
         return await next(self._turns).run_group.remote(prompt, replica, sampling, group_size)
 
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling, num_samples)
 
     def kill(self) -> None:
         for actor in self.actors:

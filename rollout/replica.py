@@ -82,6 +82,11 @@ class RolloutReplica:
         self.global_steps = global_steps
         return tags
 
+    async def tag_loaded(self, global_steps: int) -> None:
+        """Serve the weights that the engine was started with, as those of `global_steps`: for what trains nothing."""
+        await self._engine.tag_loaded(global_steps)
+        self.global_steps = global_steps
+
     async def wait_dead(self) -> BaseException:
         return await self._engine.wait_dead()
 

@@ -82,6 +82,9 @@ class ReplicaHandle:
     async def swap(self, global_steps: int) -> list[WeightTag]:
         return await self._control("swap", global_steps)
 
+    async def tag_loaded(self, global_steps: int) -> None:
+        await self._control("tag_loaded", global_steps)
+
     async def stats(self) -> dict[str, float]:
         return await self._control("stats")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import ray
 
 from configs.deadline import within
-from configs.schema import Config, ModelKind
+from configs.schema import Config, ModelKind, OverlongPrompts
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import TrajectoryBuffer
@@ -73,14 +74,13 @@ async def start(
     `rows`: train and held-out.
     """
     on_start = output_to(run_dir)
-    boot_path = await _boot_model(config, run_dir)
+    boot_path = await boot_model(config, run_dir)
     replicas = create_replicas(
         config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start, actor_class
     )
     agents = AgentWorkerGroup(
-        num_workers=config.rollout.num_agent_workers,
+        config=config,
         tokenizer_path=boot_path,
-        reward=config.rollout.reward,
         replicas=replicas,
         on_start=on_start,
         agent_loop=agent_loop,
@@ -132,13 +132,7 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         group_size=algorithm.group_size,
         group_timeout_s=rollout.group_timeout_s,
     )
-    evaluator = Evaluator(
-        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(parts.val_rows)],
-        replicas=names,
-        runner=parts.agents,
-        max_tokens=rollout.max_response_tokens,
-        timeout_s=rollout.group_timeout_s,
-    )
+    evaluator = make_evaluator(config, parts.val_rows, names, parts.agents)
     fleet = ReplicaFleet(parts.replicas, router)
     loop = TrainLoop(
         config=config,
@@ -180,6 +174,25 @@ def training_sampling(config: Config) -> SamplingParams:
     )
 
 
+def make_evaluator(
+    config: Config, rows: Sequence[EncodedRow], replicas: Sequence[str], agents: AgentWorkerGroup
+) -> Evaluator:
+    evaluation = config.evaluation
+    return Evaluator(
+        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
+        replicas=replicas,
+        runner=agents,
+        sampling=SamplingParams(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
+        ),
+        num_samples=evaluation.samples,
+        timeout_s=evaluation.timeout_s,
+    )
+
+
 def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
     rollout = config.rollout
     return EngineSpec(
@@ -187,6 +200,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         device=device,
         dtype=rollout.dtype.value,
         max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_position_embeddings=config.model.max_position_embeddings,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -200,7 +214,8 @@ def owner(run_dir: Path) -> str:
     return f"{run_dir.name}-{os.getpid()}"
 
 
-async def _boot_model(config: Config, run_dir: Path) -> str:
+async def boot_model(config: Config, run_dir: Path) -> str:
+    """What engines start on: the policy itself, or, of the tiny model, one of the same shape."""
     if config.model.kind is ModelKind.hf:
         assert config.model.path is not None
         return config.model.path
@@ -208,7 +223,8 @@ async def _boot_model(config: Config, run_dir: Path) -> str:
     return await make.remote(config, run_dir / "untrained_model")
 
 
-async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: str, console: Console) -> int:
+async def policy_model(config: Config, boot_path: str, console: Console) -> str:
+    """What is trained or evaluated: of the tiny model, warmed up here."""
     policy_path = boot_path
     if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
         warm_up = ray.remote(num_cpus=1, num_returns="streaming")(models.warm_tiny_model)
@@ -218,19 +234,33 @@ async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: s
                 policy_path = event
             else:
                 console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
-    return await workers.setup(policy_path)
+    return policy_path
+
+
+async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: str, console: Console) -> int:
+    return await workers.setup(await policy_model(config, boot_path, console))
 
 
 async def _encode(
     config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
 ) -> tuple[list[EncodedRow], list[EncodedRow]]:
+    train, val = rows
+    return await encode_set(config, agents, "train", train, console), await encode_set(
+        config, agents, "held-out", val, console
+    )
+
+
+async def encode_set(
+    config: Config, agents: AgentWorkerGroup, name: str, rows: list[Row], console: Console
+) -> list[EncodedRow]:
+    """Raises ValueError when a prompt is too long and data.overlong_prompts=refuse, or when none is left."""
     data = config.data
-    encoded = []
-    for name, some in zip(("train", "held-out"), rows, strict=True):
-        kept = await agents.encode(some, data.prompt_template, data.chat_template, data.max_prompt_tokens)
-        limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
-        console.message(f"{name}: {len(kept)} prompts, {len(some) - len(kept)} left out ({limit})")
-        if not kept:
-            raise ValueError(f"no {name} prompt has at most {limit} tokens")
-        encoded.append(kept)
-    return encoded[0], encoded[1]
+    kept = await agents.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
+    limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
+    num_left_out = len(rows) - len(kept)
+    console.message(f"{name}: {len(kept)} prompts, {num_left_out} left out ({limit})")
+    if not kept:
+        raise ValueError(f"no {name} prompt has at most {limit} tokens")
+    if num_left_out and data.overlong_prompts is OverlongPrompts.refuse:
+        raise ValueError(f"data.overlong_prompts=refuse: {num_left_out} of {len(rows)} {name} prompts exceed {limit}")
+    return kept

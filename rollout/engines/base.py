@@ -21,6 +21,8 @@ class EngineSpec:
     gpu_memory_utilization: float
     tensor_parallel_size: int
     enforce_eager: bool
+    max_position_embeddings: int | None = None
+    """Replaces that of the model's config, which bounds max_model_len; none keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Engine(Protocol):
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         """While paused: make the staged weights live, and tag them. One answer per worker."""
+        ...
+
+    async def tag_loaded(self, global_steps: int) -> None:
+        """Take the weights that it was started with for those of `global_steps`. Before the first request only."""
         ...
 
     async def wait_dead(self) -> BaseException:

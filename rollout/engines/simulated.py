@@ -94,6 +94,9 @@ class SimulatedEngine:
         self._global_steps = global_steps
         return [WeightTag(global_steps, staged["checksum"])]
 
+    async def tag_loaded(self, global_steps: int) -> None:
+        self._global_steps = global_steps
+
     async def wait_dead(self) -> BaseException:
         return await asyncio.shield(self._death)
 

@@ -107,7 +107,7 @@ def _out_of_range(config: Config) -> list[Problem]:
         problems.append(("algorithm.clip_ratio_c", config.algorithm.clip_ratio_c, allowed))
     if not 0 < config.rollout.temperature < math.inf:
         problems.append(
-            ("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation.temperature may be 0)")
+            ("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation may be greedy)")
         )
     if config.rollout.top_k == 0 or config.rollout.top_k < -1:
         problems.append(("rollout.top_k", config.rollout.top_k, "must be -1 (the whole vocabulary) or at least 1"))

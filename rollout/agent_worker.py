@@ -13,7 +13,7 @@ from rollout.agent_loop import AgentLoop, Episode, GenerateGroup, group_sampling
 from rollout.data.encoding import encode
 from rollout.prompts import EncodedRow, Row
 from rollout.rewards.base import Reward, RewardResult
-from rollout.scores import EvaluatedSample
+from rollout.sample_scores import EvaluatedSample
 from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from configs.deadline import within
 from rollout.agent_worker import EvaluationPart
-from rollout.scores import EvaluatedPrompt, mean_accuracy, scores_by_source
+from rollout.sample_scores import EvaluatedPrompt, mean_accuracy, scores_by_source
 from rollout.types import Prompt, SamplingParams
 
 

@@ -22,7 +22,7 @@ from configs.load import check_overrides, load, register
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.evaluation import Evaluation
-from rollout.scores import scores_by_source
+from rollout.sample_scores import scores_by_source
 from scripts.train import cancelled_by_sigterm, first_error
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class MathVerifyReward:
 class VerifierPool:
     """Processes that compare answers, one comparison at a time each. They start when they are needed."""
 
-    def __init__(self, num_processes: int, timeout_s: float):
+    def __init__(self, num_processes: int, timeout_s: float, command: Sequence[str] = COMMAND):
         self._timeout_s = timeout_s
+        self._command = command
         # Who waits here waits for comparisons that all have a deadline.
         self._seats = asyncio.Semaphore(num_processes)
         self._idle: list[Process] = []
@@ -63,16 +65,20 @@ class VerifierPool:
                     self._kill(process)
                 else:
                     self._idle.append(process)
+            if reply is None:
+                await process.communicate()  # its end, which is near
             return reply
 
-    def close(self) -> None:
-        """Ends all processes. They also end by themselves when this one does."""
-        for process in list(self.processes):
-            self._kill(process)
+    async def close(self) -> None:
+        """Ends all processes and waits for their end. They also end by themselves when this one does."""
+        processes = list(self.processes)
         self._idle.clear()
+        for process in processes:
+            self._kill(process)
+        await asyncio.gather(*(process.communicate() for process in processes))
 
     async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, cwd=ROOT)
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, cwd=ROOT)
         self.processes.append(process)
         ready = False
         try:
@@ -82,10 +88,12 @@ class VerifierPool:
             if not ready:
                 self._kill(process)
         if not ready:
-            raise RuntimeError(f"{' '.join(COMMAND)} ended before it was ready: is math-verify installed?")
+            raise RuntimeError(f"{' '.join(self._command)} ended before it was ready: is math-verify installed?")
         return process
 
     def _kill(self, process: Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         self.processes.remove(process)

@@ -1,46 +1,18 @@
 """Small files with the columns of the published data sets, turned into parquet that a recipe reads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 
 from rollout.data.rows import Columns, load_rows
 from rollout.data.sources import DataError
 from rollout.prompts import Row
-from scripts.prepare_data import DATA_SETS, GSM8K_PROMPT, MATH_PROMPT, main, prepare
+from scripts.prepare_data import DATA_SETS, GSM8K_PROMPT, main, prepare
+from tests.published import dapo_record, math_prompt, write_jsonl, write_parquet
 
 VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
-
-
-def math_prompt(question: str) -> str:
-    return MATH_PROMPT.replace("{question}", question)
-
-
-def dapo_record(question: str, answer: str, index: str) -> dict[str, Any]:
-    """As BytedTsinghua-SIA/DAPO-Math-17k and AIME-2024 have it."""
-    return {
-        "data_source": "math_dapo",
-        "prompt": [{"content": math_prompt(question), "role": "user"}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": index},
-    }
-
-
-def write_parquet(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    return path
-
-
-def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def rows_of(path: Path) -> list[Row]:

@@ -231,7 +231,7 @@ def test_a_reward_that_raises_is_not_swallowed(is_evaluation: bool) -> None:
 
 
 def reward_of_letters(prompt: Prompt, text: str) -> RewardResult:
-    return RewardResult(reward=-1.0, accuracy=float(len(text)), answer=text[:1])
+    return RewardResult(reward=-1.0, accuracy=float(len(text)), answer=prompt.ground_truth + text[:1])
 
 
 def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None:
@@ -240,7 +240,7 @@ def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None
     sampling = SamplingParams(temperature=0.6, max_tokens=8)
     part = run_virtual(make_worker(reward_of_letters, r0=replica).evaluate(prompts, "r0", sampling, 2))
     scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some] for some in part.samples]
-    assert scores == [[(1, "a", 2), (4, "a", 5)], [(2, "a", 3), (0, "", 1)], [(1, "b", 2), (3, "a", 4)]]
+    assert scores == [[(1, "5a", 2), (4, "5a", 5)], [(2, "3a", 3), (0, "3", 1)], [(1, "4b", 2), (3, "4a", 4)]]
     assert part.versions == {4, 5}
     [requests] = replica.calls
     ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]

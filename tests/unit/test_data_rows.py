@@ -209,10 +209,11 @@ def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: 
         ("splits@dev", "splits@dev: cannot be loaded: KeyError"),
         ("one@train", "one@train: it is one split: leave the @ out"),
         ("bare@train", "bare@train: cannot be loaded: "),
+        ("one", "one:2: column 'answer' must be text or a number, is NoneType"),
     ],
 )
 def test_a_data_set_that_cannot_be_read_is_named(entry: str, message: str, tmp_path: Path) -> None:
-    one = Dataset.from_list(RECORDS)
+    one = Dataset.from_list([RECORDS[0], {**RECORDS[1], "answer": None}])
     one.save_to_disk(str(tmp_path / "one"))
     DatasetDict({"train": one}).save_to_disk(str(tmp_path / "splits"))
     (tmp_path / "bare").mkdir()

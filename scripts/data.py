@@ -1,10 +1,23 @@
-"""The rows of a run: from files, or arithmetic problems made here."""
+"""The rows of a run, from files or made here, and their prompts."""
 
-from configs.schema import Config
+from collections.abc import Sequence
+from typing import Protocol
+
+from configs.schema import Config, OverlongPrompts
 from rollout.data import rows
 from rollout.data.arithmetic import Problem
-from rollout.prompts import Row
+from rollout.prompts import EncodedRow, Row
 from scripts.models import arithmetic_problems
+
+
+class Encoder(Protocol):
+    async def encode(
+        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
+    ) -> list[EncodedRow]: ...
+
+
+class Screen(Protocol):
+    def message(self, text: str) -> None: ...
 
 
 def load_rows(config: Config) -> tuple[list[Row], list[Row]]:
@@ -23,6 +36,22 @@ def held_out_rows(config: Config) -> list[Row]:
     else:
         val = _load(config, config.data.val_files)
     return val[: config.data.num_val]
+
+
+async def encode_rows(config: Config, encoder: Encoder, name: str, rows: list[Row], screen: Screen) -> list[EncodedRow]:
+    """The prompts of the rows of `name`; how many are too long is shown.
+
+    Raises ValueError when one is and data.overlong_prompts=refuse, or when none is left.
+    """
+    data = config.data
+    kept = await encoder.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
+    num_too_long, limit = len(rows) - len(kept), f"data.max_prompt_tokens={data.max_prompt_tokens}"
+    if num_too_long and data.overlong_prompts is OverlongPrompts.refuse:
+        raise ValueError(f"data.overlong_prompts=refuse: {num_too_long} of {len(rows)} {name} prompts exceed {limit}")
+    screen.message(f"{name}: {len(kept)} prompts, {num_too_long} left out ({limit})")
+    if not kept:
+        raise ValueError(f"no {name} prompt has at most {limit} tokens")
+    return kept
 
 
 def _load(config: Config, entries: str) -> list[Row]:

@@ -82,7 +82,7 @@ async def _evaluate(config: Config, device: str, run_dir: Path) -> dict[str, Any
     from rollout.replica_group import create_replicas  # noqa: PLC0415
     from scripts import run  # noqa: PLC0415
     from scripts.cluster import cluster, output_to  # noqa: PLC0415
-    from scripts.data import held_out_rows  # noqa: PLC0415
+    from scripts.data import encode_rows, held_out_rows  # noqa: PLC0415
     from trainer.console import PlainConsole  # noqa: PLC0415
 
     rows = held_out_rows(config)  # malformed data is an error before anything starts
@@ -97,7 +97,7 @@ async def _evaluate(config: Config, device: str, run_dir: Path) -> dict[str, Any
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
             await asyncio.gather(*(replica.start(spec) for replica in replicas))
             await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
-        encoded = await run.encode_set(config, agents, "held-out", rows, console)
+        encoded = await encode_rows(config, agents, "held-out", rows, console)
         evaluator = run.make_evaluator(config, encoded, [replica.name for replica in replicas], agents)
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()

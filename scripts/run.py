@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from configs.deadline import within
-from configs.schema import Config, ModelKind, OverlongPrompts
+from configs.schema import Config, ModelKind
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import TrajectoryBuffer
@@ -26,7 +26,7 @@ from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
-from scripts.data import load_rows
+from scripts.data import encode_rows, load_rows
 from scripts.supervision import until_first_ends
 from trainer.console import Console
 from trainer.loop import TrainLoop
@@ -245,22 +245,7 @@ async def _encode(
     config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
 ) -> tuple[list[EncodedRow], list[EncodedRow]]:
     train, val = rows
-    return await encode_set(config, agents, "train", train, console), await encode_set(
-        config, agents, "held-out", val, console
+    return (
+        await encode_rows(config, agents, "train", train, console),
+        await encode_rows(config, agents, "held-out", val, console),
     )
-
-
-async def encode_set(
-    config: Config, agents: AgentWorkerGroup, name: str, rows: list[Row], console: Console
-) -> list[EncodedRow]:
-    """Raises ValueError when a prompt is too long and data.overlong_prompts=refuse, or when none is left."""
-    data = config.data
-    kept = await agents.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
-    limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
-    num_left_out = len(rows) - len(kept)
-    console.message(f"{name}: {len(kept)} prompts, {num_left_out} left out ({limit})")
-    if not kept:
-        raise ValueError(f"no {name} prompt has at most {limit} tokens")
-    if num_left_out and data.overlong_prompts is OverlongPrompts.refuse:
-        raise ValueError(f"data.overlong_prompts=refuse: {num_left_out} of {len(rows)} {name} prompts exceed {limit}")
-    return kept

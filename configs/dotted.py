@@ -35,3 +35,16 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
     except (TypeError, ValueError) as error:  # ValueError: a function of a C extension that tells no signature
         raise ValueError(f"{key}={path}: must be callable with {expected}: {error}") from error
     return found
+
+
+def dotted_problems(
+    key: str, path: str, known: Sequence[str], parameters: Sequence[str]
+) -> list[tuple[str, object, str]]:
+    """(key, value, what is wrong), if `path` is neither one of `known` nor something that `find` finds."""
+    if path in known:
+        return []
+    try:
+        find(key, path, parameters, known)
+    except ValueError as error:
+        return [(key, path, str(error).removeprefix(f"{key}={path}: "))]
+    return []

@@ -1,15 +1,18 @@
 """Refuses values that are out of range or contradict one another, before anything starts."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from configs.dotted import find
+from configs.data_source import parse_sources
+from configs.dotted import dotted_problems
+from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, ModelKind, PauseMode, Transport
 from configs.serve import serve_problems
 
+TRAIN_AND_VAL = ("train_files", "val_files")
 # Named here too, because configs are checked before anything of rollout or trainer is imported.
-BUILT_IN_REWARDS = ("gsm8k",)
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
 BUILT_IN_ADVANTAGES = (
     *("grpo", "rloo", "opo", "grpo_passk", "gpg"),
@@ -21,16 +24,20 @@ class ConfigError(ValueError):
     """A config value that cannot work. The message names the key, the value and what is allowed."""
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError that lists every problem found."""
+def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
+    """Raises ConfigError that lists every problem found. `needed_files`: the keys whose data this command reads.
+
+    Data that is missing is no problem under dry_run: the plan tells it.
+    """
     problems = [
         *_out_of_range(config),
         *_model_problems(config),
-        *_data_problems(config),
+        *_data_problems(config, needed_files),
+        *([] if config.dry_run else missing_data(config, needed_files)),
         *serve_problems(config.serve),
-        *_dotted_problems("rollout.reward", config.rollout.reward, BUILT_IN_REWARDS, ("prompt", "text")),
-        *_dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
-        *_dotted_problems(
+        *_reward_problems(config),
+        *dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
+        *dotted_problems(
             "algorithm.advantage", config.algorithm.advantage, BUILT_IN_ADVANTAGES, ("groups", "algorithm")
         ),
         *_contradictions(config),
@@ -45,6 +52,7 @@ Problem = tuple[str, object, str]
 _RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, None),
     "model.warmup_steps": (0, None),
+    "model.max_position_embeddings": (1, None),
     "data.num_train": (1, None),
     "data.num_val": (1, None),
     "data.max_prompt_tokens": (1, None),
@@ -67,6 +75,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.num_agent_workers": (1, None),
     "rollout.kv_cache_mb": (1, None),
     "rollout.gpu_memory_utilization": (0.05, 1),
+    "rollout.verify_timeout_s": (0.1, None),
+    "rollout.verify_processes": (1, None),
     "rollout.start_timeout_s": (1, None),
     "rollout.group_timeout_s": (1, None),
     "trainer.total_steps": (1, None),
@@ -82,6 +92,10 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.eval_every": (0, None),
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
+    "evaluation.samples": (1, None),
+    "evaluation.temperature": (0, None),
+    "evaluation.top_p": (1e-6, 1),
+    "evaluation.timeout_s": (1, None),
     "weight_sync.interval": (1, None),
     "weight_sync.bucket_mb": (1, None),
     "weight_sync.stage_timeout_s": (0.1, None),
@@ -113,7 +127,9 @@ def _out_of_range(config: Config) -> list[Problem]:
         allowed = "must be above 1: at 1 it would cut the gradient of on-policy tokens"
         problems.append(("algorithm.clip_ratio_c", config.algorithm.clip_ratio_c, allowed))
     if not 0 < config.rollout.temperature < math.inf:
-        problems.append(("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation is greedy)"))
+        problems.append(
+            ("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation may be greedy)")
+        )
     if config.rollout.top_k == 0 or config.rollout.top_k < -1:
         problems.append(("rollout.top_k", config.rollout.top_k, "must be -1 (the whole vocabulary) or at least 1"))
     return problems
@@ -125,38 +141,60 @@ def _model_problems(config: Config) -> list[Problem]:
         return [("model.path", None, "model.kind=hf needs the folder or hub name of a Hugging Face model")]
     if model.kind is ModelKind.tiny and model.path is not None:
         return [("model.path", model.path, "model.kind=tiny makes its own model; choose model=hf to load one")]
+    folder = Path(model.path or "").expanduser()
+    if model.path is not None and folder.is_dir() and not (folder / "config.json").is_file():
+        return [("model.path", model.path, "no Hugging Face model: the folder has no config.json")]
     return []
 
 
-def _data_problems(config: Config) -> list[Problem]:
+def _data_problems(config: Config, needed_files: Sequence[str]) -> list[Problem]:
     data = config.data
     problems: list[Problem] = []
     if "{question}" not in data.prompt_template:
         problems.append(("data.prompt_template", repr(data.prompt_template), "must contain {question}"))
-    if (data.train_files is None) != (data.val_files is None):
+    if tuple(needed_files) == TRAIN_AND_VAL and (data.train_files is None) != (data.val_files is None):
         given = "train_files" if data.val_files is None else "val_files"
         problems.append((f"data.{given}", _files(config, given), "train_files and val_files are set both, or neither"))
-    for key in ("train_files", "val_files"):
-        files = _files(config, key)
-        for name in [] if files is None else files.split(","):
-            if not Path(name.strip()).expanduser().is_file():
-                problems.append((f"data.{key}", name, f"no such file (from {Path.cwd()})"))
+    if data.loader is not None:
+        if data.train_files is None and data.val_files is None:
+            allowed = "needs data.train_files and data.val_files, which it is called with"
+            problems.append(("data.loader", data.loader, allowed))
+        problems += dotted_problems("data.loader", data.loader, (), ("entries",))
     return problems
+
+
+def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> list[Problem]:
+    """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
+    return [
+        (
+            f"data.{key}",
+            source,
+            f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes",
+        )
+        for key in needed_files
+        if (entries := _files(config, key)) is not None and config.data.loader is None
+        for source in parse_sources(entries)
+        if not source.may_be_on_the_hub and (not source.name or not source.path.exists())
+    ]
 
 
 def _files(config: Config, key: str) -> str | None:
     return config.data.train_files if key == "train_files" else config.data.val_files
 
 
-def _dotted_problems(key: str, path: str, known: Sequence[str], parameters: Sequence[str]) -> list[Problem]:
-    """`path` is one of `known`, or the dotted path of something that can be called with `parameters`."""
-    if path in known:
-        return []
+def _reward_problems(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
     try:
-        find(key, path, parameters, known)
+        terms = parse_reward(rollout.reward)
     except ValueError as error:
-        return [(key, path, str(error).removeprefix(f"{key}={path}: "))]
-    return []
+        yield "rollout.reward", rollout.reward, str(error).removeprefix(f"rollout.reward={rollout.reward}: ")
+    else:
+        for term in terms:
+            yield from dotted_problems("rollout.reward", term.path, BUILT_IN_REWARDS, ("prompt", "text"))
+    try:
+        re.compile(rollout.format_pattern)
+    except re.error as error:
+        yield "rollout.format_pattern", repr(rollout.format_pattern), f"must be a regular expression: {error}"
 
 
 def _contradictions(config: Config) -> list[Problem]:
@@ -189,6 +227,10 @@ def _contradictions(config: Config) -> list[Problem]:
         problems.append(
             ("trainer.num_ranks", trainer.num_ranks, f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
         )
+    evaluation = config.evaluation
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        allowed = "greedy samples are all the same: set evaluation.temperature, or samples=1"
+        problems.append(("evaluation.samples", evaluation.samples, allowed))
     if config.device.value == "cpu" and rollout.kv_cache_mb is None:
         problems.append(("rollout.kv_cache_mb", None, "device=cpu needs a size in MiB (null is for GPUs)"))
     return problems

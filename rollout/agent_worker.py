@@ -8,10 +8,13 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.agent_loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, group_sampling
+from rollout.data.encoding import encode
 from rollout.prompts import EncodedRow, Row
 from rollout.rewards.base import Reward, RewardResult
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.scoring import score
+from rollout.rewards.weighted_sum import WeightedSum
+from rollout.sample_scores import EvaluatedSample
 from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 
@@ -19,12 +22,12 @@ from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup
 class EvaluationPart:
     """What one replica answered to its share of the held-out set, in the order of the prompts."""
 
-    rewards: tuple[float, ...]
-    response_tokens: tuple[int, ...]
+    samples: tuple[tuple[EvaluatedSample, ...], ...]
+    """Per prompt."""
     versions: frozenset[int]
     """`global_steps` of all tokens: one, when no update came in between."""
     errors: tuple[str, ...] = ()
-    """Why rewards failed, where they did; such a reward is 0."""
+    """Why rewards failed, where they did; the accuracy of such a sample is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class AgentWorker:
         config: Config,
         tokenizer: Any,
         loop: AgentLoop,
-        reward: Reward,
+        reward: Reward | WeightedSum,
         replicas: Mapping[str, GenerateGroup],
     ):
         self._config = config
@@ -55,22 +58,7 @@ class AgentWorker:
 
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
         """Rows whose prompt has at most `max_tokens` tokens; the others are left out."""
-        if not rows:
-            return []  # a tokenizer cannot encode an empty batch
-        texts = [template.replace("{question}", row.question) for row in rows]
-        if chat_template:
-            texts = [
-                self._tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-                for text in texts
-            ]
-        encoded = self._tokenizer(texts, add_special_tokens=not chat_template)["input_ids"]
-        return [
-            EncodedRow(row=row, text=text, token_ids=tuple(token_ids))
-            for row, text, token_ids in zip(rows, texts, encoded, strict=True)
-            if len(token_ids) <= max_tokens
-        ]
+        return encode(self._tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
@@ -93,16 +81,20 @@ class AgentWorker:
             greedy=trajectories[group_size] if len(trajectories) > group_size else None,
         )
 
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        """One trajectory per prompt, side by side on one replica, with its reward."""
-        params = self._with_stop(sampling)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        """`num_samples` episodes per prompt, all side by side on one replica, with their scores."""
+        sampling = self._with_stop(sampling)
         tasks = [
-            EpisodeTask(name=f"eval-{prompt.ordinal}", prompt=prompt, index=0, sampling=params) for prompt in prompts
+            EpisodeTask(name=f"eval-{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
+            for prompt in prompts
+            for index, params in enumerate(group_sampling(sampling, num_samples, prompt.ordinal))
         ]
         scored = await self._run(tasks, replica)
+        samples = [_evaluated(some) for some in scored]
         return EvaluationPart(
-            rewards=tuple(some.result.reward for some in scored),
-            response_tokens=tuple(len(some.episode.response_ids) for some in scored),
+            samples=tuple(tuple(samples[start : start + num_samples]) for start in range(0, len(samples), num_samples)),
             versions=frozenset(span.global_steps for some in scored for span in some.episode.spans),
             errors=tuple(some.result.error for some in scored if some.result.error is not None),
         )
@@ -143,6 +135,16 @@ class AgentWorker:
         if sampling.ignore_eos:
             return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._tokenizer.eos_token_id))
+
+
+def _evaluated(scored: _Scored) -> EvaluatedSample:
+    result = scored.result
+    accuracy = result.reward if result.accuracy is None else result.accuracy
+    return EvaluatedSample(
+        accuracy=accuracy if result.error is None else 0.0,
+        answer=result.answer if result.error is None else None,
+        num_tokens=len(scored.episode.response_ids),
+    )
 
 
 def _trajectory(prompt: Prompt, scored: _Scored, replica: str) -> Trajectory:

@@ -14,7 +14,7 @@ from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.engines.base import EngineDiedError
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
-from rollout.rewards.base import load_reward
+from rollout.rewards.registry import load_reward
 from rollout.router import ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 
@@ -40,7 +40,7 @@ class AgentWorkerActor(AgentWorker):
             config=config,
             tokenizer=tokenizer,
             loop=agent_loop or load_agent_loop(config.rollout.agent_loop, tokenizer),
-            reward=load_reward(config.rollout.reward),
+            reward=load_reward(config.rollout),
             replicas=clients,
         )
 
@@ -96,8 +96,10 @@ class AgentWorkerGroup:
     ) -> TrajectoryGroup:
         return await next(self._turns).run_group.remote(prompt, replica, sampling, group_size)
 
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling, num_samples)
 
     def kill(self) -> None:
         for actor in self.actors:

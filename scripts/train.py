@@ -76,7 +76,7 @@ def _run(config: Config, device: str, run_dir: Path) -> int:
     recorder = RunRecorder(run_dir, tracker, console)
     exit_code = 1
     try:
-        summary = asyncio.run(_cancelled_by_sigterm(run(config, device, run_dir, console, recorder)))
+        summary = asyncio.run(cancelled_by_sigterm(run(config, device, run_dir, console, recorder)))
         plot_curve(run_dir / METRICS_FILE, run_dir / CURVE_FILE, title=f"{run_dir.name}")
         console.message(
             f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} in "
@@ -100,7 +100,7 @@ def _run(config: Config, device: str, run_dir: Path) -> int:
     return exit_code
 
 
-async def _cancelled_by_sigterm(main_coroutine: Any) -> Any:
+async def cancelled_by_sigterm(main_coroutine: Any) -> Any:
     """SIGTERM ends the run as Ctrl-C does."""
     task = asyncio.current_task()
     assert task is not None

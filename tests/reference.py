@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from configs.schema import AlgorithmConfig, Config, Proximal
+from configs.algorithm import AlgorithmConfig, Proximal
+from configs.schema import Config
 from rollout.types import BoolArray, FloatArray, Prompt, Trajectory, TrajectoryGroup, VersionSpan
 
 VOCAB_SIZE = 64

@@ -6,7 +6,7 @@ against (`old_logprobs`), pi is the one being optimised (`logprobs`).
 
 from torch import Tensor
 
-from configs.schema import Proximal
+from configs.algorithm import Proximal
 
 
 def proximal_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, proximal: Proximal) -> Tensor:

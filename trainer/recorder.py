@@ -68,6 +68,7 @@ class RunRecorder:
                 "eval/response_length": evaluation.mean_response_tokens,
                 "eval/num_prompts": evaluation.num_prompts,
                 "eval/num_versions": len(evaluation.versions),
+                **evaluation.metrics,
             },
         )
         self._console.evaluation(global_steps, evaluation.accuracy)

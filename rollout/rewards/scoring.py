@@ -13,6 +13,7 @@ from functools import partial
 from typing import SupportsFloat, cast
 
 from rollout.rewards.base import Reward, RewardResult
+from rollout.rewards.weighted_sum import WeightedSum
 from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -29,12 +30,18 @@ class _Raised:
     error: BaseException
 
 
-async def score(reward: Reward, responses: Sequence[tuple[Prompt, str]], timeout_s: float) -> list[RewardResult]:
+async def score(
+    reward: Reward | WeightedSum, responses: Sequence[tuple[Prompt, str]], timeout_s: float
+) -> list[RewardResult]:
     """One result per (prompt, text), in order. A reward that raises, takes longer than `timeout_s` (config key
     rollout.reward_timeout_s) or gives something that is no finite number has an `error`, and is logged.
 
     An async reward runs on the event loop, all responses side by side. Any other runs in threads, see `_in_threads`.
+    The terms of a sum run side by side.
     """
+    if isinstance(reward, WeightedSum):
+        by_term = await asyncio.gather(*(score(term, responses, timeout_s) for term in reward.rewards))
+        return [reward.combine(results) for results in zip(*by_term, strict=True)]
     calls = [partial(reward, prompt, text) for prompt, text in responses]
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
         outcomes = await _on_the_loop(calls, timeout_s)
@@ -126,7 +133,8 @@ def checked(value: object) -> RewardResult:
     """A reward's answer as a result whose numbers are floats. Raises TypeError or ValueError."""
     result = value if isinstance(value, RewardResult) else RewardResult(reward=_finite("a reward", value))
     metrics = {name: _finite(f"the metric {name}", number) for name, number in result.metrics.items()}
-    return replace(result, reward=_finite("a reward", result.reward), metrics=metrics)
+    accuracy = None if result.accuracy is None else _finite("an accuracy", result.accuracy)
+    return replace(result, reward=_finite("a reward", result.reward), accuracy=accuracy, metrics=metrics)
 
 
 def _finite(what: str, value: object) -> float:

@@ -40,11 +40,13 @@ class Run:
     run_dir: Path
     output: Path
     children: dict[int, psutil.Process]
+    command_lines: dict[int, list[str]]
 
     def watch_children(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.children[child.pid] = child
+                self.command_lines[child.pid] = child.cmdline()
 
     def wait_for(self, text: str, deadline_s: float = START_DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s
@@ -84,7 +86,7 @@ def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-        run = Run(process, run_dir, output, {})
+        run = Run(process, run_dir, output, {}, {})
         try:
             yield run
         finally:
@@ -175,6 +177,8 @@ def test_real_gsm8k_files(tmp_path: Path) -> None:
         "model=tiny",
         f"data.train_files={GSM8K / 'train.jsonl'}",
         f"data.val_files={GSM8K / 'test.jsonl'}",
+        "data.prompt_key=question",
+        "data.answer_key=answer",
         "trainer.total_steps=2",
         "trainer.prompts_per_step=4",
         "data.num_val=32",

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import trainer.model
-from configs.schema import AlgorithmConfig, Config, DType, Layout, Proximal, RolloutConfig, TrainerConfig
+from configs.algorithm import Proximal
+from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
 from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
 from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank

@@ -22,6 +22,7 @@ class FakeTokenizer:
     """One token per character. Special tokens: 1 at the start where asked for, EOS is left out of decoded text."""
 
     eos_token_id = EOS
+    chat_template = "made up"
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         if not texts:
@@ -237,24 +238,40 @@ def test_an_environments_reward_stands_before_the_reward_function() -> None:
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_answers_in_the_order_of_its_prompts() -> None:
-    replica = FakeReplica("a", "abcd", "ab")
+async def reward_of_letters(prompt: Prompt, text: str) -> RewardResult:
+    return RewardResult(reward=-1.0, accuracy=float(len(text)), answer=prompt.ground_truth + text[:1])
+
+
+def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None:
+    replica = FakeReplica("a", "abcd", "ab", "", "b", "abc")
     prompts = [make_prompt(ordinal) for ordinal in (5, 3, 4)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=8)
-    part = run_virtual(make_worker(r0=replica).evaluate(prompts, "r0", greedy))
-    assert part.rewards == (1.0, 4.0, 2.0)
-    assert part.response_tokens == (2, 5, 3)
+    sampling = SamplingParams(temperature=0.6, max_tokens=8)
+    part = run_virtual(make_worker(reward_of_letters, r0=replica).evaluate(prompts, "r0", sampling, 2))
+    scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some] for some in part.samples]
+    assert scores == [[(1, "5a", 2), (4, "5a", 5)], [(2, "3a", 3), (0, "3", 1)], [(1, "4b", 2), (3, "4a", 4)]]
     assert part.versions == {4, 5}
     assert part.errors == ()
     [requests] = replica.calls
-    assert [request.request_id for request in requests] == ["eval-5", "eval-3", "eval-4"]
-    assert {request.sampling for request in requests} == {replace(greedy, stop_token_ids=(EOS,))}
+    ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]
+    assert [request.request_id for request in requests] == ids
+    assert {request.sampling for request in requests} == {replace(sampling, stop_token_ids=(EOS,))}
 
 
 def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() -> None:
     part = run_virtual(
-        make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")).evaluate(
-            [make_prompt(ordinal) for ordinal in range(3)], "r0", SAMPLING
-        )
+        make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")).evaluate([make_prompt(0)], "r0", SAMPLING, 3)
     )
-    assert (part.rewards, part.errors) == ((7, 0, 3), ("gone",))
+    [samples] = part.samples
+    assert ([sample.accuracy for sample in samples], part.errors) == ([7, 0, 3], ("gone",))
+
+
+def test_a_reward_that_tells_no_accuracy_is_the_accuracy() -> None:
+    part = run_virtual(make_worker(r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
+    [[sample]] = part.samples
+    assert (sample.accuracy, sample.answer) == (3.0, None)
+
+
+def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:
+    replica = FakeReplica("a", "b")
+    run_virtual(make_worker(r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 2))
+    assert len({request.sampling.seed for request in replica.calls[0]}) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema import Proximal
+from configs.algorithm import Proximal
 from trainer.importance import effective_sample_size, proximal_logprobs, truncated_importance_weights
 from trainer.loss import ppo_clip
 

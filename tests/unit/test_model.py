@@ -17,7 +17,7 @@ from tests.reference import VOCAB_SIZE, advantages_of, double, grpo_loss, make_g
 from tests.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.loss import ppo_clip
-from trainer.model import Policy, full_parameters, load_policy, parameter_specs, tree_mask
+from trainer.model import Policy, load_policy, local_shards, parameter_specs, tree_mask
 from trainer.tiny_model import build_model
 
 CPU = torch.device("cpu")
@@ -179,9 +179,9 @@ def test_a_batch_without_tokens_has_gradients_of_zero(causal_lm: Qwen3ForCausalL
     assert all(not gradient.any() for gradient in found.values())
 
 
-def test_full_parameters_names_tied_weights_once_and_casts(causal_lm: Qwen3ForCausalLM) -> None:
+def test_published_parameters_name_tied_weights_once_and_are_cast(causal_lm: Qwen3ForCausalLM) -> None:
     policy = Policy(causal_lm, 1.0)
-    tensors = dict(full_parameters(policy, torch.bfloat16))
+    tensors = dict(local_shards(policy, torch.bfloat16))
     names = [name for name, _, _ in parameter_specs(policy, torch.bfloat16)]
     assert names == list(tensors)
     assert "model.embed_tokens.weight" in names

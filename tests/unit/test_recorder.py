@@ -131,6 +131,7 @@ class Evaluated:
     mean_response_tokens: float = 11.5
     num_prompts: int = 256
     versions: tuple[int, ...] = (0,)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
@@ -142,7 +143,7 @@ def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
     for step, staleness, more in ((1, 2.0, {}), (2, 1.0, {"weight_sync/pause_ms": 30.0})):
         metrics = {"staleness/max": staleness, "timing_s/step": step / 2, **more}
         recorder.record_step(step, metrics, example_groups(), example_advantages())
-    recorder.record_evaluation(2, Evaluated(0.75, versions=(2,)))
+    recorder.record_evaluation(2, Evaluated(0.75, versions=(2,), metrics={"val/aime/avg@32": 0.75}))
     tracker.close(0)
     return recorder, screen, path
 
@@ -181,6 +182,7 @@ def test_steps_and_evaluations_reach_the_metrics_file_and_the_console(tmp_path: 
         "eval/num_prompts": 256,
         "eval/num_versions": 1,
     }
+    assert records[3]["val/aime/avg@32"] == 0.75
     assert screen.events == ["evaluation 0 0.25", "step 1 0.5", "step 2 1", "evaluation 2 0.75"]
 
 

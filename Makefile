@@ -7,7 +7,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit lint clean distclean FORCE
+.PHONY: help install train serve test unit lint clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EX
 
 train: $(STAMP)  ## train: one command, one machine
 	@$(PY) -m scripts.train $(ARGS)
+
+serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
+	@$(PY) -m scripts.serve $(ARGS)
 
 test: $(STAMP)  ## unit and system tests
 	@$(PY) -m pytest tests/unit tests/system $(ARGS)

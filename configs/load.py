@@ -72,7 +72,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=_writable(OmegaConf.structured(Config)))
     lines = [f"{key} [{default}]\n    {doc}" for key, (default, doc) in key_docs().items()]
-    escaped = "\n".join(lines).replace("$", "$$")
+    escaped = "\n".join(lines).replace("$", "$$").replace("${", "\\${")  # against templates, and interpolation
     store.store(
         group="hydra/help",
         name="slipstream",

@@ -1,16 +1,27 @@
 """Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from configs.schema import WeightSyncConfig
 from rollout.engines.base import WeightTag
 from rollout.engines.simulated import SimulatedEngine
 from rollout.replica import RolloutReplica
-from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.router import ReplicaLostError
+from rollout.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
 from scripts.virtual_clock import run_virtual as run_virtual
 
 
@@ -18,6 +29,10 @@ async def settle() -> None:
     """Let every other task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -73,14 +88,15 @@ class FakeStream:
 class FakeRunner:
     """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
 
-    The first token is of the version that was live at the start, the last of the one at the end. Its rewards are all
-    equal where `is_flat(ordinal)`.
+    The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
+    is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
     """
 
     def __init__(
         self,
         seconds: list[float],
         errors: dict[int, BaseException] | None = None,
+        deaths: dict[str, float] | None = None,
         is_flat: Callable[[int], bool] = lambda ordinal: True,
     ):
         self._is_flat = is_flat
@@ -88,17 +104,22 @@ class FakeRunner:
         self.events: list[tuple[str, int, str]] = []
         self._seconds = seconds
         self._errors = errors or {}
+        self._deaths = deaths or {}
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
     ) -> TrajectoryGroup:
         ordinal, first = prompt.ordinal, self.live
         self.events.append(("start", ordinal, replica))
+        seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
         try:
-            await asyncio.sleep(self._seconds[ordinal % len(self._seconds)])
+            await asyncio.sleep(min(seconds, max(lives_s, 0)))
         except asyncio.CancelledError:
             self.events.append(("cancel", ordinal, replica))
             raise
+        if lives_s < seconds:
+            self.events.append(("lost", ordinal, replica))
+            raise ReplicaLostError(f"{replica} died while it generated")
         self.events.append(("end", ordinal, replica))
         if ordinal in self._errors:
             raise self._errors[ordinal]
@@ -114,12 +135,24 @@ def make_request(name: str, num_tokens: int) -> GenerationRequest:
     return GenerationRequest(request_id=name, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=num_tokens))
 
 
+def start(engine: SimulatedEngine, name: str, num_tokens: int) -> asyncio.Task[Completion]:
+    return asyncio.create_task(engine.generate(make_request(name, num_tokens)))
+
+
+def answer(completion: Completion) -> tuple[int, str]:
+    return len(completion.token_ids), completion.finish_reason
+
+
 def make_manifest(global_steps: int) -> dict[str, Any]:
     return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
 
 
 class ClockedEngine(SimulatedEngine):
-    """One token per second of the clock and request, as many as `max_tokens` says. Notes its calls, and its steps."""
+    """One token per second of the clock and request, as many as `max_tokens` says. Notes its control calls and steps.
+
+    A call in `seconds` takes so long, one in `errors` raises, and both of them before it has had any effect; one in
+    `late_errors` raises after.
+    """
 
     def __init__(self, max_num_seqs: int = 8, swap_s: float = 0.0):
         super().__init__(
@@ -130,38 +163,91 @@ class ClockedEngine(SimulatedEngine):
             sleep=self._note_and_sleep,
         )
         self.events: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.errors: dict[str, Exception] = {}
+        self.late_errors: dict[str, Exception] = {}
+        self.tags: list[WeightTag] | None = None
+        """What the workers say after a swap; None is the truth."""
         self.step_starts: list[float] = []
         self.step_versions: list[int] = []
         """Of every step that has ended: the version that was live when it began."""
         self._live = -1
 
-    async def pause(self) -> None:
-        self.events.append("pause")
-        await super().pause()
+    async def freeze(self, clear_cache: bool) -> None:
+        await self._before("freeze", " clearing the cache" if clear_cache else "")
+        await super().freeze(clear_cache)
+        self._after("freeze")
 
-    async def resume(self) -> float:
-        self.events.append("resume")
-        return await super().resume()
+    async def thaw(self) -> float:
+        await self._before("thaw")
+        frozen_s = await super().thaw()
+        self._after("thaw")
+        return frozen_s
+
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        await self._before("stage", f" {manifest['global_steps']}")
+        await super().stage(manifest)
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
-        self.events.append(f"swap {global_steps}")
+        await self._before("swap", f" {global_steps}")
         tags = await super().swap(global_steps)
-        self._live = global_steps
-        return tags
+        self._after("swap")
+        return tags if self.tags is None else self.tags
+
+    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+        if not self.events or self.events[-1] != f"swap {manifest['global_steps']}":  # which comes by here too
+            await self._before("load", f" {manifest['global_steps']}")
+        tags = await super().load(manifest)
+        self._live = manifest["global_steps"]
+        return tags if self.tags is None else self.tags
+
+    def shutdown(self) -> None:
+        """As with a process that ends: whoever waits for an answer is told so."""
+        self.kill()
+
+    async def _before(self, call: str, details: str = "") -> None:
+        self.events.append(call + details)
+        if call in self.seconds:
+            await asyncio.sleep(self.seconds[call])
+        if call in self.errors:
+            raise self.errors[call]
+
+    def _after(self, call: str) -> None:
+        if call in self.late_errors:
+            raise self.late_errors[call]
 
     async def _note_and_sleep(self, seconds: float) -> None:
         if seconds != 1.0:
             return await asyncio.sleep(seconds)
         version = self._live
-        self.step_starts.append(asyncio.get_running_loop().time())
+        self.step_starts.append(now())
         await asyncio.sleep(seconds)
         self.step_versions.append(version)
 
 
-async def update(target: ClockedEngine | RolloutReplica, global_steps: int, paused_s: float = 0.0) -> None:
-    """Stage, pause, swap, stay paused for a while, resume."""
-    await target.stage(make_manifest(global_steps))
-    await target.pause()
-    await target.swap(global_steps)
-    await asyncio.sleep(paused_s)
-    await target.resume()
+def make_replica(name: str, engine: ClockedEngine, **config: Any) -> RolloutReplica:
+    deadlines = {"stage_timeout_s": 100.0, "pause_timeout_s": 10.0, "swap_timeout_s": 50.0}
+    return RolloutReplica(name, engine, WeightSyncConfig(**deadlines | config))
+
+
+def start_group(replica: RolloutReplica, *lengths: int, prefix: str = "") -> asyncio.Task[list[Completion]]:
+    """Requests of so many tokens, named 0, 1, ... after the prefix."""
+    requests = [make_request(f"{prefix}{index}", length) for index, length in enumerate(lengths)]
+    return asyncio.create_task(replica.generate_group(requests))
+
+
+async def update_engine(engine: ClockedEngine, global_steps: int, frozen_s: float = 0.0) -> None:
+    """Stage, stop, swap, stand still for a while, go on."""
+    await engine.stage(make_manifest(global_steps))
+    await engine.hold()
+    await engine.freeze(clear_cache=False)
+    await engine.swap(global_steps)
+    await asyncio.sleep(frozen_s)
+    await engine.thaw()
+    engine.release()
+
+
+async def update(replica: RolloutReplica, global_steps: int) -> None:
+    """As the checkpoint manager does it."""
+    await replica.stage(make_manifest(global_steps))
+    await replica.commit(make_manifest(global_steps))

@@ -5,8 +5,10 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
@@ -27,7 +29,12 @@ MAY_IMPORT = {
 }
 LIVES_IN = {
     "ray": ("rollout/*_group.py", "trainer/*_group.py", "scripts/*.py"),
-    "vllm": ("rollout/engines/vllm.py", "weight_sync/vllm_receiver.py"),
+    "vllm": (
+        "rollout/engines/vllm.py",
+        "rollout/engines/gated_llm.py",
+        "rollout/engines/openai_app.py",
+        "weight_sync/vllm_receiver.py",
+    ),
     "wandb": ("trainer/tracking.py",),
     "torch": (
         "trainer/*.py",
@@ -40,10 +47,11 @@ LIVES_IN = {
 }
 HEAVY = set(LIVES_IN)
 NOT_PURE = (
-    *("rollout/*_group.py", "rollout/engines/vllm.py", "trainer/*_group.py"),
+    *("rollout/*_group.py", "rollout/engines/vllm.py", "rollout/engines/gated_llm.py", "rollout/engines/openai_app.py"),
+    "trainer/*_group.py",
     *("trainer/importance.py", "trainer/loss.py", "trainer/model.py", "trainer/tiny_model.py", "trainer/warmup.py"),
-    *("trainer/worker.py", "trainer/checkpoint.py", "weight_sync/bucket.py", "weight_sync/vllm_receiver.py"),
-    *("weight_sync/transports/*.py", "scripts/*.py"),
+    *("trainer/worker.py", "trainer/checkpoint.py", "weight_sync/bucket.py", "weight_sync/delta.py"),
+    *("weight_sync/shadow.py", "weight_sync/vllm_receiver.py", "weight_sync/transports/*.py", "scripts/*.py"),
 )
 PURE = [path for path in SOURCES if path.name != "__init__.py" and not any(path.match(p) for p in NOT_PURE)]
 
@@ -206,11 +214,17 @@ def test_attributes_are_written_out(name: str) -> None:
 
 
 def reads(path: Path) -> Iterator[tuple[str, str]]:
-    """("rollout", "top_p") for `config.rollout.top_p`, `rollout.top_p`, and `x.top_p` after `x = config.rollout`.
+    """("rollout", "top_p") for `config.rollout.top_p`, `rollout.top_p`, `x.top_p` after `x = config.rollout`, and
+    `x.top_p` and `self._x.top_p` in a file that takes an `x: RolloutConfig`.
 
     The checkpoint manager, which has one section only, passes the names of its deadlines to `_within` as strings.
     """
-    sections: dict[str, str] = {}
+    section_of = {get_type_hints(Config)[field.name].__name__: field.name for field in fields(Config)}
+    sections = {
+        node.arg: section_of[node.annotation.id]
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in section_of
+    }
     for node in ast.walk(parse(path)):
         if (
             isinstance(node, ast.Assign)
@@ -224,10 +238,11 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
             continue
         for target, value in pairs:
             if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
-                sections[target.id] = value.attr
+                sections[target.id] = sections.get(value.attr.lstrip("_"), value.attr)
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-            yield node.value.attr.lstrip("_"), node.attr
+            name = node.value.attr.lstrip("_")
+            yield sections.get(name, name), node.attr
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield sections.get(node.value.id, node.value.id), node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self._within":

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 
 from configs import load, validate
-from configs.schema import Config, Device, ModelKind
+from configs.schema import Config, Device, ModelKind, PauseMode
 from configs.validate import ConfigError, check
 from tests.compose import changed, resolve
 
@@ -174,6 +174,8 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"data__loader": "math:pow"}, "data.loader=math:pow: must be callable with (entries)"),
         ({"evaluation__samples": 2}, "evaluation.samples=2: greedy samples are all the same"),
         ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=120"),
+        ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
+        ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
         (
             {"device": Device.cpu, "rollout__kv_cache_mb": None},
@@ -200,6 +202,8 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
         {"data__train_files": "openai/gsm8k:main@train", "data__val_files": f"{tmp_path}@test"},
         {"evaluation__samples": 2, "evaluation__temperature": 0.6},
         {"weight_sync__interval": 8},
+        {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
+        {"weight_sync__pause_mode": PauseMode.abort},
         {"trainer__num_ranks": 16},
         {"data__train_files": f"{one}, {two}", "data__val_files": f"{two}"},
         {"model__kind": ModelKind.hf, "model__path": "org/name"},

@@ -103,6 +103,24 @@ def test_replicas_without_a_share_are_left_alone() -> None:
     assert runner.asked == {"a": [0], "b": [1]}
 
 
+def test_those_out_of_service_are_not_asked() -> None:
+    """They serve another version, or none."""
+    runner, router = FakeRunner(), make_router()
+    evaluator = make_evaluator(runner, 4, router)
+
+    async def main() -> None:
+        await router.eject("a", RuntimeError("not verified"))
+        assert (await evaluator.evaluate()).num_prompts == 4
+        assert runner.asked == {"b": [0, 2], "c": [1, 3]}
+        runner.asked.clear()
+        await router.admit("a")
+        await router.remove("c", RuntimeError("died"))
+        assert (await evaluator.evaluate()).num_prompts == 4
+        assert runner.asked == {"a": [0, 2], "b": [1, 3]}
+
+    run_virtual(main())
+
+
 def test_an_evaluation_past_its_deadline_names_the_key() -> None:
     with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
         run_virtual(make_evaluator(FakeRunner(seconds=6), 2).evaluate())

@@ -1,4 +1,4 @@
-"""A replica: groups in, completions out, counters that add up, and an order of control calls that it insists on."""
+"""A replica: groups in, completions out, counters that add up. Updates of its weights are in test_commit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.base import WeightTag
-from rollout.engines.simulated import EngineDiedError
-from rollout.replica import RolloutReplica
+from configs.schema import PauseMode
+from rollout.engines.base import EngineDiedError
+from rollout.replica import ReplicaStatus, RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from tests.fakes import ClockedEngine, make_manifest, make_request, run_virtual, settle, update
+from tests.fakes import ClockedEngine, answer, make_replica, run_virtual, settle, start_group, update
 
 
 def on_replica(
@@ -21,17 +21,12 @@ def on_replica(
 ) -> None:
     async def main() -> None:
         engine = ClockedEngine(max_num_seqs)
-        replica = RolloutReplica("replica-3", engine)
+        replica = make_replica("replica-3", engine)
         if first_version is not None:
             await update(replica, first_version)
         await test(replica, engine)
 
     run_virtual(main())
-
-
-def start_group(replica: RolloutReplica, *lengths: int) -> asyncio.Task[list[Completion]]:
-    requests = [make_request(f"{index}", length) for index, length in enumerate(lengths)]
-    return asyncio.create_task(replica.generate_group(requests))
 
 
 def test_a_group_runs_side_by_side_and_comes_back_in_order() -> None:
@@ -47,11 +42,12 @@ def test_an_update_of_the_weights_under_way_costs_no_trajectory_anything() -> No
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 5, 2)
         await asyncio.sleep(1.5)
-        await update(replica, 1, paused_s=100)
+        engine.seconds["swap"] = 40
+        await update(replica, 1)
         long, short = await group
         assert long.spans == (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))
         assert short.spans == (VersionSpan(0, 2, 0),)
-        stats = replica.stats()
+        stats = await replica.stats()
         assert (stats["engine_requests"], stats["trajectories"], stats["aborted"]) == (2, 2, 0)
 
     on_replica(test)
@@ -62,7 +58,7 @@ def test_without_weights_nothing_is_generated() -> None:
         assert replica.global_steps == -1
         with pytest.raises(RuntimeError, match="replica-3 has no weights yet: update_weights comes first"):
             await start_group(replica, 1)
-        assert engine.gauges()["engine_requests"] == replica.stats()["trajectories"] == 0
+        assert engine.gauges()["engine_requests"] == (await replica.stats())["trajectories"] == 0
         await update(replica, 4)
         [completion] = await start_group(replica, 1)
         assert completion.spans == (VersionSpan(0, 1, 4),)
@@ -70,84 +66,49 @@ def test_without_weights_nothing_is_generated() -> None:
     on_replica(test, first_version=None)
 
 
-# -- control -----------------------------------------------------------------------------------------------------------
-
-
-def test_weights_are_not_swapped_under_a_running_engine() -> None:
+def test_the_weights_it_was_started_with_can_be_given_a_version() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await replica.stage(make_manifest(1))
-        with pytest.raises(RuntimeError, match="replica-3 must be paused to swap weights"):
-            await replica.swap(1)
-        assert replica.global_steps == 0 and "swap 1" not in engine.events
-        await replica.pause()
-        assert await replica.swap(1) == [WeightTag(1, 1001)]
-        assert replica.global_steps == 1
+        await replica.tag_loaded(12)
+        assert (await replica.status()).global_steps == 12
+        [completion] = await start_group(replica, 2)
+        assert completion.spans == (VersionSpan(0, 2, 12),)
+
+    on_replica(test, first_version=None)
+
+
+# -- control: the states are in test_pause ---------------------------------------------------------------------------
+
+
+def test_any_client_that_asks_sees_whether_it_is_paused_how_and_on_which_version() -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        assert await replica.status() == ReplicaStatus(name="replica-3", global_steps=0, pause_mode=None, torn=False)
+        for mode in PauseMode:
+            await replica.pause(mode)
+            assert replica.is_paused() and (await replica.status()).pause_mode == mode.value
         await replica.resume()
-        await replica.stage(make_manifest(2))
-        with pytest.raises(RuntimeError, match="must be paused"):
-            await replica.swap(2)
+        assert not replica.is_paused() and (await replica.status()).pause_mode is None
 
     on_replica(test)
 
 
-def test_pause_and_resume_twice_are_once() -> None:
+def test_an_aborted_trajectory_is_an_answer_with_what_it_has() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        engine.events.clear()
-        await replica.resume()
-        assert engine.events == [] and not replica.is_paused()
-        await replica.pause()
-        await replica.pause()
-        assert engine.events == ["pause"] and replica.is_paused()
-        await replica.resume()
-        await replica.resume()
-        assert engine.events == ["pause", "resume"] and not replica.is_paused()
+        group = start_group(replica, 9, 9, 9)
+        await asyncio.sleep(2.5)
+        assert sorted(await replica.abort({"1", "2", "unknown"})) == ["1", "2"]
+        assert [answer(completion) for completion in await group] == [(9, "stop"), (2, "abort"), (0, "abort")]
+        stats = await replica.stats()
+        assert (stats["finished"], stats["aborted"], stats["continued"]) == (3, 2, 0)
+        assert await replica.abort() == []
 
-    on_replica(test)
-
-
-class RefusingEngine(ClockedEngine):
-    """Every control call that is named in `refused` fails."""
-
-    refused: frozenset[str] = frozenset()
-
-    async def pause(self) -> None:
-        self._refuse("pause")
-        await super().pause()
-
-    async def resume(self) -> float:
-        self._refuse("resume")
-        return await super().resume()
-
-    async def swap(self, global_steps: int) -> list[WeightTag]:
-        self._refuse("swap")
-        return await super().swap(global_steps)
-
-    def _refuse(self, name: str) -> None:
-        if name in self.refused:
-            raise OSError(name)
-
-
-@pytest.mark.parametrize(
-    ("refused", "paused", "version"), [("pause", False, 0), ("swap", True, 0), ("resume", True, 1)]
-)
-def test_a_replica_says_what_happened_not_what_was_asked_for(refused: str, paused: bool, version: int) -> None:
-    async def main() -> None:
-        engine = RefusingEngine()
-        replica = RolloutReplica("replica-0", engine)
-        await update(replica, 0)
-        engine.refused = frozenset({refused})
-        with pytest.raises(OSError, match=refused):
-            await update(replica, 1)
-        assert (replica.is_paused(), replica.global_steps) == (paused, version)
-
-    run_virtual(main())
+    on_replica(test, max_num_seqs=2)
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------
 
 
-def counters(replica: RolloutReplica) -> dict[str, Any]:
-    return {key: value for key, value in replica.stats().items() if key != "busy_s"}
+async def counters(replica: RolloutReplica) -> dict[str, Any]:
+    return {key: value for key, value in (await replica.stats()).items() if key != "busy_s"}
 
 
 def test_counters_add_up() -> None:
@@ -155,24 +116,28 @@ def test_counters_add_up() -> None:
         await start_group(replica, 3, 1)
         group = start_group(replica, 5, 5, 5)
         await asyncio.sleep(1.5)
-        assert counters(replica) == {
+        assert await counters(replica) == {
             "global_steps": 0,
             "trajectories": 5,
             "finished": 2,
             "aborted": 0,
+            "continued": 0,
             "running": 3,
             "tokens": 4,
             "prompt_tokens": 4,
             "cached_tokens": 0,
             "engine_requests": 5,
+            "prefilled_tokens": 10,
+            "running_requests": 3,
+            "waiting_requests": 0,
         }
         group.cancel()
         await asyncio.wait([group])
-        assert counters(replica)["aborted"] == 3
-        assert counters(replica)["running"] == 0
+        assert (await counters(replica))["aborted"] == 3
+        assert (await counters(replica))["running"] == 0
         await start_group(replica, 2)
-        assert counters(replica)["finished"] == 3
-        assert counters(replica)["tokens"] == 6
+        assert (await counters(replica))["finished"] == 3
+        assert (await counters(replica))["tokens"] == 6
 
     on_replica(test)
 
@@ -182,15 +147,15 @@ def test_a_replica_is_busy_from_its_first_request_to_its_last(monkeypatch: pytes
         clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
         monkeypatch.setattr("rollout.replica.time", clock)
         await asyncio.sleep(10)
-        assert replica.stats()["busy_s"] == 0
+        assert (await replica.stats())["busy_s"] == 0
         group = start_group(replica, 4, 2)
         await asyncio.sleep(3.5)
-        assert replica.stats()["busy_s"] == 3.5
+        assert (await replica.stats())["busy_s"] == 3.5
         await group
         await asyncio.sleep(10)
-        assert replica.stats()["busy_s"] == 4
+        assert (await replica.stats())["busy_s"] == 4
         await start_group(replica, 1)
-        assert replica.stats()["busy_s"] == 5
+        assert (await replica.stats())["busy_s"] == 5
 
     on_replica(test)
 
@@ -209,7 +174,7 @@ def test_the_death_of_the_engine_ends_all_groups_and_is_told() -> None:
         with pytest.raises(EngineDiedError):
             await group
         await settle()
-        assert counters(replica)["running"] == 0
+        assert (await counters(replica))["running"] == 0
 
     on_replica(test)
 
@@ -223,13 +188,13 @@ def test_one_failed_request_ends_its_group_and_no_other() -> None:
             return completion
 
     async def main() -> None:
-        replica = RolloutReplica("replica-0", FailingEngine())
+        replica = make_replica("replica-0", FailingEngine())
         await update(replica, 0)
-        other = start_group(replica, 3)
+        other = start_group(replica, 3, prefix="other ")
         with pytest.raises(OSError, match="after two tokens"):
             await start_group(replica, 9, 2, 9)
         assert len((await other)[0].token_ids) == 3
-        stats = counters(replica)
+        stats = await counters(replica)
         assert (stats["finished"], stats["aborted"], stats["running"]) == (1, 3, 0)
 
     run_virtual(main())

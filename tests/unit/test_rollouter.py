@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -9,21 +10,24 @@ from hypothesis import strategies as st
 
 from configs.schema import StalePolicy
 from rollout.buffer import TooFewGroupsError, TrajectoryBuffer
+from rollout.fleet import ReplicaFleet, TooFewReplicasError
 from rollout.rollouter import Rollouter
-from rollout.router import NoHealthyReplicaError, ReplicaRouter
+from rollout.router import ReplicaRouter
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
-from tests.fakes import FakeRunner, FakeStream, run_virtual, settle
+from tests.fakes import FakeRunner, FakeStream, make_prompt, run_virtual, settle
 
 GROUP_SIZE = 4
 
 
 @dataclass
 class Setup:
-    """A rollouter on two replicas with room for two groups each, for runs of `num_steps` steps of two groups."""
+    """A rollouter on replicas with room for two groups each, for runs of `num_steps` steps of two groups."""
 
     seconds: list[float]
     errors: dict[int, BaseException] | None = None
+    deaths: dict[str, float] | None = None
+    replicas: str = "ab"
     num_steps: int = 3
     max_staleness: int = 1
     flat: list[bool] | None = None
@@ -34,8 +38,11 @@ class Setup:
         window = StalenessWindow(groups_per_step=2, max_staleness=self.max_staleness)
         ledger = SlotLedger(window, StalePolicy.wait, total_groups=2 * self.num_steps)
         self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
-        self.router = ReplicaRouter(["a", "b"], max_inflight=2 * GROUP_SIZE)
-        self.runner = FakeRunner(self.seconds, self.errors, lambda ordinal: flat[ordinal % len(flat)])
+        self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
+        self.told: list[str] = []
+        members = [SimpleNamespace(name=name, kill=lambda: None) for name in self.replicas]
+        fleet = ReplicaFleet(members, self.router, 1, self.told.append)  # pyright: ignore
+        self.runner = FakeRunner(self.seconds, self.errors, self.deaths, lambda ordinal: flat[ordinal % len(flat)])
         self.stream = FakeStream()
         self.rollouter = Rollouter(
             stream=self.stream,  # pyright: ignore
@@ -45,6 +52,7 @@ class Setup:
             sampling=SamplingParams(),
             group_size=GROUP_SIZE,
             group_timeout_s=100.0,
+            on_lost=fleet.lose,
         )
 
     async def train(self) -> list[int]:
@@ -58,15 +66,25 @@ class Setup:
             await self.buffer.advance(step + 1)
         return trained
 
+    def ordinals(self, wanted: str) -> list[int]:
+        return [ordinal for event, ordinal, _ in self.runner.events if event == wanted]
+
     @property
     def reserved(self) -> float:
         return self.router.gauges()["rollout/inflight_trajectories"]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 0.5, 2.0, 30.0]), min_size=1, max_size=12), st.integers(1, 6), st.integers(0, 3))
-def test_every_prompt_is_dispatched_and_trained_once(seconds: list[float], num_steps: int, max_staleness: int) -> None:
-    setup = Setup(seconds, num_steps=num_steps, max_staleness=max_staleness)
+@settings(max_examples=100, deadline=None)
+@given(
+    seconds=st.lists(st.sampled_from([0.0, 0.5, 2.0, 30.0]), min_size=1, max_size=12),
+    num_steps=st.integers(1, 6),
+    max_staleness=st.integers(0, 3),
+    deaths=st.dictionaries(st.sampled_from("ab"), st.floats(0, 20)),
+)
+def test_every_prompt_is_dispatched_and_trained_once_whatever_dies(
+    seconds: list[float], num_steps: int, max_staleness: int, deaths: dict[str, float]
+) -> None:
+    setup = Setup(seconds, num_steps=num_steps, max_staleness=max_staleness, deaths=deaths, replicas="abc")
 
     async def main() -> list[int]:
         _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
@@ -74,10 +92,13 @@ def test_every_prompt_is_dispatched_and_trained_once(seconds: list[float], num_s
 
     everything = list(range(2 * num_steps))
     assert sorted(run_virtual(main())) == everything
-    started = [ordinal for event, ordinal, _ in setup.runner.events if event == "start"]
-    assert started == everything, "in the order of the stream, and no prompt more than the run trains"
+    started, lost, ended = setup.ordinals("start"), setup.ordinals("lost"), setup.ordinals("end")
+    assert list(dict.fromkeys(started)) == everything, "in the order of the stream, and no prompt more than it trains"
+    assert sorted(ended) == everything and sorted(started) == sorted(everything + lost)
+    assert setup.rollouter.restarted_groups == len(lost)
     assert setup.rollouter.trajectories_started == GROUP_SIZE * len(everything)
     assert setup.reserved == 0
+    assert {told[0] for told in setup.told} == {name for event, _, name in setup.runner.events if event == "lost"}
 
 
 @settings(max_examples=40, deadline=None)
@@ -226,9 +247,48 @@ def test_a_replica_ejected_while_a_group_waits_for_a_slot_does_not_get_the_group
         await setup.buffer.advance(1)
         await settle()
         assert {replica for event, ordinal, replica in setup.runner.events if ordinal >= 2} == {"ab".strip(chosen)}
-        await setup.router.eject("ab".strip(chosen), RuntimeError("gone too"))
+        run.cancel()
+        await asyncio.wait([run])
+
+    run_virtual(main())
+
+
+# -- replicas that are lost --------------------------------------------------------------------------------------------
+
+
+def test_a_group_whose_replica_is_lost_runs_again_elsewhere_under_the_same_slot() -> None:
+    """On-policy: there is no other slot to take, and the step is trained with the group that ran twice."""
+    setup = Setup(seconds=[5.0, 1.0], deaths={"a": 3.0}, max_staleness=0, num_steps=1)
+
+    async def main() -> None:
+        run = asyncio.create_task(setup.rollouter.run())
+        batch = await setup.buffer.next_batch(0)
+        assert [group.prompt for group in batch.groups] == [make_prompt(0), make_prompt(1)]
+        assert setup.runner.events == [
+            ("start", 0, "a"),
+            ("start", 1, "b"),
+            ("end", 1, "b"),
+            ("lost", 0, "a"),
+            ("start", 0, "b"),
+            ("end", 0, "b"),
+        ]
+        assert asyncio.get_running_loop().time() == 8
+        assert setup.rollouter.restarted_groups == 1 and setup.rollouter.trajectories_started == 2 * GROUP_SIZE
+        assert setup.told == ["a is given up: a died while it generated"]
+        await setup.buffer.advance(1)
+        await run
+        assert setup.reserved == 0
+
+    run_virtual(main())
+
+
+def test_a_loss_that_leaves_too_few_replicas_ends_the_run() -> None:
+    setup = Setup(seconds=[5.0], deaths={"a": 2.0, "b": 3.0})
+
+    async def main() -> None:
         with pytest.raises(ExceptionGroup) as caught:
-            await run
-        assert caught.group_contains(NoHealthyReplicaError, match="gone too")
+            await setup.rollouter.run()
+        assert caught.group_contains(TooFewReplicasError, match="0 replicas are left in service.*b died while it gen")
+        assert setup.reserved == 0 and asyncio.get_running_loop().time() == 3
 
     run_virtual(main())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.router import NoHealthyReplicaError, ReplicaRouter
+from rollout.router import NoReplicaLeftError, ReplicaRouter, max_inflight
 from tests.fakes import run_virtual, settle
 
 
@@ -120,22 +120,54 @@ def test_a_replica_can_be_released_after_it_was_ejected() -> None:
     run_virtual(main())
 
 
-def test_with_the_last_replica_gone_every_waiter_is_told_every_error() -> None:
+def test_with_the_last_replica_removed_every_waiter_is_told_every_error() -> None:
     async def main() -> None:
         router = ReplicaRouter(["a", "b"], max_inflight=1)
         assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
         waiters = [asyncio.create_task(router.acquire(1)) for _ in range(3)]
         await settle()
-        await router.eject("a", RuntimeError("out of memory"))
+        await router.remove("a", RuntimeError("out of memory"))
         await settle()
         assert not any(waiter.done() for waiter in waiters)
-        await router.eject("b", ValueError("wrong checksum"))
+        await router.remove("b", ValueError("wrong checksum"))
         for outcome in await asyncio.gather(*waiters, return_exceptions=True):
-            assert isinstance(outcome, NoHealthyReplicaError)
+            assert isinstance(outcome, NoReplicaLeftError)
             assert "a: RuntimeError('out of memory')" in str(outcome)
             assert "b: ValueError('wrong checksum')" in str(outcome)
 
     run_virtual(main())
+
+
+def test_while_one_may_come_back_a_group_waits_for_it() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=4)
+        await router.eject("a", RuntimeError("not verified"))
+        await router.remove("b", RuntimeError("torn"))
+        waiter = asyncio.create_task(router.acquire(4))
+        await settle()
+        assert not waiter.done() and router.healthy == []
+        await router.admit("a")
+        assert await waiter == "a"
+
+    run_virtual(main())
+
+
+def test_a_removed_replica_never_comes_back() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=4)
+        await router.acquire(4)
+        await router.remove("a", RuntimeError("torn"))
+        await router.release("a", 4)
+        await router.eject("a", RuntimeError("late news"))
+        await router.admit("a")
+        assert router.healthy == ["b"] and in_flight(router) == 0
+        assert await router.acquire(4) == "b"
+
+    run_virtual(main())
+
+
+def test_a_replica_is_given_more_than_it_has_seats_for_so_that_none_stays_empty() -> None:
+    assert max_inflight(max_num_seqs=64, group_size=8) == 136
 
 
 def test_releasing_more_than_was_acquired_is_refused() -> None:

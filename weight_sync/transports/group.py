@@ -31,6 +31,11 @@ def serve_store() -> TCPStore:
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def own_address() -> str:
     """The address by which other machines reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -155,8 +160,7 @@ class Membership:
     def _connect(self, location: dict[str, Any]) -> Store:
         server = (location["host"], location["port"])
         if self._store is None or server != self._server:
-            timeout = timedelta(seconds=min(location["timeout_s"], STORE_TIMEOUT_S))
-            self._store = TCPStore(*server, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = connect_store(*server, timeout_s=min(location["timeout_s"], STORE_TIMEOUT_S))
             self._server = server
         return self._store
 

@@ -1,0 +1,143 @@
+"""The control routes, as vLLM has them and as FastDeploy has them, over one replica or the whole fleet."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+
+from configs.schema import PauseMode
+from rollout.fleet import FleetPauseError
+from rollout.http.controlled import Controlled
+from rollout.http.metrics import exposition
+from rollout.pause import PauseConflictError, PauseInterruptedError
+from rollout.request_names import client_names, response_name
+
+PAUSE_TIMEOUT_S = 60.0
+OPEN_PATHS = ("/health", "/metrics", "/versions")
+"""Routes that change nothing: probes and scrapers need no token for them."""
+
+
+class AbortRequests(BaseModel):
+    req_ids: list[str] = []
+    abort_all: bool = False
+
+
+def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
+    """An app with all control routes, to which others may be added."""
+    app = FastAPI(title="slipstream")
+    app.include_router(_vllm_routes(controlled))
+    app.include_router(_fastdeploy_routes(controlled))
+    app.include_router(_state_routes(controlled, with_engine_metrics))
+    for error in (PauseConflictError, PauseInterruptedError):
+        app.add_exception_handler(error, _conflict)
+    app.add_exception_handler(FleetPauseError, _fleet_error)
+    app.add_exception_handler(TimeoutError, _too_late)
+    return app
+
+
+def _vllm_routes(controlled: Controlled) -> APIRouter:
+    """vLLM's `/pause`, `/resume`, `/is_paused`. Its `clear_cache` defaults to true; here to false, because the prefix
+    cache is salted with the version: new requests never read what older weights computed."""
+    router = APIRouter()
+
+    @router.post("/pause")
+    async def pause(
+        mode: PauseMode = PauseMode.abort,
+        clear_cache: bool = False,
+        timeout_s: Annotated[float, Query(gt=0)] = PAUSE_TIMEOUT_S,
+    ) -> dict[str, str]:
+        """Returns when the pause is complete: `abort` ends what runs, `wait` lets it finish, `keep` freezes it."""
+        await controlled.pause(mode, clear_cache, timeout_s)
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, str]:
+        await controlled.resume()
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": await controlled.is_paused()}
+
+    return router
+
+
+def _fastdeploy_routes(controlled: Controlled) -> APIRouter:
+    """FastDeploy's control routes: its pause aborts, and every answer is `{"status": "success", "result": ...}`."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/pause")
+    async def pause() -> dict[str, Any]:
+        await controlled.pause(PauseMode.abort, False, PAUSE_TIMEOUT_S)
+        return _success(None)
+
+    @router.post("/resume")
+    async def resume() -> dict[str, Any]:
+        await controlled.resume()
+        return _success(None)
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, Any]:
+        return _success({"is_paused": await controlled.is_paused()})
+
+    @router.post("/abort_requests")
+    async def abort_requests(body: AbortRequests) -> dict[str, Any]:
+        """A request's id is that of its response, or the X-Request-Id that its client gave it."""
+        if not body.abort_all and not body.req_ids:
+            raise HTTPException(400, "must provide abort_all=true or req_ids")
+        ended = await controlled.abort(None if body.abort_all else body.req_ids)
+        if body.abort_all:
+            return _success({"aborted": sorted({response_name(name) for name in ended}), "not_found": []})
+        names = {name for request_id in ended for name in client_names(request_id)}
+        return _success(
+            {
+                "aborted": [name for name in body.req_ids if name in names],
+                "not_found": [name for name in body.req_ids if name not in names],
+            }
+        )
+
+    return router
+
+
+def _state_routes(controlled: Controlled, with_engine_metrics: bool) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        reason = await controlled.out_of_service()
+        return Response(status_code=200) if reason is None else JSONResponse({"error": reason}, status_code=503)
+
+    @router.get("/versions")
+    async def versions() -> dict[str, int]:
+        """The `global_steps` of the weights that each replica serves; -1 before it has any."""
+        return {status.name: status.global_steps for status in await controlled.statuses()}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        text = exposition(await controlled.statuses(), await controlled.stats(), with_engine_metrics)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _success(result: Any) -> dict[str, Any]:
+    return {"status": "success", "result": result}
+
+
+async def _conflict(_request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, status_code=409)
+
+
+async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, FleetPauseError)
+    # Ray puts the remote traceback before the message, which is the last line.
+    reasons = {name: str(reason).strip().rpartition("\n")[2] for name, reason in error.errors.items()}
+    only_conflicts = all(isinstance(e, PauseConflictError | PauseInterruptedError) for e in error.errors.values())
+    message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return JSONResponse({"error": message, "replicas": reasons}, status_code=409 if only_conflicts else 500)
+
+
+async def _too_late(_request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, status_code=504)

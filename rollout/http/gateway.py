@@ -1,0 +1,108 @@
+"""One address for all replicas: control routes act on the fleet, generation goes to the least loaded replica."""
+
+import asyncio
+from collections.abc import Mapping
+
+import httpx
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout.http.auth import RequireToken
+from rollout.http.control import OPEN_PATHS, control_app
+from rollout.http.controlled import Controlled
+from rollout.router import NoReplicaLeftError, ReplicaRouter
+
+PROXIED = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET"}
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 2.0
+"""Below uvicorn's 5 s, so that no request is sent on a connection that the replica is closing."""
+# Of one connection and not of the request (RFC 9110, 7.6.1), or set anew for the next one.
+NOT_PASSED_ON = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host"}
+NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-authorization"}
+
+
+def gateway_app(controlled: Controlled, proxy: "Proxy | None", token: str | None) -> ASGIApp:
+    """Without a `proxy` it has the control routes only."""
+    app: FastAPI = control_app(controlled, with_engine_metrics=False)
+    for path, method in PROXIED.items() if proxy is not None else ():
+        app.add_route(path, proxy, methods=[method])  # pyright: ignore[reportArgumentType]
+    return app if token is None else RequireToken(app, token, {*OPEN_PATHS, *PROXIED})
+
+
+def upstream_client(token: str | None) -> httpx.AsyncClient:
+    """To the replicas. No deadline on answers: a frozen request has none, and its client may always go away."""
+    headers = {"accept-encoding": "identity"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    return httpx.AsyncClient(
+        headers=headers,
+        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
+        trust_env=False,
+    )
+
+
+class Proxy:
+    """ASGI endpoint: a request goes up to one replica, and its answer comes back byte by byte as it is produced."""
+
+    def __init__(self, client: httpx.AsyncClient, router: ReplicaRouter, urls: Mapping[str, str]):
+        """`urls`: of each replica of the router."""
+        self._client = client
+        self._router = router
+        self._urls = urls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = Request(scope, receive)
+            body = await request.body()
+        except ClientDisconnect:
+            return
+        relaying = asyncio.create_task(self._relay(request, body, send))
+        leaving = asyncio.create_task(_client_leaves(receive))
+        try:
+            await asyncio.wait((relaying, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            relaying.cancel()  # closes the connection to the replica, which ends the request there
+            await asyncio.wait((relaying, leaving))
+        if not relaying.cancelled():
+            relaying.result()
+
+    async def _relay(self, request: Request, body: bytes, send: Send) -> None:
+        if not self._router.healthy:
+            return await _answer(request, send, 503, "no replica is in service")
+        try:
+            name = await self._router.acquire(1)
+        except NoReplicaLeftError as error:
+            return await _answer(request, send, 503, str(error))
+        try:
+            await self._relay_to(name, request, body, send)
+        finally:
+            await self._router.release(name, 1)
+
+    async def _relay_to(self, name: str, request: Request, body: bytes, send: Send) -> None:
+        url = httpx.URL(self._urls[name]).copy_with(path=request.url.path, query=request.url.query.encode())
+        headers = [(key, value) for key, value in request.headers.raw if key not in NOT_PASSED_UP]
+        started = False
+        try:
+            async with self._client.stream(request.method, url, content=body, headers=headers) as upstream:
+                kept = [(key, value) for key, value in upstream.headers.raw if key.lower() not in NOT_PASSED_ON]
+                await send({"type": "http.response.start", "status": upstream.status_code, "headers": kept})
+                started = True
+                async for chunk in upstream.aiter_raw():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except httpx.TransportError as error:
+            if started:
+                raise  # the connection is cut, so that the client does not take what it has for the whole answer
+            await _answer(request, send, 502, f"{name} did not answer: {error!r}")
+
+
+async def _client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(request: Request, send: Send, status: int, message: str) -> None:
+    error = {"message": message, "type": "slipstream", "code": status}
+    await JSONResponse({"error": error}, status_code=status)(request.scope, request.receive, send)

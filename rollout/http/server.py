@@ -1,0 +1,59 @@
+"""An ASGI app served on the running event loop, beside whatever else runs there."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from configs.validate import ConfigError
+
+BACKLOG = 2048
+CLOSING_S = 1
+"""At the end, requests that still run are given so long; a frozen one would never end by itself."""
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the process's own affair
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"serve.host={host}, serve.port={port}: cannot listen there: {error.strerror}") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(app: ASGIApp, listener: socket.socket) -> None:
+    """Serves until it is cancelled."""
+    server = _Server(
+        uvicorn.Config(
+            app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSING_S
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def served(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves while the block runs. An error of the server ends the block."""
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(serve(app, listener))
+        yield
+        serving.cancel()

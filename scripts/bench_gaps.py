@@ -1,0 +1,93 @@
+"""Arithmetic on the arrival times of a request's tokens. Times are seconds of one clock."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+Interval = tuple[float, float]
+MIN_GAPS = 4
+"""Fewer undisturbed gaps than this say nothing of a normal one."""
+
+
+def normal_gap(times: Sequence[float], undisturbed: Sequence[Interval]) -> float:
+    """Median of the gaps between neighbouring tokens that lie within one of the intervals. Raises ValueError when there
+    are fewer than MIN_GAPS."""
+    gaps = [
+        end - start
+        for start, end in pairwise(times)
+        if any(first <= start and end <= last for first, last in undisturbed)
+    ]
+    if len(gaps) < MIN_GAPS:
+        raise ValueError(f"{len(gaps)} gaps between tokens lie within {list(undisturbed)}: at least {MIN_GAPS} needed")
+    return median(gaps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseWindow:
+    """What one update adds to the gap in which it falls, as the reader of a stream sees it. The parts, in seconds, add
+    up to the whole."""
+
+    stop_s: float
+    """From the last token of the old weights until the swap began, in which the engine stopped."""
+    swap_s: float
+    """Until workers and engine had the new version; where nothing is staged, receiving included."""
+    go_s: float
+    """From there to the first token of the new weights, less a normal gap."""
+
+    @property
+    def seconds(self) -> float:
+        return self.stop_s + self.swap_s + self.go_s
+
+
+def pause_window(
+    times: Sequence[float], first_new: int, swap: Interval, undisturbed: Sequence[Interval]
+) -> PauseWindow:
+    """`first_new`: index of the first token that the new weights sampled. `swap`: when the workers were asked for
+    it, and when they had answered."""
+    if not 0 < first_new < len(times):
+        raise ValueError(f"first_new={first_new}: no token before or after it, there are {len(times)}")
+    return PauseWindow(
+        stop_s=swap[0] - times[first_new - 1],
+        swap_s=swap[1] - swap[0],
+        go_s=times[first_new] - swap[1] - normal_gap(times, undisturbed),
+    )
+
+
+def median_window(windows: Sequence[PauseWindow]) -> PauseWindow:
+    """Part by part."""
+    return PauseWindow(
+        stop_s=median(window.stop_s for window in windows),
+        swap_s=median(window.swap_s for window in windows),
+        go_s=median(window.go_s for window in windows),
+    )
+
+
+def tokens_within(streams: Sequence[Sequence[float]], interval: Interval) -> int:
+    """Tokens of all streams that arrived in [start, end)."""
+    return sum(interval[0] <= time < interval[1] for times in streams for time in times)
+
+
+def prefilled_again(prefills: Sequence[tuple[str, int]]) -> int:
+    """Tokens that were prefilled beyond the first prefill of each trajectory. `prefills`: (request id, tokens) in the
+    order of the requests, where "name+1" is the next part of "name"."""
+    begun: set[str] = set()
+    again = 0
+    for request_id, tokens in prefills:
+        trajectory = request_id.partition("+")[0]
+        again += tokens if trajectory in begun else 0
+        begun.add(trajectory)
+    return again
+
+
+def growth(seconds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Replicas -> (time over that of the fewest, what the logarithm allows: 1 + log2 of how many times as many)."""
+    fewest = min(seconds)
+    return {count: (value / seconds[fewest], 1 + math.log2(count / fewest)) for count, value in seconds.items()}
+
+
+def slope(values: Mapping[int, float]) -> float:
+    """By how much the value grows per replica, from the fewest to the most."""
+    fewest, most = min(values), max(values)
+    return (values[most] - values[fewest]) / (most - fewest)

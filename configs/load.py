@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from hydra.conf import HelpConf
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from configs import schema
 from configs.schema import Config
 from configs.validate import ConfigError, check
 
@@ -38,18 +38,16 @@ def load(composed: DictConfig) -> Config:
 
 def key_docs() -> dict[str, tuple[str, str]]:
     """Every key of the schema by its dotted name: its default, as YAML, and its documentation."""
-    tree = ast.parse(Path(inspect.getfile(schema)).read_text())
-    docs_of_class = {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
     defaults = OmegaConf.structured(Config)
+    own_docs = _field_docs(Config)
     docs: dict[str, tuple[str, str]] = {}
     for name, field in Config.__dataclass_fields__.items():
         assert isinstance(field.type, type)
-        section = docs_of_class.get(field.type.__name__, {})
-        if name in defaults and OmegaConf.is_dict(defaults[name]):
-            for key, doc in section.items():
+        if is_dataclass(field.type):
+            for key, doc in _field_docs(field.type).items():
                 docs[f"{name}.{key}"] = (_show(defaults[name][key]), doc)
         else:
-            docs[name] = (_show(defaults[name]), docs_of_class["Config"][name])
+            docs[name] = (_show(defaults[name]), own_docs[name])
     return docs
 
 
@@ -90,9 +88,11 @@ def _writable(node: DictConfig) -> DictConfig:
     return node
 
 
-def _field_docs(node: ast.ClassDef) -> dict[str, str]:
+def _field_docs(section: type) -> dict[str, str]:
     """Field -> the string literal under it; a field without one maps to ''."""
     docs: dict[str, str] = {}
+    (node,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)

@@ -1,11 +1,13 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts.
+that are out of range or contradict one another, before anything starts. The keys of the algorithm are in algorithm.py.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+from configs.algorithm import AlgorithmConfig
 
 # Enum members are lower-case because their names are what a user types.
 
@@ -31,15 +33,6 @@ class Device(Enum):
 class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
-
-
-class Proximal(Enum):
-    """Which policy the clipped ratio is taken against."""
-
-    rollout = "rollout"
-    """The policy that sampled the token: ratio = pi / mu, as in PPO."""
-    current = "current"
-    """The policy before this step: ratio = pi / pi_old, weighted by min(pi_old / mu, importance_cap)."""
 
 
 class Layout(Enum):
@@ -96,24 +89,6 @@ class DataConfig:
     """Wrap the prompt in the tokenizer's chat template."""
     max_prompt_tokens: int = 1024
     """Longer prompts are left out, and counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig:
-    group_size: int = 8
-    """Trajectories per prompt."""
-    normalize_by_std: bool = True
-    """Divide a group's advantages by its reward's standard deviation (GRPO); false is Dr. GRPO."""
-    clip_ratio_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_ratio_low."""
-    clip_ratio_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_ratio_high (DAPO's clip-higher)."""
-    clip_ratio_c: float = 3.0
-    """Dual clip: with a negative advantage the loss of a token is at most clip_ratio_c * |advantage|."""
-    proximal: Proximal = Proximal.rollout
-    """Which policy the clipped ratio is taken against: rollout or current."""
-    importance_cap: float = 2.0
-    """Truncation of the importance weights pi_old / mu. With proximal=rollout they are 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from configs.schema import AlgorithmConfig, Config, Proximal
+from configs.algorithm import Proximal
+from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, Prompt, Trajectory, TrajectoryGroup, VersionSpan
 
 VOCAB_SIZE = 64
@@ -103,8 +104,8 @@ def advantages_of(group: TrajectoryGroup) -> list[float]:
 
 def learning_tokens(
     model: nn.Module, groups: Sequence[TrajectoryGroup], temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log pi / mu, entropy, advantage) of every masked token whose trajectory has an advantage."""
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(log pi / mu per trajectory, entropy, advantage) of every masked token whose trajectory has an advantage."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     exact = double(model)
     for group in groups:
@@ -113,9 +114,10 @@ def learning_tokens(
             with torch.no_grad():
                 logprobs, entropy = sequence_logprobs(exact, trajectory, temperature)
             log_ratio = logprobs - torch.from_numpy(trajectory.rollout_logprobs).double()
-            parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
+            if mask.any():
+                parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
     log_ratios, entropies, advantages = zip(*parts, strict=True)
-    return torch.cat(log_ratios), torch.cat(entropies), torch.cat(advantages)
+    return list(log_ratios), torch.cat(entropies), torch.cat(advantages)
 
 
 def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from configs.schema import Config, Layout
 from rollout.types import TrajectoryGroup
-from tests.reference import advantages_of
-from trainer.batch import StepBatch, assemble
+from tests import batches
+from trainer.batch import StepBatch
 from trainer.metrics import Metric
 from trainer.worker import TrainWorker
 
@@ -50,32 +49,20 @@ def free_master() -> str:
 def pack(
     steps: Sequence[Sequence[TrajectoryGroup]], layout: Layout, num_ranks: int, budget: int = 48
 ) -> list[StepBatch]:
-    return [
-        assemble(
-            groups,
-            [np.array(advantages_of(group), np.float32) for group in groups],
-            layout=layout,
-            num_ranks=num_ranks,
-            tokens_per_micro_batch=budget,
-        )
-        for groups in steps
-    ]
+    return [batches.pack(groups, layout, num_ranks, budget) for groups in steps]
 
 
 def train_rank(
-    config: Config, model_path: str, batches: Sequence[StepBatch], rank: int, world_size: int, master: str
+    config: Config, model_path: str, step_batches: Sequence[StepBatch], rank: int, world_size: int, master: str
 ) -> tuple[list[dict[str, Metric]], Weights]:
     """All steps of one rank, in this process. Weights are those of rank 0."""
     inbox = Inbox()
     worker = TrainWorker(config=config, device="cpu", publish=inbox)
     try:
         worker.setup(model_path, rank, world_size, master)
-        parts = [
-            worker.train_step(batch.micro_batches[rank], batch.num_loss_tokens, step)
-            for step, batch in enumerate(batches)
-        ]
-        manifest = worker.publish(len(batches))
-        assert manifest == ({"global_steps": len(batches)} if rank == 0 else None)
+        parts = [worker.train_step(batch.micro_batches[rank], step) for step, batch in enumerate(step_batches)]
+        manifest = worker.publish(len(step_batches))
+        assert manifest == ({"global_steps": len(step_batches)} if rank == 0 else None)
         dist.barrier()  # rank 0 holds the store: it must not go first
     finally:
         if dist.is_initialized():

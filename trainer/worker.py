@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
+from rollout.types import FloatArray
 from trainer.batch import MicroBatch
-from trainer.importance import effective_sample_size, proximal_logprobs, truncated_importance_weights
-from trainer.loss import ppo_clip
-from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics
-from trainer.model import full_parameters, load_policy, parameter_specs, shard
+from trainer.kl import kl_estimate
+from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
+from trainer.model import Policy, full_parameters, load_policy, parameter_specs, shard
+from trainer.objective import Objective
+from trainer.optimizer import Optimizer
 
 Publish = Callable[[list[tuple[str, torch.dtype, list[int]]], Iterator[tuple[str, torch.Tensor]], int], dict[str, Any]]
 """(specs, tensors, global_steps) -> manifest: how a transport takes the weights."""
@@ -48,22 +49,39 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
-        self._policy = load_policy(model_path, self._config.rollout.temperature, trainer.gradient_checkpointing).to(
-            self._device
-        )
-        num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        shard(self._policy, mesh, _torch_dtype(trainer.dtype.value))
-        self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
-            lr=trainer.lr,
-            betas=(trainer.adam_beta1, trainer.adam_beta2),
-            weight_decay=trainer.weight_decay,
-        )
+        algorithm = self._config.algorithm
+        self._objective = Objective(algorithm)
+        policy = self._load(model_path, trainer.gradient_checkpointing, algorithm.entropy_coef != 0)
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+        self._policy = shard(policy, mesh, _torch_dtype(trainer.dtype.value))
+        self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
+        self._reference: Policy | None = None
+        if algorithm.needs_reference:
+            frozen = self._load(model_path, False, False).requires_grad_(False)
+            self._reference = shard(frozen, mesh, _torch_dtype(trainer.dtype.value))
         return num_parameters
 
-    def train_step(
-        self, micro_batches: tuple[MicroBatch, ...], num_loss_tokens: int, global_steps: int
-    ) -> dict[str, Metric]:
+    def _load(self, model_path: str, gradient_checkpointing: bool, entropy_has_gradient: bool) -> Policy:
+        temperature = self._config.rollout.temperature
+        return load_policy(model_path, temperature, gradient_checkpointing, entropy_has_gradient).to(self._device)
+
+    def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
+        """What a step needs to know of its tokens beforehand: per name, [T] per micro-batch. No gradient is touched.
+
+        reference_logprobs: log pi_ref. kl: the estimate of KL(mu || pi_ref) that is taken off the rewards.
+        """
+        assert self._reference is not None
+        scores: dict[str, list[FloatArray]] = {"reference_logprobs": [], "kl": []}
+        for batch in micro_batches:
+            with torch.no_grad():
+                reference_logprobs, _ = self._reference(batch, self._device)
+                rollout_logprobs = torch.as_tensor(batch.tokens.rollout_logprobs, device=self._device)
+                kl = kl_estimate(rollout_logprobs, reference_logprobs, self._config.algorithm.kl_reward_estimator)
+            scores["reference_logprobs"].append(reference_logprobs.cpu().numpy())
+            scores["kl"].append(kl.cpu().numpy())
+        return scores
+
+    def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
         """One optimizer step over this rank's micro-batches. `global_steps`: optimizer steps taken before it.
 
         Metrics are this rank's, to be merged over ranks. All ranks must call with equally many micro-batches.
@@ -72,62 +90,22 @@ class TrainWorker:
         parts = []
         for index, batch in enumerate(micro_batches):
             self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)  # pyright: ignore
-            parts.append(self.forward_backward(batch, num_loss_tokens))
+            parts.append(self.forward_backward(batch))
         parts.append(self.optim_step(global_steps))
         parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
         return merge_metrics(parts)
 
-    def forward_backward(self, batch: MicroBatch, num_loss_tokens: int) -> dict[str, Metric]:
-        """Accumulates the gradient of sum(loss) / num_loss_tokens over all ranks."""
-        algorithm = self._config.algorithm
+    def forward_backward(self, batch: MicroBatch) -> dict[str, Metric]:
+        """Accumulates the gradient of the micro-batch's share of the objective; over all ranks they add up to it."""
         logprobs, entropy = self._policy(batch, self._device)
-        rollout_logprobs = torch.as_tensor(batch.rollout_logprobs, device=self._device)
-        advantages = torch.as_tensor(batch.advantages, device=self._device)
-        old_logprobs = proximal_logprobs(logprobs, rollout_logprobs, algorithm.proximal)
-        weights = truncated_importance_weights(old_logprobs, rollout_logprobs, algorithm.importance_cap)
-        loss, is_clipped = ppo_clip(
-            logprobs,
-            old_logprobs,
-            advantages,
-            clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high,
-            clip_c=algorithm.clip_ratio_c,
-        )
-        total = (loss * weights).sum() / num_loss_tokens
-        (total * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
-        num_tokens = len(batch.targets)
-        with torch.no_grad():
-            log_ratio = logprobs - rollout_logprobs
-            metrics: dict[str, Metric] = {
-                "actor/pg_loss": Sum(total.item()),
-                "perf/padded_tokens": Sum(float(batch.num_padded_tokens)),
-            }
-            if num_tokens:
-                metrics |= {
-                    "actor/pg_clipfrac": Mean(is_clipped.sum().item(), num_tokens),
-                    "actor/ppo_kl": Mean((old_logprobs - logprobs).sum().item(), num_tokens),
-                    "actor/entropy": Mean(entropy.sum().item(), num_tokens),
-                    "actor/importance_weight": Mean(weights.sum().item(), num_tokens),
-                    "actor/rollout_kl": Mean(-log_ratio.sum().item(), num_tokens),
-                    "actor/rollout_logprob_diff_max": Max(log_ratio.abs().max().item()),
-                    "actor/ess": Mean(effective_sample_size(log_ratio).item() * num_tokens, num_tokens),
-                }
-        return metrics
+        loss, metrics = self._objective(logprobs, entropy, batch)
+        (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
+        return metrics | {"perf/padded_tokens": Sum(float(batch.num_padded_tokens))}
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
         """Clips the gradient, steps AdamW, clears the gradient. Raises FloatingPointError if the gradient is broken."""
-        trainer = self._config.trainer
-        lr = trainer.lr * min(1.0, (global_steps + 1) / max(1, trainer.lr_warmup_steps))
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), trainer.max_grad_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if not norm.isfinite():
-            raise FloatingPointError(f"gradient norm {norm.item()} at optimizer step {global_steps}: no step is taken")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return {"actor/grad_norm": Last(norm.item()), "actor/lr": Last(lr)}
+        norm, lr = self._optimizer.step(global_steps)
+        return {"actor/grad_norm": Last(norm), "actor/lr": Last(lr)}
 
     def publish(self, global_steps: int) -> dict[str, Any] | None:
         """All ranks gather tensor by tensor; rank 0 writes, and returns the manifest."""

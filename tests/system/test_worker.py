@@ -1,5 +1,6 @@
 """TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import trainer.model
-from configs.schema import AlgorithmConfig, Config, DType, Layout, Proximal, RolloutConfig, TrainerConfig
+from configs.algorithm import Proximal
+from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
 from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
 from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank
@@ -128,7 +130,7 @@ def test_two_ranks_are_the_plain_trainer(
     layout: Layout, two_ranks: dict[Layout, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
 ) -> None:
     if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
-        assert [len(b.targets) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
+        assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
     assert_same(two_ranks[layout], reference)
 
 
@@ -155,7 +157,8 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
     batches = pack([groups], Layout.padded, 1, budget=10_000)
     metrics = one_rank(config, model_path, batches).metrics[0]
     model = build_model(VOCAB_SIZE, seed=0)
-    log_ratio, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
+    log_ratios, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
+    log_ratio = torch.cat(log_ratios)
     assert -log_ratio.min() > log_ratio.max()
     ratio, follows = log_ratio.exp(), proximal is Proximal.current
     clipped = ((advantages > 0) & (ratio > 1.28)) | ((advantages < 0) & (ratio < 0.8))
@@ -169,6 +172,10 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "actor/rollout_kl": -log_ratio.mean().item(),
             "actor/rollout_logprob_diff_max": log_ratio.abs().max().item(),
             "actor/ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+            "correction/k3_kl": (ratio - 1 - log_ratio).mean().item(),
+            "correction/ppl_ratio": sum(math.exp(-x.mean()) for x in log_ratios) / len(log_ratios),
+            "correction/ratio_fraction_high": (ratio > 1.1).double().mean().item(),
+            "correction/ratio_fraction_low": (ratio < 1 / 1.1).double().mean().item(),
             "actor/lr": 0.005,
             "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
         },
@@ -234,7 +241,7 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
         expected = {name: tensor.detach().to(torch.bfloat16) for name, tensor in untrained.named_parameters()}
         assert inbox.weights.keys() == expected.keys()
         assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
-        worker.train_step(batch.micro_batches[0], batch.num_loss_tokens, 0)
+        worker.train_step(batch.micro_batches[0], 0)
         worker.publish(1)
         assert any(not torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
 
@@ -252,7 +259,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]
         assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-        metrics = to_floats(worker.train_step(empty.micro_batches[0], empty.num_loss_tokens, 0))
+        metrics = to_floats(worker.train_step(empty.micro_batches[0], 0))
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
         worker.publish(0)
         untrained = dict(build_model(VOCAB_SIZE, seed=0).named_parameters())
@@ -271,11 +278,11 @@ def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
     model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     (batch,) = pack(steps[:1], Layout.shared_prompt, 1, budget=1000)[0].micro_batches[0]
-    broken = replace(batch, advantages=batch.advantages * float("nan"))
+    broken = replace(batch, tokens=replace(batch.tokens, advantages=batch.tokens.advantages * float("nan")))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         with pytest.raises(FloatingPointError, match="gradient norm nan at optimizer step 7"):
-            worker.train_step((broken,), 1, 7)
+            worker.train_step((broken,), 7)
         worker.publish(7)
         assert all(tensor.isfinite().all() for tensor in inbox.weights.values())
 
@@ -283,7 +290,7 @@ def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
 
 
 def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:
-    return [worker.forward_backward(micro_batch, batch.num_loss_tokens) for micro_batch in batch.micro_batches[0]]
+    return [worker.forward_backward(micro_batch) for micro_batch in batch.micro_batches[0]]
 
 
 def test_a_second_rank_that_never_comes_is_an_error_within_the_deadline(model_path: str) -> None:

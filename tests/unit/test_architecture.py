@@ -41,7 +41,9 @@ LIVES_IN = {
 HEAVY = set(LIVES_IN)
 NOT_PURE = (
     *("rollout/*_group.py", "rollout/engines/vllm.py", "trainer/*_group.py"),
-    *("trainer/importance.py", "trainer/loss.py", "trainer/model.py", "trainer/tiny_model.py", "trainer/warmup.py"),
+    *("trainer/importance.py", "trainer/kl.py", "trainer/loss.py", "trainer/model.py", "trainer/objective.py"),
+    *("trainer/optimizer.py", "trainer/per_trajectory.py", "trainer/sequence_loss.py", "trainer/tiny_model.py"),
+    "trainer/warmup.py",
     *("trainer/worker.py", "trainer/checkpoint.py", "weight_sync/bucket.py", "weight_sync/vllm_receiver.py"),
     *("weight_sync/transports/*.py", "scripts/*.py"),
 )
@@ -224,7 +226,7 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
             continue
         for target, value in pairs:
             if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
-                sections[target.id] = value.attr
+                sections[target.id] = value.attr.lstrip("_")
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
             yield node.value.attr.lstrip("_"), node.attr

@@ -53,6 +53,9 @@ class World:
         trajectories = [make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0)) for i in range(4)]
         return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, trajectories)))
 
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        raise AssertionError("nobody asked for scores")
+
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await self.happen(f"train_step {global_steps}")
         self.batches.append(batch)
@@ -202,8 +205,10 @@ def test_workers_train_on_the_groups_advantages(std: bool, advantages: list[floa
     world = run(World(), total_steps=1, num_ranks=2, std=std)
     assert world.recorded_advantages[0] == [pytest.approx(advantages)] * 2
     (batch,) = world.batches
-    assert batch.num_loss_tokens == 2 * 4 * 3
+    assert batch.num_tokens == 2 * 4 * 3
+    weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
+    assert weights == pytest.approx([1 / 24] * 24)
     # Eight rows of four tokens, two to a micro-batch, on two ranks.
     assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(2, 4)] * 2] * 2
-    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.advantages]
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
     assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))

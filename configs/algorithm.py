@@ -103,6 +103,12 @@ class Rejection(Enum):
 class AlgorithmConfig:
     group_size: int = 8
     """Trajectories per prompt."""
+    advantage: str = "grpo"
+    """grpo, or gae: per token, from a critic (the keys of `critic`)."""
+    gamma: float = 1.0
+    """gae: discount per token."""
+    gae_lambda: float = 1.0
+    """gae: 1 is the return minus the value, 0 the one-step temporal difference."""
     normalize_by_std: bool = True
     """Divide a group's advantages by its reward's standard deviation (GRPO); false is Dr. GRPO."""
     loss: str = "ppo_clip"
@@ -164,3 +170,17 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         return self.kl_loss_coef != 0 or self.kl_reward_coef != 0
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """Used with algorithm.advantage=gae. The critic shares the trainer's other settings of AdamW."""
+
+    lr: float = 1e-3
+    """AdamW's learning rate after warm-up."""
+    value_clip: float = 0.5
+    """A value's loss is clipped where it moved further than this from the value before the step."""

@@ -5,6 +5,7 @@ from configs.built_in import CORRECTIONS, LOSS_PARAMETERS, LOSSES, CorrectionSpe
 from configs.dotted import find
 from configs.schema import Config
 
+ADVANTAGES = ("grpo", "gae")
 Problem = tuple[str, object, str]
 """(key, value, what is allowed)"""
 
@@ -21,9 +22,12 @@ def algorithm_problems(config: Config) -> list[Problem]:
 
 
 def _group_problems(algorithm: AlgorithmConfig) -> list[Problem]:
-    if algorithm.group_size < 2:
-        allowed = "must be at least 2: group advantages of one trajectory are all 0"
-        return [("algorithm.group_size", algorithm.group_size, allowed)]
+    if algorithm.advantage not in ADVANTAGES:
+        return [("algorithm.advantage", algorithm.advantage, f"must be one of {', '.join(ADVANTAGES)}")]
+    smallest = 1 if algorithm.needs_critic else 2
+    if algorithm.group_size < smallest:
+        reason = "" if algorithm.needs_critic else ": group advantages of one trajectory are all 0"
+        return [("algorithm.group_size", algorithm.group_size, f"must be at least {smallest}{reason}")]
     return []
 
 

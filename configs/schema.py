@@ -7,7 +7,7 @@ that are out of range or contradict one another, before anything starts. The key
 from dataclasses import dataclass, field
 from enum import Enum
 
-from configs.algorithm import AlgorithmConfig
+from configs.algorithm import AlgorithmConfig, CriticConfig
 
 # Enum members are lower-case because their names are what a user types.
 
@@ -210,6 +210,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

@@ -36,12 +36,13 @@ def pack(
     *,
     keep_idle: bool = False,
     aggregation: LossAggregation = LossAggregation.token_mean,
+    **known: FloatArray,
 ) -> StepBatch:
-    """With GRPO's advantages."""
+    """With GRPO's advantages. `known`: further signals of all the step's tokens."""
     advantages = [np.array(advantages_of(group), np.float32) for group in groups]
     return assemble(
         groups,
-        learning(groups, advantages, aggregation),
+        replace(learning(groups, advantages, aggregation), **known),
         layout=layout,
         num_ranks=num_ranks,
         tokens_per_micro_batch=budget,

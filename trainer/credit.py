@@ -10,7 +10,11 @@ from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, TrajectoryGroup
 from trainer.advantage import grpo
 from trainer.covariance import clip_cov_tokens, covariances, kl_cov_tokens
+from trainer.gae import gae, token_rewards, whiten
 from trainer.signals import TokenSignals, aggregation_weights, join
+
+Scores = Mapping[str, FloatArray]
+"""Per name [T], what the workers said of the step's tokens (`TrainWorker.score`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,61 +23,103 @@ class Credit:
 
     tokens: TokenSignals
     advantages: list[FloatArray]
-    """Per group [G]."""
+    """Per group [G]: of every trajectory, the mean over its tokens."""
     metrics: dict[str, float]
 
 
-def needs_scores(config: Config) -> bool:
+def needs_scores(algorithm: AlgorithmConfig) -> bool:
     """Whether the workers have to look at the tokens before their advantages can be known."""
-    return config.algorithm.needs_reference
+    return algorithm.needs_reference or algorithm.needs_critic
 
 
-def keeps_idle(config: Config) -> bool:
+def keeps_idle(algorithm: AlgorithmConfig) -> bool:
     """Whether trajectories whose advantages are all 0 have a gradient nevertheless."""
-    algorithm = config.algorithm
     return (
-        algorithm.entropy_coef != 0 or algorithm.kl_loss_coef != 0 or loss_spec(algorithm.loss).learns_without_advantage
+        algorithm.entropy_coef != 0
+        or algorithm.kl_loss_coef != 0
+        or algorithm.needs_critic
+        or loss_spec(algorithm.loss).learns_without_advantage
     )
 
 
 def assign_credit(
-    groups: Sequence[TrajectoryGroup],
-    tokens: TokenSignals,
-    scores: Mapping[str, FloatArray],
-    config: Config,
-    global_steps: int,
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, scores: Scores, config: Config, global_steps: int
 ) -> Credit:
-    """`tokens`: of `groups`, as sampled. `scores`: per name [T], what the workers said of them; empty if not asked."""
+    """`tokens`: of `groups`, as sampled. `scores` is empty where `needs_scores` is false."""
     algorithm = config.algorithm
-    metrics: dict[str, float] = {}
-    rewards = [np.array([t.reward for t in group.trajectories], np.float32) for group in groups]
+    penalties = (
+        algorithm.kl_reward_coef * scores["kl"] if algorithm.kl_reward_coef else np.zeros_like(tokens.advantages)
+    )
+    if algorithm.advantage == "gae":
+        credit = _by_critic(groups, tokens, penalties, scores["values"], algorithm)
+    else:
+        credit = _by_group(groups, tokens, penalties, algorithm)
     if algorithm.kl_reward_coef:
-        sizes = [len(group.trajectories) for group in groups]
-        kl = np.bincount(tokens.trajectories, weights=scores["kl"], minlength=sum(sizes))
-        penalties = np.split((algorithm.kl_reward_coef * kl).astype(np.float32), np.cumsum(sizes)[:-1])
-        rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-        metrics["actor/reward_kl_penalty"] = float(np.mean(scores["kl"])) if len(scores["kl"]) else 0.0
-    advantages = [grpo(group_rewards, algorithm.normalize_by_std) for group_rewards in rewards]
-    token_advantages = join(advantages, np.float32)[tokens.trajectories]
+        credit.metrics["actor/reward_kl_penalty"] = float(np.mean(scores["kl"])) if len(scores["kl"]) else 0.0
     aggregation = algorithm.loss_aggregation or loss_spec(algorithm.loss).aggregation
     horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
-    learning = replace(
-        tokens,
-        advantages=token_advantages,
+    learned = replace(
+        credit.tokens,
         loss_weights=aggregation_weights(tokens.trajectories, aggregation, horizon),
-        selected=_selected(tokens.rollout_logprobs, token_advantages, algorithm, (config.seed, global_steps)),
+        selected=_selected(credit.tokens, algorithm, (config.seed, global_steps)),
         reference_logprobs=scores.get("reference_logprobs"),
     )
-    return Credit(tokens=learning, advantages=advantages, metrics=metrics)
+    return replace(credit, tokens=learned)
 
 
-def _selected(
-    logprobs: FloatArray, advantages: FloatArray, algorithm: AlgorithmConfig, seed: tuple[int, int]
-) -> BoolArray | None:
+def _by_group(
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
+) -> Credit:
+    """One advantage for all tokens of a trajectory. `penalties` [T] are summed over it and taken off its reward."""
+    sizes = [len(group.trajectories) for group in groups]
+    lost = np.bincount(tokens.trajectories, weights=penalties, minlength=sum(sizes)).astype(np.float32)
+    rewards = _split(_rewards(groups) - lost, groups)
+    advantages = [grpo(group_rewards, algorithm.normalize_by_std) for group_rewards in rewards]
+    of_tokens = join(advantages, np.float32)[tokens.trajectories]
+    return Credit(tokens=replace(tokens, advantages=of_tokens), advantages=advantages, metrics={})
+
+
+def _by_critic(
+    groups: Sequence[TrajectoryGroup],
+    tokens: TokenSignals,
+    penalties: FloatArray,
+    values: FloatArray,
+    algorithm: AlgorithmConfig,
+) -> Credit:
+    """An advantage for every token, whitened over the step, and the return that the critic learns."""
+    rewards = token_rewards(_rewards(groups), tokens.trajectories) - penalties
+    estimates = gae(rewards, values, tokens.trajectories, algorithm.gamma, algorithm.gae_lambda)
+    advantages, returns = whiten(estimates), estimates + values
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    lengths = np.bincount(tokens.trajectories, minlength=num_trajectories)
+    sums = np.bincount(tokens.trajectories, weights=advantages, minlength=num_trajectories)
+    means = (sums / np.maximum(lengths, 1)).astype(np.float32)
+    return Credit(
+        tokens=replace(tokens, advantages=advantages, values=values, returns=returns),
+        advantages=_split(means, groups),
+        metrics={
+            "critic/values/mean": float(values.mean()),
+            "critic/returns/mean": float(returns.mean()),
+            "critic/vf_explained_var": float(1 - (returns - values).var() / max(float(returns.var()), 1e-8)),
+        },
+    )
+
+
+def _rewards(groups: Sequence[TrajectoryGroup]) -> FloatArray:
+    """[B] of all trajectories."""
+    return np.array([trajectory.reward for group in groups for trajectory in group.trajectories], np.float32)
+
+
+def _split(values: FloatArray, groups: Sequence[TrajectoryGroup]) -> list[FloatArray]:
+    """[B] -> per group [G]."""
+    return np.split(values, np.cumsum([len(group.trajectories) for group in groups])[:-1])
+
+
+def _selected(tokens: TokenSignals, algorithm: AlgorithmConfig, seed: tuple[int, int]) -> BoolArray | None:
     """What clip_cov and kl_cov treat, and None for other losses."""
-    if algorithm.loss not in ("clip_cov", "kl_cov") or not len(advantages):
+    if algorithm.loss not in ("clip_cov", "kl_cov") or not len(tokens.targets):
         return None
-    values = covariances(logprobs, advantages)
+    values = covariances(tokens.rollout_logprobs, tokens.advantages)
     if algorithm.loss == "kl_cov":
         return kl_cov_tokens(values, algorithm.cov_ratio)
     low, high = algorithm.clip_cov_low, algorithm.clip_cov_high

@@ -144,12 +144,12 @@ class TrainLoop:
         """What every token learns, and the micro-batches that carry it."""
         with timed(timings, "assemble"):
             tokens, scores = sampled_tokens(groups, global_steps), {}
-        if needs_scores(self._config):
+        if needs_scores(self._config.algorithm):
             with timed(timings, "score"):
                 scores = await self._workers.score(self._assemble(groups, tokens, keep_idle=True))
         with timed(timings, "assemble"):
             credit = assign_credit(groups, tokens, scores, self._config, global_steps)
-            return credit, self._assemble(groups, credit.tokens, keep_idle=keeps_idle(self._config))
+            return credit, self._assemble(groups, credit.tokens, keep_idle=keeps_idle(self._config.algorithm))
 
     def _assemble(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> StepBatch:
         trainer = self._config.trainer

@@ -34,7 +34,11 @@ class TokenSignals:
     selected: BoolArray | None = None
     """clip_cov and kl_cov: the tokens whose covariance stands out."""
     reference_logprobs: FloatArray | None = None
-    """Where there is a reference policy."""
+    """log pi_ref, where there is a reference policy."""
+    values: FloatArray | None = None
+    """The critic's before the step, where there is one."""
+    returns: FloatArray | None = None
+    """What the critic learns."""
 
     def take(self, index: NDArray[np.integer]) -> Self:
         """The tokens at `index`."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import MicroBatch
+from trainer.critic import Critic
 from trainer.kl import kl_estimate
 from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
 from trainer.model import Policy, full_parameters, load_policy, parameter_specs, shard
@@ -49,36 +50,37 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
-        algorithm = self._config.algorithm
-        self._objective = Objective(algorithm)
-        policy = self._load(model_path, trainer.gradient_checkpointing, algorithm.entropy_coef != 0)
-        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
-        self._policy = shard(policy, mesh, _torch_dtype(trainer.dtype.value))
+        compute_dtype = _torch_dtype(trainer.dtype.value)
+        self._policy = self._load_policy(model_path, trainable=True)
+        num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+        shard(self._policy, self._policy.causal_lm.model.layers, mesh, compute_dtype)
         self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
-        self._reference: Policy | None = None
-        if algorithm.needs_reference:
-            frozen = self._load(model_path, False, False).requires_grad_(False)
-            self._reference = shard(frozen, mesh, _torch_dtype(trainer.dtype.value))
+        self._objective = Objective(self._config.algorithm)
+        self._reference = self._critic = None
+        if self._config.algorithm.needs_reference:
+            self._reference = self._load_policy(model_path, trainable=False)
+            shard(self._reference, self._reference.causal_lm.model.layers, mesh, compute_dtype)
+        if self._config.algorithm.needs_critic:
+            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device)
         return num_parameters
 
-    def _load(self, model_path: str, gradient_checkpointing: bool, entropy_has_gradient: bool) -> Policy:
-        temperature = self._config.rollout.temperature
-        return load_policy(model_path, temperature, gradient_checkpointing, entropy_has_gradient).to(self._device)
-
     def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
-        """What a step needs to know of its tokens beforehand: per name, [T] per micro-batch. No gradient is touched.
+        """What the driver needs to know of the tokens before their advantages: per name, [T] per micro-batch.
 
-        reference_logprobs: log pi_ref. kl: the estimate of KL(mu || pi_ref) that is taken off the rewards.
+        reference_logprobs: log pi_ref. kl: the estimate of KL(mu || pi_ref) that may be taken off the rewards. values:
+        the critic's. All ranks must call with equally many micro-batches.
         """
-        assert self._reference is not None
-        scores: dict[str, list[FloatArray]] = {"reference_logprobs": [], "kl": []}
+        scores: dict[str, list[FloatArray]] = {}
         for batch in micro_batches:
-            with torch.no_grad():
-                reference_logprobs, _ = self._reference(batch, self._device)
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference_logprobs, _ = self._reference(batch, self._device)
                 rollout_logprobs = torch.as_tensor(batch.tokens.rollout_logprobs, device=self._device)
                 kl = kl_estimate(rollout_logprobs, reference_logprobs, self._config.algorithm.kl_reward_estimator)
-            scores["reference_logprobs"].append(reference_logprobs.cpu().numpy())
-            scores["kl"].append(kl.cpu().numpy())
+                scores.setdefault("reference_logprobs", []).append(reference_logprobs.cpu().numpy())
+                scores.setdefault("kl", []).append(kl.cpu().numpy())
+            if self._critic is not None:
+                scores.setdefault("values", []).append(self._critic.values(batch).cpu().numpy())
         return scores
 
     def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
@@ -91,6 +93,8 @@ class TrainWorker:
         for index, batch in enumerate(micro_batches):
             self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)  # pyright: ignore
             parts.append(self.forward_backward(batch))
+            if self._critic is not None:
+                parts.append(self._critic.forward_backward(batch, is_last=index == len(micro_batches) - 1))
         parts.append(self.optim_step(global_steps))
         parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
         return merge_metrics(parts)
@@ -105,7 +109,8 @@ class TrainWorker:
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
         """Clips the gradient, steps AdamW, clears the gradient. Raises FloatingPointError if the gradient is broken."""
         norm, lr = self._optimizer.step(global_steps)
-        return {"actor/grad_norm": Last(norm), "actor/lr": Last(lr)}
+        critic = {} if self._critic is None else self._critic.optim_step(global_steps)
+        return {"actor/grad_norm": Last(norm), "actor/lr": Last(lr), **critic}
 
     def publish(self, global_steps: int) -> dict[str, Any] | None:
         """All ranks gather tensor by tensor; rank 0 writes, and returns the manifest."""
@@ -116,6 +121,17 @@ class TrainWorker:
         for _ in tensors:
             pass
         return None
+
+    def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
+        """The first policy: to train, or to keep as the reference."""
+        trainer, algorithm = self._config.trainer, self._config.algorithm
+        policy = load_policy(
+            model_path,
+            self._config.rollout.temperature,
+            gradient_checkpointing=trainable and trainer.gradient_checkpointing,
+            entropy_has_gradient=trainable and algorithm.entropy_coef != 0,
+        )
+        return policy.to(self._device).requires_grad_(trainable)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

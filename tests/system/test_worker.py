@@ -1,12 +1,9 @@
 """TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
 
 import math
-import multiprocessing
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +13,9 @@ import trainer.model
 from configs.algorithm import Proximal
 from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
+from tests import worker_runs
 from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
-from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank
+from tests.worker_runs import Inbox, Outcome, free_master, one_rank, pack
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny_model import build_model
@@ -72,39 +70,12 @@ def reference_outcome(config: Config, steps: Sequence[Sequence[TrajectoryGroup]]
     )
 
 
-def one_rank(config: Config, model_path: str, batches: Sequence[StepBatch]) -> Outcome:
-    parts, weights = train_rank(config, model_path, batches, 0, 1, free_master())
-    return Outcome([to_floats(part) for part in parts], weights)
-
-
 @pytest.fixture(scope="module")
 def two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Layout, Outcome]:
-    """Rank 0 here, rank 1 in a process of its own, once for both layouts."""
-    answer = tmp_path_factory.mktemp("rank") / "metrics.pickle"
-    jobs: dict[Layout, tuple[Any, ...]] = {
-        layout: (CONFIG, model_path, pack(steps, layout, 2), free_master()) for layout in Layout
-    }
-    other = multiprocessing.get_context("spawn").Process(
-        target=train_second_rank, args=(list(jobs.values()), answer), daemon=True
-    )
-    other.start()
-    try:
-        first = [train_rank(*job, rank=0, world_size=2, master=master) for *job, master in jobs.values()]
-        other.join(TIMEOUT_S)
-        assert other.exitcode == 0
-    finally:
-        other.kill()
-        other.join(TIMEOUT_S)
-    second = pickle.loads(answer.read_bytes())
-    return {
-        layout: Outcome(
-            [to_floats(merge_metrics(parts)) for parts in zip(metrics, others, strict=True)],
-            weights,
-        )
-        for layout, (metrics, weights), others in zip(jobs, first, second, strict=True)
-    }
+) -> dict[str, Outcome]:
+    jobs = {layout.value: (CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
+    return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4) -> None:
@@ -127,15 +98,15 @@ def test_one_rank_is_the_plain_trainer(
 
 @pytest.mark.parametrize("layout", list(Layout))
 def test_two_ranks_are_the_plain_trainer(
-    layout: Layout, two_ranks: dict[Layout, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
+    layout: Layout, two_ranks: dict[str, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
 ) -> None:
     if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
         assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
-    assert_same(two_ranks[layout], reference)
+    assert_same(two_ranks[layout.value], reference)
 
 
 def test_metrics_do_not_depend_on_ranks_or_layout(
-    two_ranks: dict[Layout, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+    two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     expected = one_rank(CONFIG, model_path, pack(steps, Layout.padded, 1)).metrics
     keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")

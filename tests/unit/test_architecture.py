@@ -41,7 +41,14 @@ LIVES_IN = {
 HEAVY = set(LIVES_IN)
 NOT_PURE = (
     *("rollout/*_group.py", "rollout/engines/vllm.py", "trainer/*_group.py"),
-    *("trainer/importance.py", "trainer/kl.py", "trainer/loss.py", "trainer/model.py", "trainer/objective.py"),
+    *(
+        "trainer/critic.py",
+        "trainer/importance.py",
+        "trainer/kl.py",
+        "trainer/loss.py",
+        "trainer/model.py",
+        "trainer/objective.py",
+    ),
     *("trainer/optimizer.py", "trainer/per_trajectory.py", "trainer/sequence_loss.py", "trainer/tiny_model.py"),
     "trainer/warmup.py",
     *("trainer/worker.py", "trainer/checkpoint.py", "weight_sync/bucket.py", "weight_sync/vllm_receiver.py"),

@@ -61,7 +61,7 @@ def split(
         layout=layout,
         num_ranks=num_ranks,
         tokens_per_micro_batch=budget,
-        keep_idle=keeps_idle(Config(algorithm=algorithm)),
+        keep_idle=keeps_idle(algorithm),
     )
 
 

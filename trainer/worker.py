@@ -81,6 +81,8 @@ class TrainWorker:
                 scores.setdefault("kl", []).append(kl.cpu().numpy())
             if self._critic is not None:
                 scores.setdefault("values", []).append(self._critic.values(batch).cpu().numpy())
+        if self._reference is not None:
+            self._reference.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
         return scores
 
     def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:

@@ -1,6 +1,7 @@
 """The value model against plain forwards, and its clipped loss by hand."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,14 @@ from tests.batches import pack
 from tests.reference import VOCAB_SIZE, double, random_groups
 from trainer.critic import ValueModel, clipped_value_loss
 from trainer.tiny_model import build_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +45,7 @@ def test_value_loss_by_hand(
 
 def test_value_loss_is_differentiable_as_it_says() -> None:
     generator = torch.Generator().manual_seed(0)
-    old, returns, noise = torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    old, returns, noise = torch.randn(3, 20, generator=generator, dtype=torch.float64)
     values = (old + noise).requires_grad_()
     assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old, returns, 0.5)[0], values)
 
@@ -50,10 +59,10 @@ def test_nan_is_not_hidden_by_the_clip() -> None:
 def test_values_are_read_where_each_token_was_sampled(layout: Layout) -> None:
     """Of plain float64 forwards, one sequence at a time: the hidden state before each token, times the head."""
     causal_lm = build_model(VOCAB_SIZE, seed=0)
-    groups = random_groups(double(causal_lm), seed=3)
+    groups = random_groups(double(causal_lm), seed=3, num_groups=2)
     model = ValueModel(causal_lm.model, causal_lm.config.hidden_size)
     torch.nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(0))
-    batch = pack(groups, layout, budget=60, keep_idle=True)
+    batch = pack(groups, layout, budget=20, keep_idle=True)
     with torch.no_grad():
         outputs = [[model(b, torch.device("cpu")).numpy() for b in rank] for rank in batch.micro_batches]
         head, plain, expected = model.value_head.weight.double()[0], double(causal_lm), []

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.types import FloatArray
@@ -39,6 +39,7 @@ def by_definition(rewards: list[float], values: list[float], gamma: float, lam: 
 one_token = st.tuples(st.floats(-2, 2, width=32), st.floats(-2, 2, width=32))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(one_token, max_size=6), max_size=5), st.floats(0, 1), st.floats(0, 1))
 def test_every_trajectory_is_estimated_alone(
     trajectories: list[list[tuple[float, float]]], gamma: float, lam: float

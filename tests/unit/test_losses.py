@@ -106,19 +106,19 @@ def test_clip_cov_is_ppo_clip_without_selected_tokens() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def random_case(seed: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """(log pi, log pi_old, advantages, lengths): 12 trajectories whose advantages are equal within, of either sign."""
+def random_case(seed: int, size: int = 12) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """(log pi, log pi_old, advantages, lengths): trajectories whose advantages are equal within, of either sign."""
     random = np.random.default_rng(seed)
-    lengths = random.integers(1, 7, 12).tolist()
+    lengths = random.integers(1, 7, size).tolist()
     old = np.log(random.uniform(0.05, 0.9, sum(lengths)))
     new = np.minimum(old + random.normal(0, 0.6, len(old)), -0.01)
-    advantages = np.repeat(random.normal(0, 1, 12), lengths)
+    advantages = np.repeat(random.normal(0, 1, size), lengths)
     return torch.from_numpy(new), torch.from_numpy(old), torch.from_numpy(advantages), lengths
 
 
 @pytest.mark.parametrize("loss", [ppo_clip, sapo, reinforce, gmpo, clip_cov, kl_cov])
 def test_gradient_is_the_derivative_of_the_value(loss: PolicyLoss) -> None:
-    new, old, advantages, lengths = random_case(0)
+    new, old, advantages, lengths = random_case(0, size=5)
     selected = [index % 3 == 0 for index in range(len(new))]
 
     def of(logprobs: Tensor) -> Tensor:

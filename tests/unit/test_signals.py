@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.algorithm import LossAggregation
@@ -53,6 +53,7 @@ def test_weights_by_hand(aggregation: LossAggregation, expected: list[float]) ->
     assert aggregation_weights(TRAJECTORIES[:0], aggregation, horizon=10).tolist() == []
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.floats(-4, 4), max_size=5), min_size=1, max_size=6), st.sampled_from(LossAggregation))
 def test_the_weighted_sum_is_the_mean_that_the_name_says(losses: list[list[float]], how: LossAggregation) -> None:
     trajectories = np.repeat(np.arange(len(losses)), [len(one) for one in losses]).astype(np.int32)

@@ -1,14 +1,14 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts. The keys of data,
-algorithm and HTTP server are in data.py, algorithm.py and serve.py.
+that are out of range or contradict one another, before anything starts. The keys of data, algorithm and HTTP server are
+in data.py, algorithm.py and serve.py.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from configs.algorithm import AlgorithmConfig
+from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.data import DataConfig
 from configs.serve import ServeConfig
 
@@ -283,6 +283,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

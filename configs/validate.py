@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from configs.algorithm_problems import Problem, algorithm_problems
 from configs.data_source import parse_sources
 from configs.dotted import dotted_problems
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
@@ -14,10 +15,6 @@ from configs.serve import serve_problems
 TRAIN_AND_VAL = ("train_files", "val_files")
 # Named here too, because configs are checked before anything of rollout or trainer is imported.
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
-BUILT_IN_ADVANTAGES = (
-    *("grpo", "rloo", "opo", "grpo_passk", "gpg"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
-)
 
 
 class ConfigError(ValueError):
@@ -37,16 +34,12 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
         *serve_problems(config.serve),
         *_reward_problems(config),
         *dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
-        *dotted_problems(
-            "algorithm.advantage", config.algorithm.advantage, BUILT_IN_ADVANTAGES, ("groups", "algorithm")
-        ),
+        *algorithm_problems(config),
         *_contradictions(config),
     ]
     if problems:
         raise ConfigError("\n".join(f"{key}={value}: {allowed}" for key, value, allowed in problems))
 
-
-Problem = tuple[str, object, str]
 
 # Lower bounds (inclusive), upper bounds (inclusive); None is unbounded.
 _RANGES: dict[str, tuple[float | None, float | None]] = {
@@ -61,7 +54,25 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "algorithm.overlong_penalty": (0, None),
     "algorithm.clip_ratio_low": (0, 1),
     "algorithm.clip_ratio_high": (0, None),
+    "algorithm.gamma": (0, 1),
+    "algorithm.gae_lambda": (0, 1),
+    "algorithm.loss_horizon": (1, None),
+    "algorithm.sapo_tau_positive": (1e-6, None),
+    "algorithm.sapo_tau_negative": (1e-6, None),
+    "algorithm.cov_ratio": (0, 1),
+    "algorithm.clip_cov_low": (0, None),
+    "algorithm.clip_cov_high": (0, None),
+    "algorithm.kl_cov_coef": (0, None),
+    "algorithm.entropy_coef": (0, None),
+    "algorithm.kl_loss_coef": (0, None),
+    "algorithm.kl_reward_coef": (0, None),
     "algorithm.importance_cap": (1, None),
+    "algorithm.icepop_low": (0, 1),
+    "algorithm.icepop_high": (1, None),
+    "algorithm.rejection_low": (1e-9, 1),
+    "algorithm.rejection_high": (1e-9, None),
+    "critic.lr": (0, 1),
+    "critic.value_clip": (1e-6, None),
     "rollout.num_replicas": (1, None),
     "rollout.min_replicas": (1, None),
     "rollout.tensor_parallel_size": (1, None),
@@ -123,9 +134,6 @@ def _out_of_range(config: Config) -> list[Problem]:
         if (low is not None and value < low) or (high is not None and value > high) or math.isnan(value):
             allowed = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
             problems.append((key, value, f"must be {allowed}"))
-    if not config.algorithm.clip_ratio_c > 1:
-        allowed = "must be above 1: at 1 it would cut the gradient of on-policy tokens"
-        problems.append(("algorithm.clip_ratio_c", config.algorithm.clip_ratio_c, allowed))
     if not 0 < config.rollout.temperature < math.inf:
         problems.append(
             ("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation may be greedy)")
@@ -199,13 +207,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
 
 def _contradictions(config: Config) -> list[Problem]:
     problems: list[Problem] = []
-    algorithm, rollout, trainer, sync = config.algorithm, config.rollout, config.trainer, config.weight_sync
-    if algorithm.group_size < 2:
-        allowed = "must be at least 2: group advantages of one trajectory are all 0"
-        problems.append(("algorithm.group_size", algorithm.group_size, allowed))
-    if algorithm.overlong_buffer_tokens > rollout.max_response_tokens:
-        allowed = f"at most rollout.max_response_tokens={rollout.max_response_tokens}"
-        problems.append(("algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, allowed))
+    rollout, trainer, sync = config.rollout, config.trainer, config.weight_sync
     if sync.interval > 0 and trainer.total_steps % sync.interval:
         problems.append(
             ("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={trainer.total_steps}")

@@ -32,7 +32,7 @@ from rollout.replica import RolloutReplica
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
-from rollout.types import Prompt, SamplingParams
+from rollout.types import FloatArray, Prompt, SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf
 from scripts.supervision import until_first_ends
 from scripts.virtual_clock import run_virtual
@@ -214,6 +214,9 @@ class SimulatedTrainer:
 
     def __init__(self, train_s: float):
         self._train_s = train_s
+
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        raise RuntimeError("the job has no reference policy")
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await asyncio.sleep(self._train_s)

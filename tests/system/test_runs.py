@@ -192,6 +192,33 @@ def test_real_gsm8k_files(tmp_path: Path) -> None:
         assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 2
 
 
+def test_a_run_with_every_part_of_the_algorithm(tmp_path: Path) -> None:
+    """A critic, a reference in loss and reward, an entropy bonus, a correction and a loss of whole trajectories."""
+    with started(
+        tmp_path,
+        *SMALL,
+        "trainer.total_steps=3",
+        "trainer.eval_every=0",
+        "trainer.num_ranks=2",
+        "algorithm.advantage=gae",
+        "algorithm.loss=gspo",
+        "algorithm.proximal=interpolated",
+        "algorithm.correction=seq_is_rs",
+        "algorithm.entropy_coef=0.001",
+        "algorithm.kl_loss_coef=0.1",
+        "algorithm.kl_reward_coef=0.1",
+    ) as run:
+        assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
+        steps = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "actor/grad_norm" in m]
+        assert len(steps) == 3
+        assert steps[0]["critic/values/mean"] == 0, "the value head starts at 0"
+        assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+        for name in ("critic/values/mean", "critic/vf_loss", "critic/grad_norm", "actor/kl_loss", "actor/grad_norm"):
+            assert steps[-1][name] != 0, name
+        for name in ("correction/rejected_fraction", "actor/reward_kl_penalty", "timing_s/score"):
+            assert name in steps[-1], name
+
+
 @pytest.mark.parametrize("who", ["reward", "engine", "train worker", "replica actor"])
 def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.built_in import GROUP_ADVANTAGES
 from configs.schema import AlgorithmConfig
-from configs.validate import BUILT_IN_ADVANTAGES
 from trainer.advantage import ESTIMATORS, ScoredGroup, load_estimator
 
 PLAIN = AlgorithmConfig()
@@ -239,7 +239,7 @@ def test_the_rewards_stay_as_they_were() -> None:
 
 
 def test_configs_and_trainer_name_the_same_estimators() -> None:
-    assert tuple(ESTIMATORS) == BUILT_IN_ADVANTAGES
+    assert tuple(ESTIMATORS) == GROUP_ADVANTAGES
     assert all(load_estimator(name) is estimator for name, estimator in ESTIMATORS.items())
 
 

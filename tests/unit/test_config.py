@@ -155,9 +155,6 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"data__val_files": "/no/x"}, "data.val_files=/no/x: train_files and val_files are set both, or neither"),
         ({"data__train_files": "", "data__val_files": ""}, "data.val_files=: no such file (from /"),
         ({"rollout__agent_loop": "multi"}, "rollout.agent_loop=multi: must be one of single_turn, or package.module"),
-        ({"algorithm__advantage": "gropo"}, "algorithm.advantage=gropo: must be one of grpo, rloo, opo, grpo_passk"),
-        ({"algorithm__advantage": "math:sqrt"}, "algorithm.advantage=math:sqrt: must be callable with (groups, algo"),
-        ({"algorithm__overlong_buffer_tokens": 33}, "algorithm.overlong_buffer_tokens=33: at most rollout.max_resp"),
         (
             {"rollout__reward": "gsm9k"},
             "rollout.reward=gsm9k: must be one of gsm8k, gsm8k_flexible, dapo, math_verify,",
@@ -195,8 +192,6 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
         {"rollout__top_k": 1},
         {"rollout__reward": "os.path:join"},
         {"rollout__agent_loop": "os.path:basename"},
-        {"algorithm__advantage": "os.path:join"},
-        {"algorithm__overlong_buffer_tokens": 32},
         {"rollout__reward": "0.5*os.path:join+math_verify"},
         {"data__loader": "os.path:basename", "data__train_files": "a", "data__val_files": "b"},
         {"data__train_files": "openai/gsm8k:main@train", "data__val_files": f"{tmp_path}@test"},

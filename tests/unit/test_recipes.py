@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from configs import validate
+from configs.algorithm import LossAggregation
 from configs.schema import Config, DType, Layout, ModelKind
 from configs.validate import ConfigError
 from scripts import cluster, plan
@@ -44,6 +45,8 @@ def test_the_dapo_recipe_has_the_published_values() -> None:
     algorithm, rollout, trainer = config.algorithm, config.rollout, config.trainer
     assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10)
     assert (algorithm.group_size, trainer.prompts_per_step, rollout.max_response_tokens) == (16, 32, 8192)
+    assert (algorithm.loss, algorithm.loss_aggregation) == ("ppo_clip", LossAggregation.token_mean)
+    assert algorithm.entropy_coef == 0 and not algorithm.needs_reference
     assert (algorithm.filter_groups, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty) == (True, 4096, 1)
     assert (trainer.lr, trainer.lr_warmup_steps, trainer.weight_decay, trainer.max_grad_norm) == (1e-6, 10, 0.1, 1)
     assert (rollout.num_replicas, trainer.num_ranks, rollout.reward) == (4, 4, "dapo")

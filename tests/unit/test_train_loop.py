@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
@@ -40,6 +41,7 @@ class World:
     fails: str = ""
     finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
     batches: list[StepBatch] = field(default_factory=list)
+    scored: list[StepBatch] = field(default_factory=list)
     records: dict[int, dict[str, float]] = field(default_factory=dict)
     recorded_advantages: list[list[list[float]]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -57,6 +59,14 @@ class World:
             for i, reason in enumerate(self.finish_reasons)
         ]
         return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, trajectories)))
+
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
+        self.events.append("score")
+        self.scored.append(batch)
+        kl = np.zeros(batch.num_tokens, np.float32)
+        kl[::3] = np.arange(len(kl) // 3)
+        return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await self.happen(f"train_step {global_steps}")
@@ -228,10 +238,12 @@ def test_workers_train_on_the_groups_advantages(algorithm: AlgorithmConfig, adva
     world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
     assert world.recorded_advantages[0] == [pytest.approx(advantages)] * 2
     (batch,) = world.batches
-    assert batch.num_loss_tokens == 2 * 4 * 3
+    assert batch.num_tokens == 2 * 4 * 3
+    weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
+    assert weights == pytest.approx([1 / 24] * 24)
     # Eight rows of four tokens, two to a micro-batch, on two ranks.
     assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(2, 4)] * 2] * 2
-    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.advantages]
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
     assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))
 
 
@@ -239,6 +251,25 @@ def test_truncated_trajectories_are_neither_computed_nor_counted_when_they_are_m
     world = World(finish_reasons=["length", "stop", "stop", "length"])
     run(world, total_steps=1, algorithm=AlgorithmConfig(mask_truncated=True))
     (batch,) = world.batches
-    assert batch.num_loss_tokens == 2 * 2 * 3
-    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.advantages]
+    assert batch.num_tokens == 2 * 2 * 3
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
     assert trained == pytest.approx([-0.499999] * 2 * 2 * 3), "the reward of the first is still in the baseline"
+
+
+def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns_from_their_answer() -> None:
+    """Rewards 1, 0, 0, 0 minus 0.5 times 0, 1, 2, 3 and then 4, 5, 6, 7."""
+    algorithm = AlgorithmConfig(normalize_by_std=False, kl_reward_coef=0.5)
+    world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
+    assert world.events == ["next_batch 0", "score", "train_step 0", "update_weights 1", "advance 1", "record 1"]
+    expected = [1.5, 0, -0.5, -1]
+    assert world.recorded_advantages[0] == [pytest.approx(expected)] * 2
+    (asked,), (trained,) = world.scored, world.batches
+    assert asked.num_tokens == sum(len(b.index) for rank in asked.micro_batches for b in rank) == 24
+    for micro_batch in (b for rank in trained.micro_batches for b in rank):
+        tokens = micro_batch.tokens
+        assert tokens.reference_logprobs is not None
+        assert tokens.reference_logprobs.tolist() == (-micro_batch.index).tolist()
+        assert tokens.advantages.tolist() == pytest.approx([expected[index // 3 % 4] for index in micro_batch.index])
+    assert sum(len(b.index) for rank in trained.micro_batches for b in rank) == 18, "without the advantage of 0"
+    assert world.records[1]["actor/reward_kl_penalty"] == pytest.approx(28 / 24)
+    assert world.records[1]["timing_s/score"] > 0

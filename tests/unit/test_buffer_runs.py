@@ -64,7 +64,7 @@ def run_whole(
         groups_per_step=groups_per_step, max_staleness=draw(st.integers(0, 3)), update_interval=interval
     )
     ledger = SlotLedger(window, policy, num_steps * groups_per_step)
-    buffer = TrajectoryBuffer(ledger, batch_timeout_s=1000.0, max_sample_batches=None if flat is None else 20)
+    buffer = TrajectoryBuffer(ledger, batch_timeout_s=100_000.0, max_sample_batches=None if flat is None else 20)
     seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 7.0, 40.0]), min_size=1, max_size=9))
     work: Coroutine[Any, Any, list[TrainBatch]] = whole_run(
         buffer,

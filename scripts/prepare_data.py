@@ -176,7 +176,8 @@ def main() -> None:
             for line in prepare(name, arguments.source, arguments.folder):
                 sys.stdout.write(line + "\n")
     except DataError as error:
-        sys.exit(f"{error}\nWithout a network, fetch the data set elsewhere and name it: --source PATH")
+        hint = "\nWithout a network, fetch the data set elsewhere and name it: --source PATH"
+        sys.exit(f"{error}{hint if arguments.source is None else ''}")
 
 
 if __name__ == "__main__":

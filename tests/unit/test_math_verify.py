@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -43,34 +42,44 @@ EQUAL = [
 """(ground truth, response, answer as text)"""
 
 
-def test_the_real_process_compares_answers_as_mathematics_and_is_killed_when_it_hangs() -> None:
+def ask(ground_truth: str) -> Prompt:
+    return Prompt(ordinal=4, text="", token_ids=(), ground_truth=ground_truth)
+
+
+def test_the_real_process_compares_answers_as_mathematics() -> None:
     """One process for all of it: it takes half a second to start."""
 
-    def ask(ground_truth: str) -> Prompt:
-        return Prompt(ordinal=4, text="", token_ids=(), ground_truth=ground_truth)
-
-    async def main() -> tuple[list[RewardResult], Any, Any, Any, Any]:
-        reward = MathVerifyReward(num_processes=1, timeout_s=1.0)
+    async def main() -> tuple[list[RewardResult], Any, Any, Any]:
+        reward = MathVerifyReward(num_processes=1, timeout_s=60)
         try:
             equal = await asyncio.gather(*(reward(ask(truth), text) for truth, text, _ in EQUAL))
             wrong = await reward(ask("34"), "\\boxed{35}")
             silent = await reward(ask("34"), "I do not know.")
             [bad] = await asyncio.gather(reward(ask(""), "\\boxed{2}"), return_exceptions=True)
             assert len(reward.pool.processes) == 1
-            hostile = await reward(ask("34"), HOSTILE)
-            assert reward.pool.processes == []
-            return equal, wrong, silent, bad, hostile
+            return equal, wrong, silent, bad
         finally:
             await reward.pool.close()
 
-    equal, wrong, silent, bad, hostile = asyncio.run(main())
+    equal, wrong, silent, bad = asyncio.run(main())
     told = {"format": 1.0, "given_up": 0.0}
     for (truth, _, answer), result in zip(EQUAL, equal, strict=True):
         assert result == RewardResult(reward=1.0, accuracy=1.0, answer=answer, metrics=told), truth
     assert wrong == RewardResult(reward=0.0, accuracy=0.0, answer="35", metrics=told)
     assert silent == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 0.0})
     assert isinstance(bad, ValueError) and "prompt 4: math-verify cannot read the ground truth ''" in str(bad)
-    assert hostile == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
+
+
+def test_the_real_process_is_killed_when_it_hangs_and_the_answer_is_wrong() -> None:
+    async def main() -> RewardResult:
+        reward = MathVerifyReward(num_processes=1, timeout_s=0.3)
+        try:
+            return await reward(ask("34"), HOSTILE)
+        finally:
+            assert reward.pool.processes == []
+            await reward.pool.close()
+
+    assert asyncio.run(main()) == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
 
 
 # -- the pool, over processes that start at once -----------------------------------------------------------------------
@@ -80,7 +89,7 @@ def with_pool(num_processes: int, timeout_s: float, work: Callable[[VerifierPool
     async def main() -> Any:
         pool = VerifierPool(num_processes, timeout_s, FAKE)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 return await work(pool)
         finally:
             await pool.close()
@@ -111,26 +120,34 @@ def test_processes_start_when_needed_and_are_used_again() -> None:
         assert await asyncio.gather(*(pool.compare("7", text) for text in texts)) == [reply(text) for text in texts]
         assert len(pool.processes) == 2 and first in pool.processes
 
-    with_pool(2, 5, work)
+    with_pool(2, 60, work)
 
 
-def test_a_process_that_hangs_is_killed_and_replaced_while_the_others_go_on() -> None:
+def test_a_process_that_hangs_is_killed() -> None:
+    async def work(pool: VerifierPool) -> None:
+        hanging = asyncio.create_task(pool.compare("7", "hang"))
+        while not pool.processes:
+            await asyncio.sleep(0)
+        [hung] = pool.processes
+        assert await hanging is None
+        assert pool.processes == []
+        assert hung.returncode == -signal.SIGKILL and not is_alive(hung.pid)
+
+    with_pool(1, 0.2, work)
+
+
+def test_the_others_go_on_while_one_hangs() -> None:
     async def work(pool: VerifierPool) -> None:
         await pool.compare("7", "7")
-        started = time.monotonic()
         hanging = asyncio.create_task(pool.compare("7", "hang"))
         await asyncio.sleep(0)  # it takes the process that is there
         [hung] = pool.processes
-        answers = [await pool.compare("7", "7") for _ in range(20)]  # on the second process; the loop is free
-        assert not hanging.done() and answers == [reply("7")] * 20
+        assert [await pool.compare("7", "7") for _ in range(20)] == [reply("7")] * 20
+        assert not hanging.done()
+        hung.kill()
         assert await hanging is None
-        assert 0.4 <= time.monotonic() - started < 5
-        assert hung not in pool.processes
-        await hung.wait()
-        assert not is_alive(hung.pid)
-        assert await asyncio.gather(*(pool.compare("7", "7") for _ in range(4))) == [reply("7")] * 4
 
-    with_pool(2, 0.4, work)
+    with_pool(2, 60, work)
 
 
 def test_a_process_that_dies_is_replaced() -> None:
@@ -143,7 +160,7 @@ def test_a_process_that_dies_is_replaced() -> None:
         assert await pool.compare("7", "7") is None  # found dead when it is asked
         assert await pool.compare("7", "7") == reply("7")
 
-    with_pool(1, 5, work)
+    with_pool(1, 60, work)
 
 
 def test_a_late_reply_never_answers_another_comparison() -> None:
@@ -156,7 +173,7 @@ def test_a_late_reply_never_answers_another_comparison() -> None:
         assert await pool.compare("7", "8") == reply("8")
         assert process not in pool.processes
 
-    with_pool(1, 5, work)
+    with_pool(1, 60, work)
 
 
 def test_closing_ends_every_process() -> None:
@@ -168,12 +185,12 @@ def test_closing_ends_every_process() -> None:
         assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
         assert not any(is_alive(process.pid) for process in processes)
 
-    with_pool(2, 5, work)
+    with_pool(2, 60, work)
 
 
 def test_a_process_that_cannot_start_says_so() -> None:
     async def main() -> None:
-        await VerifierPool(1, 5, (sys.executable, "-c", "raise SystemExit(1)")).compare("7", "7")
+        await VerifierPool(1, 60, (sys.executable, "-c", "raise SystemExit(1)")).compare("7", "7")
 
     with pytest.raises(RuntimeError, match="ended before it was ready: is math-verify installed?"):
         asyncio.run(main())

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from configs.schema import Config
-from configs.validate import ConfigError, check
+from configs.validate import TRAIN_AND_VAL, ConfigError, check
 
 HELP_TEMPLATE = """slipstream: fully-async reinforcement learning of language models
 
@@ -28,11 +29,11 @@ $APP_CONFIG_GROUPS
 """
 
 
-def load(composed: DictConfig) -> Config:
-    """Raises ConfigError for values that cannot work."""
+def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Config:
+    """Raises ConfigError for values that cannot work. `needed_files`: the keys whose data this command reads."""
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    check(config)
+    check(config, needed_files)
     return config
 
 
@@ -71,7 +72,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=_writable(OmegaConf.structured(Config)))
     lines = [f"{key} [{default}]\n    {doc}" for key, (default, doc) in key_docs().items()]
-    escaped = "\n".join(lines).replace("$", "$$")
+    escaped = "\n".join(lines).replace("$", "$$").replace("${", "\\${")  # against templates, and interpolation
     store.store(
         group="hydra/help",
         name="slipstream",

@@ -1,12 +1,15 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts. The keys of the HTTP server are in serve.py.
+that are out of range or contradict one another, before anything starts. The keys of data, algorithm and HTTP server are
+in data.py, algorithm.py and serve.py.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from configs.algorithm import AlgorithmConfig, CriticConfig
+from configs.data import DataConfig
 from configs.serve import ServeConfig
 
 # Enum members are lower-case because their names are what a user types.
@@ -33,15 +36,6 @@ class Device(Enum):
 class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
-
-
-class Proximal(Enum):
-    """Which policy the clipped ratio is taken against."""
-
-    rollout = "rollout"
-    """The policy that sampled the token: ratio = pi / mu, as in PPO."""
-    current = "current"
-    """The policy before this step: ratio = pi / pi_old, weighted by min(pi_old / mu, importance_cap)."""
 
 
 class Layout(Enum):
@@ -116,50 +110,12 @@ class ModelConfig:
     """tiny (made here, nothing downloaded) or hf (model.path)."""
     path: str | None = None
     """Hugging Face folder or hub name of the policy, with model.kind=hf."""
+    max_position_embeddings: int | None = None
+    """Replaces that of the model's config in the engine, which refuses longer sequences; null keeps it."""
     warmup_steps: int = 800
     """Tiny model only: supervised steps on imperfect worked answers before RL; 0 starts from random weights."""
     cache_dir: str = "~/.cache/slipstream"
     """Where warm-started tiny models are kept, by content."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    train_files: str | None = None
-    """JSONL or parquet file, or a comma-separated list. null makes arithmetic word problems here."""
-    val_files: str | None = None
-    """The held-out set, as train_files."""
-    num_train: int = 4000
-    """Arithmetic only: how many training problems to make."""
-    num_val: int | None = None
-    """At most so many held-out problems are evaluated; null takes all (arithmetic: 256)."""
-    question_key: str = "question"
-    """Column with the question."""
-    answer_key: str = "answer"
-    """Column with the reference answer; GSM8K's final answer follows `####`."""
-    prompt_template: str = "Question: {question}\nAnswer: "
-    """Text of the prompt; `{question}` is replaced. With chat_template it is the user's message."""
-    chat_template: bool = False
-    """Wrap the prompt in the tokenizer's chat template."""
-    max_prompt_tokens: int = 1024
-    """Longer prompts are left out, and counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig:
-    group_size: int = 8
-    """Trajectories per prompt."""
-    normalize_by_std: bool = True
-    """Divide a group's advantages by its reward's standard deviation (GRPO); false is Dr. GRPO."""
-    clip_ratio_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_ratio_low."""
-    clip_ratio_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_ratio_high (DAPO's clip-higher)."""
-    clip_ratio_c: float = 3.0
-    """Dual clip: with a negative advantage the loss of a token is at most clip_ratio_c * |advantage|."""
-    proximal: Proximal = Proximal.rollout
-    """Which policy the clipped ratio is taken against: rollout or current."""
-    importance_cap: float = 2.0
-    """Truncation of the importance weights pi_old / mu. With proximal=rollout they are 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +137,7 @@ class RolloutConfig:
     max_response_tokens: int = 32
     """Tokens sampled per trajectory at most."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts. Evaluation is greedy."""
+    """Sampling temperature of training rollouts."""
     top_p: float = 1.0
     """Nucleus of training rollouts. The recorded logprobs are those of the distribution after it."""
     top_k: int = -1
@@ -189,7 +145,22 @@ class RolloutConfig:
     seeded_sampling: bool = False
     """Give every trajectory a sampling seed of its own (from seed, ordinal and index): repeatable, a little slower."""
     reward: str = "gsm8k"
-    """A reward of the registry, or `package.module:function` taking (prompt, text)."""
+    """gsm8k, gsm8k_flexible, dapo, math_verify, format, or `package.module:function` taking (prompt, text); or a sum
+    such as `gsm8k+0.1*format`."""
+    reward_timeout_s: float = 60.0
+    """Deadline of one reward, which has failed when it passes."""
+    max_failed_rewards: float = 0.01
+    """Share of the run's trajectories whose reward may fail: those are not trained. One more ends the run; 0: the first
+    does."""
+    format_pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    """reward=format: the regular expression that a whole response must match. A dot matches newlines too."""
+    verify_timeout_s: float = 5.0
+    """reward=math_verify: a comparison that takes longer is given up, its process killed, the answer wrong."""
+    verify_processes: int = 2
+    """reward=math_verify: processes per agent worker that compare answers. Waiting for one is within
+    reward_timeout_s."""
+    agent_loop: str = "single_turn"
+    """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
     num_agent_workers: int = 1
     """Ray actors that run agent loops and rewards."""
     dtype: DType = DType.float32
@@ -240,6 +211,18 @@ class TrainerConfig:
     """Deadline of the wait for a batch."""
     step_timeout_s: float = 1800.0
     """Deadline of one optimizer step on the workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    samples: int = 1
+    """Responses per held-out prompt. Of k > 1, avg@k, pass@k and maj@k are reported."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus."""
+    timeout_s: float = 1200.0
+    """Deadline of one evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +283,10 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)

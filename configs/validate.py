@@ -1,45 +1,78 @@
 """Refuses values that are out of range or contradict one another, before anything starts."""
 
-import importlib.util
 import math
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from configs.algorithm_problems import Problem, algorithm_problems
+from configs.data_source import parse_sources
+from configs.dotted import dotted_problems
+from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, ModelKind, PauseMode, Transport
 from configs.serve import serve_problems
 
-BUILT_IN_REWARDS = ("gsm8k",)
+TRAIN_AND_VAL = ("train_files", "val_files")
+# Named here too, because configs are checked before anything of rollout or trainer is imported.
+BUILT_IN_AGENT_LOOPS = ("single_turn",)
 
 
 class ConfigError(ValueError):
     """A config value that cannot work. The message names the key, the value and what is allowed."""
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError that lists every problem found."""
+def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
+    """Raises ConfigError that lists every problem found. `needed_files`: the keys whose data this command reads.
+
+    Data that is missing is no problem under dry_run: the plan tells it.
+    """
     problems = [
         *_out_of_range(config),
         *_model_problems(config),
-        *_data_problems(config),
-        *_reward_problems(config.rollout.reward),
+        *_data_problems(config, needed_files),
+        *([] if config.dry_run else missing_data(config, needed_files)),
         *serve_problems(config.serve),
+        *_reward_problems(config),
+        *dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
+        *algorithm_problems(config),
         *_contradictions(config),
     ]
     if problems:
         raise ConfigError("\n".join(f"{key}={value}: {allowed}" for key, value, allowed in problems))
 
 
-Problem = tuple[str, object, str]
-
 # Lower bounds (inclusive), upper bounds (inclusive); None is unbounded.
 _RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, None),
     "model.warmup_steps": (0, None),
+    "model.max_position_embeddings": (1, None),
     "data.num_train": (1, None),
     "data.num_val": (1, None),
     "data.max_prompt_tokens": (1, None),
+    "algorithm.max_sample_batches": (1, None),
+    "algorithm.overlong_buffer_tokens": (0, None),
+    "algorithm.overlong_penalty": (0, None),
     "algorithm.clip_ratio_low": (0, 1),
     "algorithm.clip_ratio_high": (0, None),
+    "algorithm.gamma": (0, 1),
+    "algorithm.gae_lambda": (0, 1),
+    "algorithm.loss_horizon": (1, None),
+    "algorithm.sapo_tau_positive": (1e-6, None),
+    "algorithm.sapo_tau_negative": (1e-6, None),
+    "algorithm.cov_ratio": (0, 1),
+    "algorithm.clip_cov_low": (0, None),
+    "algorithm.clip_cov_high": (0, None),
+    "algorithm.kl_cov_coef": (0, None),
+    "algorithm.entropy_coef": (0, None),
+    "algorithm.kl_loss_coef": (0, None),
+    "algorithm.kl_reward_coef": (0, None),
     "algorithm.importance_cap": (1, None),
+    "algorithm.icepop_low": (0, 1),
+    "algorithm.icepop_high": (1, None),
+    "algorithm.rejection_low": (1e-9, 1),
+    "algorithm.rejection_high": (1e-9, None),
+    "critic.lr": (0, 1),
+    "critic.value_clip": (1e-6, None),
     "rollout.num_replicas": (1, None),
     "rollout.min_replicas": (1, None),
     "rollout.tensor_parallel_size": (1, None),
@@ -48,9 +81,13 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.max_num_seqs": (1, None),
     "rollout.max_response_tokens": (1, None),
     "rollout.top_p": (1e-6, 1),
+    "rollout.reward_timeout_s": (1, None),
+    "rollout.max_failed_rewards": (0, 1),
     "rollout.num_agent_workers": (1, None),
     "rollout.kv_cache_mb": (1, None),
     "rollout.gpu_memory_utilization": (0.05, 1),
+    "rollout.verify_timeout_s": (0.1, None),
+    "rollout.verify_processes": (1, None),
     "rollout.start_timeout_s": (1, None),
     "rollout.group_timeout_s": (1, None),
     "trainer.total_steps": (1, None),
@@ -66,6 +103,10 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.eval_every": (0, None),
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
+    "evaluation.samples": (1, None),
+    "evaluation.temperature": (0, None),
+    "evaluation.top_p": (1e-6, 1),
+    "evaluation.timeout_s": (1, None),
     "weight_sync.interval": (1, None),
     "weight_sync.bucket_mb": (1, None),
     "weight_sync.stage_timeout_s": (0.1, None),
@@ -93,11 +134,10 @@ def _out_of_range(config: Config) -> list[Problem]:
         if (low is not None and value < low) or (high is not None and value > high) or math.isnan(value):
             allowed = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
             problems.append((key, value, f"must be {allowed}"))
-    if not config.algorithm.clip_ratio_c > 1:
-        allowed = "must be above 1: at 1 it would cut the gradient of on-policy tokens"
-        problems.append(("algorithm.clip_ratio_c", config.algorithm.clip_ratio_c, allowed))
     if not 0 < config.rollout.temperature < math.inf:
-        problems.append(("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation is greedy)"))
+        problems.append(
+            ("rollout.temperature", config.rollout.temperature, "must be above 0 (evaluation may be greedy)")
+        )
     if config.rollout.top_k == 0 or config.rollout.top_k < -1:
         problems.append(("rollout.top_k", config.rollout.top_k, "must be -1 (the whole vocabulary) or at least 1"))
     return problems
@@ -109,49 +149,65 @@ def _model_problems(config: Config) -> list[Problem]:
         return [("model.path", None, "model.kind=hf needs the folder or hub name of a Hugging Face model")]
     if model.kind is ModelKind.tiny and model.path is not None:
         return [("model.path", model.path, "model.kind=tiny makes its own model; choose model=hf to load one")]
+    folder = Path(model.path or "").expanduser()
+    if model.path is not None and folder.is_dir() and not (folder / "config.json").is_file():
+        return [("model.path", model.path, "no Hugging Face model: the folder has no config.json")]
     return []
 
 
-def _data_problems(config: Config) -> list[Problem]:
+def _data_problems(config: Config, needed_files: Sequence[str]) -> list[Problem]:
     data = config.data
     problems: list[Problem] = []
     if "{question}" not in data.prompt_template:
         problems.append(("data.prompt_template", repr(data.prompt_template), "must contain {question}"))
-    if (data.train_files is None) != (data.val_files is None):
+    if tuple(needed_files) == TRAIN_AND_VAL and (data.train_files is None) != (data.val_files is None):
         given = "train_files" if data.val_files is None else "val_files"
         problems.append((f"data.{given}", _files(config, given), "train_files and val_files are set both, or neither"))
-    for key in ("train_files", "val_files"):
-        files = _files(config, key)
-        for name in [] if files is None else files.split(","):
-            if not Path(name.strip()).expanduser().is_file():
-                problems.append((f"data.{key}", name, f"no such file (from {Path.cwd()})"))
+    if data.loader is not None:
+        if data.train_files is None and data.val_files is None:
+            allowed = "needs data.train_files and data.val_files, which it is called with"
+            problems.append(("data.loader", data.loader, allowed))
+        problems += dotted_problems("data.loader", data.loader, (), ("entries",))
     return problems
+
+
+def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> list[Problem]:
+    """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
+    return [
+        (
+            f"data.{key}",
+            source,
+            f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes",
+        )
+        for key in needed_files
+        if (entries := _files(config, key)) is not None and config.data.loader is None
+        for source in parse_sources(entries)
+        if not source.may_be_on_the_hub and (not source.name or not source.path.exists())
+    ]
 
 
 def _files(config: Config, key: str) -> str | None:
     return config.data.train_files if key == "train_files" else config.data.val_files
 
 
-def _reward_problems(reward: str) -> list[Problem]:
-    if reward in BUILT_IN_REWARDS:
-        return []
-    allowed = f"must be one of {', '.join(BUILT_IN_REWARDS)}, or package.module:function of an importable module"
-    module, _, function = reward.partition(":")
-    if not function.isidentifier():
-        return [("rollout.reward", reward, allowed)]
+def _reward_problems(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
     try:
-        found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        found = False
-    return [] if found else [("rollout.reward", reward, allowed)]
+        terms = parse_reward(rollout.reward)
+    except ValueError as error:
+        yield "rollout.reward", rollout.reward, str(error).removeprefix(f"rollout.reward={rollout.reward}: ")
+    else:
+        for term in terms:
+            yield from dotted_problems("rollout.reward", term.path, BUILT_IN_REWARDS, ("prompt", "text"))
+    try:
+        re.compile(rollout.format_pattern)
+    except re.error as error:
+        yield "rollout.format_pattern", repr(rollout.format_pattern), f"must be a regular expression: {error}"
 
 
 def _contradictions(config: Config) -> list[Problem]:
     problems: list[Problem] = []
-    algorithm, rollout, trainer, sync = config.algorithm, config.rollout, config.trainer, config.weight_sync
-    if algorithm.group_size < 2:
-        allowed = "must be at least 2: group advantages of one trajectory are all 0"
-        problems.append(("algorithm.group_size", algorithm.group_size, allowed))
+    rollout, trainer, sync = config.rollout, config.trainer, config.weight_sync
     if sync.interval > 0 and trainer.total_steps % sync.interval:
         problems.append(
             ("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={trainer.total_steps}")
@@ -173,6 +229,10 @@ def _contradictions(config: Config) -> list[Problem]:
         problems.append(
             ("trainer.num_ranks", trainer.num_ranks, f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
         )
+    evaluation = config.evaluation
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        allowed = "greedy samples are all the same: set evaluation.temperature, or samples=1"
+        problems.append(("evaluation.samples", evaluation.samples, allowed))
     if config.device.value == "cpu" and rollout.kv_cache_mb is None:
         problems.append(("rollout.kv_cache_mb", None, "device=cpu needs a size in MiB (null is for GPUs)"))
     return problems

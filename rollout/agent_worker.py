@@ -1,34 +1,56 @@
 """Runs agent loops and rewards, away from the driver's event loop. `agent_worker_group.py` puts it into Ray actors."""
 
-import asyncio
-import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rollout.agent_loop import AgentLoop, Episode, GenerateGroup, group_sampling
+from configs.schema import Config
+from rollout.agent_loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, group_sampling
+from rollout.data.encoding import encode
 from rollout.prompts import EncodedRow, Row
 from rollout.rewards.base import Reward, RewardResult
-from rollout.types import GenerationRequest, Prompt, SamplingParams, Trajectory, TrajectoryGroup
+from rollout.rewards.overlong import overlong_penalty
+from rollout.rewards.scoring import score
+from rollout.rewards.weighted_sum import WeightedSum
+from rollout.sample_scores import EvaluatedSample
+from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPart:
     """What one replica answered to its share of the held-out set, in the order of the prompts."""
 
-    rewards: tuple[float, ...]
-    response_tokens: tuple[int, ...]
+    samples: tuple[tuple[EvaluatedSample, ...], ...]
+    """Per prompt."""
     versions: frozenset[int]
     """`global_steps` of all tokens: one, when no update came in between."""
+    errors: tuple[str, ...] = ()
+    """Why rewards failed, where they did; the accuracy of such a sample is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    episode: Episode
+    text: str
+    result: RewardResult
+    overlong_penalty: float
 
 
 class AgentWorker:
     """`tokenizer`: of transformers. `replicas`: name -> a callable that generates there."""
 
-    def __init__(self, *, tokenizer: Any, loop: AgentLoop, reward: Reward, replicas: Mapping[str, GenerateGroup]):
+    def __init__(
+        self,
+        *,
+        config: Config,
+        tokenizer: Any,
+        loop: AgentLoop,
+        reward: Reward | WeightedSum,
+        replicas: Mapping[str, GenerateGroup],
+    ):
+        self._config = config
         self._tokenizer = tokenizer
         self._loop = loop
         self._reward = reward
@@ -36,76 +58,74 @@ class AgentWorker:
 
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
         """Rows whose prompt has at most `max_tokens` tokens; the others are left out."""
-        if not rows:
-            return []  # a tokenizer cannot encode an empty batch
-        texts = [template.replace("{question}", row.question) for row in rows]
-        if chat_template:
-            texts = [
-                self._tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-                for text in texts
-            ]
-        encoded = self._tokenizer(texts, add_special_tokens=not chat_template)["input_ids"]
-        return [
-            EncodedRow(row=row, text=text, token_ids=tuple(token_ids))
-            for row, text, token_ids in zip(rows, texts, encoded, strict=True)
-            if len(token_ids) <= max_tokens
-        ]
+        return encode(self._tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
     ) -> TrajectoryGroup:
-        """All trajectories of the prompt, on one replica, with their rewards."""
-        per_trajectory = group_sampling(self._with_stop(sampling), group_size, prompt.ordinal)
-        episodes = await self._loop.run(prompt, per_trajectory, self._replicas[replica])
-        trajectories = await asyncio.gather(*(self._score(prompt, episode, replica) for episode in episodes))
-        return TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories))
-
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        """One trajectory per prompt, side by side on one replica, with its reward."""
-        params = self._with_stop(sampling)
-        requests = [
-            GenerationRequest(request_id=f"eval-{prompt.ordinal}", prompt_ids=prompt.token_ids, sampling=params)
-            for prompt in prompts
+        """All trajectories of the prompt, on one replica, with their rewards; for remax a greedy one besides."""
+        sampling = self._with_stop(sampling)
+        tasks = [
+            EpisodeTask(name=f"{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
+            for index, params in enumerate(group_sampling(sampling, group_size, prompt.ordinal))
         ]
-        completions = await self._replicas[replica](requests)
-        texts = [self._decode(completion.token_ids) for completion in completions]
-        results = await asyncio.gather(
-            *(self._call_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True))
+        if self._config.algorithm.advantage == "remax":
+            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
+            name = f"{prompt.ordinal}-greedy"
+            tasks.append(EpisodeTask(name=name, prompt=prompt, index=group_size, sampling=greedy))
+        scored = await self._run(tasks, replica)
+        trajectories = tuple(_trajectory(prompt, some, replica) for some in scored)
+        return TrajectoryGroup(
+            prompt=prompt,
+            trajectories=trajectories[:group_size],
+            greedy=trajectories[group_size] if len(trajectories) > group_size else None,
         )
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        """`num_samples` episodes per prompt, all side by side on one replica, with their scores."""
+        sampling = self._with_stop(sampling)
+        tasks = [
+            EpisodeTask(name=f"eval-{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
+            for prompt in prompts
+            for index, params in enumerate(group_sampling(sampling, num_samples, prompt.ordinal))
+        ]
+        scored = await self._run(tasks, replica)
+        samples = [_evaluated(some) for some in scored]
         return EvaluationPart(
-            rewards=tuple(result.reward for result in results),
-            response_tokens=tuple(len(completion.token_ids) for completion in completions),
-            versions=frozenset(span.global_steps for completion in completions for span in completion.spans),
+            samples=tuple(tuple(samples[start : start + num_samples]) for start in range(0, len(samples), num_samples)),
+            versions=frozenset(span.global_steps for some in scored for span in some.episode.spans),
+            errors=tuple(some.result.error for some in scored if some.result.error is not None),
         )
 
-    async def _score(self, prompt: Prompt, episode: Episode, replica: str) -> Trajectory:
-        text = self._decode(episode.response_ids)
-        result = await self._call_reward(prompt, text)
-        return Trajectory(
-            prompt_ids=np.asarray(prompt.token_ids, np.int32),
-            response_ids=episode.response_ids,
-            loss_mask=episode.loss_mask,
-            rollout_logprobs=episode.rollout_logprobs,
-            spans=episode.spans,
-            reward=result.reward,
-            finish_reason=episode.finish_reason,
-            text=text,
-            replica=replica,
-            cached_tokens=episode.cached_tokens,
-            reward_metrics=result.metrics,
+    async def _run(self, tasks: Sequence[EpisodeTask], replica: str) -> list[_Scored]:
+        """Episodes with their rewards, in order: the environment's where it gives one, else the reward function's."""
+        episodes = await self._loop.run(tasks, self._replicas[replica])
+        texts = [self._decode(episode.response_ids) for episode in episodes]
+        to_score = [index for index, episode in enumerate(episodes) if episode.result is None]
+        results = await score(
+            self._reward, [(tasks[i].prompt, texts[i]) for i in to_score], self._config.rollout.reward_timeout_s
         )
+        by_index = dict(zip(to_score, results, strict=True))
+        return [
+            _Scored(
+                episode=episode,
+                text=texts[index],
+                result=by_index[index] if episode.result is None else episode.result,
+                overlong_penalty=self._overlong_penalty(episode),
+            )
+            for index, episode in enumerate(episodes)
+        ]
 
-    async def _call_reward(self, prompt: Prompt, text: str) -> RewardResult:
-        result = self._reward(prompt, text)
-        if inspect.isawaitable(result):
-            result = await result
-        if not isinstance(result, RewardResult):
-            result = RewardResult(reward=float(result))
-        if not math.isfinite(result.reward):
-            raise ValueError(f"the reward of prompt {prompt.ordinal} is {result.reward}: rewards must be finite")
-        return result
+    def _overlong_penalty(self, episode: Episode) -> float:
+        algorithm, rollout = self._config.algorithm, self._config.rollout
+        return overlong_penalty(
+            len(episode.response_ids),
+            rollout.max_response_tokens,
+            algorithm.overlong_buffer_tokens,
+            algorithm.overlong_penalty,
+        )
 
     def _decode(self, token_ids: Any) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -115,3 +135,32 @@ class AgentWorker:
         if sampling.ignore_eos:
             return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._tokenizer.eos_token_id))
+
+
+def _evaluated(scored: _Scored) -> EvaluatedSample:
+    result = scored.result
+    accuracy = result.reward if result.accuracy is None else result.accuracy
+    return EvaluatedSample(
+        accuracy=accuracy if result.error is None else 0.0,
+        answer=result.answer if result.error is None else None,
+        num_tokens=len(scored.episode.response_ids),
+    )
+
+
+def _trajectory(prompt: Prompt, scored: _Scored, replica: str) -> Trajectory:
+    episode, result = scored.episode, scored.result
+    return Trajectory(
+        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        response_ids=episode.response_ids,
+        loss_mask=episode.loss_mask,
+        rollout_logprobs=episode.rollout_logprobs,
+        spans=episode.spans,
+        reward=result.reward,
+        finish_reason=episode.finish_reason,
+        text=scored.text,
+        replica=replica,
+        cached_tokens=episode.cached_tokens,
+        reward_metrics=result.metrics,
+        overlong_penalty=scored.overlong_penalty,
+        error=result.error,
+    )

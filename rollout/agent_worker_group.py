@@ -8,12 +8,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from rollout.agent_loop import AgentLoop, GenerateGroup, SingleTurn
+from configs.schema import Config
+from rollout.agent_loop import AgentLoop, GenerateGroup, load_agent_loop
 from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.engines.base import EngineDiedError
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
-from rollout.rewards.base import load_reward
+from rollout.rewards.registry import load_reward
 from rollout.router import ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 
@@ -24,9 +25,9 @@ class AgentWorkerActor(AgentWorker):
     def __init__(
         self,
         *,
+        config: Config,
         tokenizer_path: str,
-        agent_loop: AgentLoop,
-        reward: str,
+        agent_loop: AgentLoop | None,
         replicas: dict[str, Any],
         on_start: Callable[[], None],
     ):
@@ -34,10 +35,12 @@ class AgentWorkerActor(AgentWorker):
         from transformers import AutoTokenizer  # noqa: PLC0415  (imports torch; the driver does without)
 
         clients: dict[str, GenerateGroup] = {name: partial(_generate, name, actor) for name, actor in replicas.items()}
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         super().__init__(
-            tokenizer=AutoTokenizer.from_pretrained(tokenizer_path),
-            loop=agent_loop,
-            reward=load_reward(reward),
+            config=config,
+            tokenizer=tokenizer,
+            loop=agent_loop or load_agent_loop(config.rollout.agent_loop, tokenizer),
+            reward=load_reward(config.rollout),
             replicas=clients,
         )
 
@@ -58,25 +61,24 @@ class AgentWorkerGroup:
     def __init__(
         self,
         *,
-        num_workers: int,
+        config: Config,
         tokenizer_path: str,
-        reward: str,
         replicas: list[ReplicaHandle],
         on_start: Callable[[str], Callable[[], None]],
         agent_loop: AgentLoop | None = None,
     ):
-        """`agent_loop`: sent to every worker; a single turn where none is given."""
+        """`agent_loop`: sent to every worker, in place of rollout.agent_loop."""
         options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
         remote_class = ray.remote(**options)(AgentWorkerActor)
         self.actors: list[Any] = [
             remote_class.remote(
+                config=config,
                 tokenizer_path=tokenizer_path,
-                agent_loop=agent_loop or SingleTurn(),
-                reward=reward,
+                agent_loop=agent_loop,
                 replicas={replica.name: replica.actor for replica in replicas},
                 on_start=on_start(f"agent-worker-{index}"),
             )
-            for index in range(num_workers)
+            for index in range(config.rollout.num_agent_workers)
         ]
         self._turns = itertools.cycle(self.actors)
 
@@ -94,8 +96,10 @@ class AgentWorkerGroup:
     ) -> TrajectoryGroup:
         return await next(self._turns).run_group.remote(prompt, replica, sampling, group_size)
 
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling, num_samples)
 
     def kill(self) -> None:
         for actor in self.actors:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from configs.schema import StalePolicy
+from rollout.rewards.budget import FailureBudget
 from rollout.staleness import Slot, SlotLedger
 from rollout.types import Trajectory, TrajectoryGroup
 
@@ -18,16 +19,31 @@ class TrainBatch:
     """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
 
 
+class TooFewGroupsError(RuntimeError):
+    """Nearly all groups have equal rewards: the prompts are too easy or too hard. The message names the key."""
+
+
 class TrajectoryBuffer:
     """`claim -> put -> next_batch -> advance`, each waiting on one condition; `close` ends every wait.
 
     Invariants: a slot is held from `claim` until its weights are live; under `wait` no token of a batch is staler
-    than the window allows; every group that is put is in exactly one batch, unless it is dropped, and that is counted.
+    than the window allows; every group that is put is in exactly one batch, unless it is dropped or filtered out, and
+    that is counted. A batch is always full.
     """
 
-    def __init__(self, ledger: SlotLedger, batch_timeout_s: float):
+    def __init__(
+        self,
+        ledger: SlotLedger,
+        batch_timeout_s: float,
+        failures: FailureBudget | None = None,
+        max_sample_batches: int | None = None,
+    ):
+        """`failures`: how many rewards may fail; by default none. `max_sample_batches`: filter out groups whose rewards
+        are all equal, at most so many batches of them in a row (algorithm.max_sample_batches); None keeps them."""
         self.ledger = ledger
         self._batch_timeout_s = batch_timeout_s
+        self._failures = failures or FailureBudget()
+        self._max_sample_batches = max_sample_batches
         self._groups: dict[int, TrajectoryGroup] = {}
         self._changed = asyncio.Condition()
         self._closed: BaseException | bool = False
@@ -42,9 +58,15 @@ class TrajectoryBuffer:
             return self.ledger.claim()
 
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
+        """Raises RewardFailuresError or TooFewGroupsError when this group is one too many."""
+        self._failures.count(group.errors)
         async with self._changed:
-            self.ledger.finish(slot, group.min_version)
-            self._groups[slot.slot_id] = group
+            if self._max_sample_batches is not None and not group.rewards_differ:
+                self.ledger.filter(slot)
+                self._check_filtered(self._max_sample_batches)
+            else:
+                self.ledger.finish(slot, group.min_version)
+                self._groups[slot.slot_id] = group
             self._changed.notify_all()
 
     async def fail(self, slot: Slot) -> None:
@@ -96,12 +118,24 @@ class TrajectoryBuffer:
             "rollout/inflight_groups": self.ledger.num_in_flight,
             "rollout/ready_groups": self.ledger.num_ready,
             "rollout/free_slots": self.ledger.num_free,
+            "rollout/filtered_groups": self.ledger.num_filtered,
             "staleness/dropped_groups": self.ledger.num_dropped,
+            **self._failures.gauges(),
         }
 
     def _raise_if_failed(self) -> None:
         if isinstance(self._closed, BaseException):
             raise self._closed
+
+    def _check_filtered(self, max_sample_batches: int) -> None:
+        """Groups filtered out while enough wait for the trainer are no sign of anything."""
+        filtered, batch_size = self.ledger.num_filtered_since_batch, self.ledger.window.groups_per_step
+        if filtered > max_sample_batches * batch_size and self.ledger.num_ready < batch_size:
+            raise TooFewGroupsError(
+                f"{filtered} groups with equal rewards since the last batch, for {self.ledger.num_ready} that differ: "
+                f"algorithm.max_sample_batches={max_sample_batches} allows {max_sample_batches} x "
+                f"trainer.prompts_per_step={batch_size}; are the prompts too easy, too hard, or is the reward wrong?"
+            )
 
     def _drop_expired(self, step: int) -> None:
         expired = self.ledger.drop_expired(step)

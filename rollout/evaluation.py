@@ -1,4 +1,4 @@
-"""Greedy evaluation on the held-out set, by the replicas, beside the rollouts."""
+"""Evaluation on the held-out set, by the replicas, beside the rollouts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,11 +7,15 @@ from typing import Protocol
 
 from configs.deadline import within
 from rollout.agent_worker import EvaluationPart
+from rollout.rewards.budget import FailureBudget
+from rollout.sample_scores import EvaluatedPrompt, mean_accuracy, scores_by_source
 from rollout.types import Prompt, SamplingParams
 
 
 class EvaluationRunner(Protocol):
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart: ...
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart: ...
 
 
 class InService(Protocol):
@@ -23,53 +27,78 @@ class InService(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    accuracy: float
-    """Mean reward."""
-    mean_response_tokens: float
-    num_prompts: int
+    prompts: tuple[EvaluatedPrompt, ...]
+    """In the order of the held-out set."""
     versions: tuple[int, ...]
     """`global_steps` of all tokens. One, unless the weights changed under way."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over all samples of all prompts."""
+        return sum(mean_accuracy(prompt.samples) for prompt in self.prompts) / len(self.prompts)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def mean_response_tokens(self) -> float:
+        lengths = [sample.num_tokens for prompt in self.prompts for sample in prompt.samples]
+        return sum(lengths) / len(lengths)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of k > 1 samples: val/<data source>/avg@k, pass@k and maj@k; val/avg@k where rows name no source."""
+        num_samples = len(self.prompts[0].samples)
+        if num_samples == 1:
+            return {}
+        return {
+            f"val/{source}/{name}" if source else f"val/{name}": value
+            for source, scores in scores_by_source(self.prompts, [num_samples]).items()
+            for name, value in scores.items()
+        }
 
 
 class Evaluator:
     """Spreads the held-out prompts evenly over the replicas; every evaluation asks the same ones."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         prompts: Sequence[Prompt],
         replicas: InService,
         runner: EvaluationRunner,
-        max_tokens: int,
+        sampling: SamplingParams,
+        num_samples: int,
         timeout_s: float,
+        failures: FailureBudget,
     ):
         self._prompts = list(prompts)
         self._replicas = replicas
         self._runner = runner
-        self._sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self._sampling = sampling
+        self._num_samples = num_samples
         self._timeout_s = timeout_s
+        self._failures = failures
         self.num_requests = 0
 
     async def evaluate(self) -> Evaluation:
-        """Raises TimeoutError past rollout.group_timeout_s."""
+        """Raises TimeoutError past evaluation.timeout_s, RewardFailuresError when too many rewards fail."""
         replicas = self._replicas.healthy
-        shares = [self._prompts[index :: len(replicas)] for index in range(len(replicas))]
-        self.num_requests += len(self._prompts)
-        answers = asyncio.gather(
-            *(
-                self._runner.evaluate(share, replica, self._sampling)
-                for share, replica in zip(shares, replicas, strict=True)
-                if share
+        shares = [(replica, self._prompts[index :: len(replicas)]) for index, replica in enumerate(replicas)]
+        shares = [(replica, share) for replica, share in shares if share]
+        self.num_requests += len(self._prompts) * self._num_samples
+        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
+            parts = await asyncio.gather(
+                *(self._runner.evaluate(share, replica, self._sampling, self._num_samples) for replica, share in shares)
             )
-        )
-        async with within(self._timeout_s, "rollout.group_timeout_s", "evaluation"):
-            parts = await answers
-        rewards = [reward for part in parts for reward in part.rewards]
-        tokens = [count for part in parts for count in part.response_tokens]
-        versions = frozenset[int]().union(*(part.versions for part in parts))
+        self._failures.count(error for part in parts for error in part.errors)
+        evaluated = {
+            prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
+            for (_, share), part in zip(shares, parts, strict=True)
+            for prompt, samples in zip(share, part.samples, strict=True)
+        }
         return Evaluation(
-            accuracy=sum(rewards) / len(rewards),
-            mean_response_tokens=sum(tokens) / len(tokens),
-            num_prompts=len(rewards),
-            versions=tuple(sorted(versions)),
+            prompts=tuple(evaluated[prompt.ordinal] for prompt in self._prompts),
+            versions=tuple(sorted(frozenset[int]().union(*(part.versions for part in parts)))),
         )

@@ -8,12 +8,18 @@ import numpy as np
 
 from rollout.types import IntArray, Prompt
 
+Message = dict[str, str]
+"""`role` and `content`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row of a data set, as its loader gives it."""
 
     question: str
+    """The user's last message."""
+    context: tuple[Message, ...] = ()
+    """Messages before it, such as a system prompt."""
     ground_truth: str
     """What the reward compares with: for GSM8K the number after `####`."""
     data_source: str = ""

@@ -10,7 +10,8 @@ no token older than v, so it may be trained up to and including step v + (S + 1)
 (S + 1) I B - (k - v) B groups are untrained, which is exactly what the steps k .. v + (S + 1) I - 1 can train. By
 induction, every group can be trained by its last step as long as each batch leaves a feasible rest. `select` takes
 groups in the order in which they became ready, but only those whose choice leaves such a rest: ready-first inside the
-window, earliest-deadline-first at its edge.
+window, earliest-deadline-first at its edge. A group that fails, or is filtered out, frees its slot for one that is
+claimed later and so due no earlier: that keeps every inequality.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ class SlotLedger:
     """Which group is where: in flight -> ready -> trained -> freed. No clock, no waiting, no groups: only slots."""
 
     def __init__(self, window: StalenessWindow, policy: StalePolicy, total_groups: int, global_steps: int = 0):
-        """`total_groups` is how many groups the run trains in all; no more than that are ever claimed and kept."""
+        """`total_groups` is how many groups the run trains in all; no more than that are ever claimed and kept. What
+        fails, is dropped or is filtered out is claimed besides."""
         self.window = window
         self.policy = policy
         self.live_version = global_steps
@@ -68,6 +70,8 @@ class SlotLedger:
         self.num_selected = 0
         self.num_dropped = 0
         self.num_failed = 0
+        self.num_filtered = 0
+        self.num_filtered_since_batch = 0
         self._in_flight: dict[int, Slot] = {}
         self._ready: dict[int, int] = {}  # slot_id -> last step, in the order of becoming ready
         self._trained: dict[int, int] = {}  # slot_id -> the step that trained it
@@ -113,6 +117,13 @@ class SlotLedger:
         del self._in_flight[slot.slot_id]
         self.num_failed += 1
 
+    def filter(self, slot: Slot) -> None:
+        """The slot's group has come and is not wanted: give the slot back, for another prompt. KeyError if the slot is
+        not in flight."""
+        del self._in_flight[slot.slot_id]
+        self.num_filtered += 1
+        self.num_filtered_since_batch += 1
+
     def drop_expired(self, step: int) -> list[int]:
         """Under the drop policy: give back the slots of ready groups that step `step` may not train any more."""
         if self.policy is not StalePolicy.drop:
@@ -139,6 +150,7 @@ class SlotLedger:
             del self._ready[slot_id]
             self._trained[slot_id] = step
         self.num_selected += len(chosen)
+        self.num_filtered_since_batch = 0
         return chosen
 
     def advance(self, global_steps: int) -> int:

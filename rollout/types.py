@@ -94,7 +94,9 @@ class Trajectory:
     spans: tuple[VersionSpan, ...]
     """Version spans over [0, R)."""
     reward: float
+    """What the reward function gave; 0 where there is an `error`."""
     finish_reason: str
+    """"stop", "length" (the response reached its limit of tokens or turns) or "abort"."""
     text: str
     """The response, decoded."""
     replica: str
@@ -102,6 +104,15 @@ class Trajectory:
     cached_tokens: int = 0
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """What the reward said beside the number."""
+    overlong_penalty: float = 0.0
+    """Of a response near its limit, 0 or less; not part of `reward`."""
+    error: str | None = None
+    """Why there is no reward. Such a trajectory is not trained, and counts in no baseline."""
+
+    @property
+    def shaped_reward(self) -> float:
+        """What is learned."""
+        return self.reward + self.overlong_penalty
 
     @property
     def min_version(self) -> int:
@@ -126,6 +137,20 @@ class TrajectoryGroup:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
+    """A greedy trajectory of the prompt, not trained, where the advantage compares with its reward (remax)."""
+
+    @property
+    def errors(self) -> list[str | None]:
+        """Why rewards failed, None for each that did not."""
+        every = self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
+        return [trajectory.error for trajectory in every]
+
+    @property
+    def rewards_differ(self) -> bool:
+        """False for a group that every group-relative advantage sets to 0. The overlong penalty does not count: a
+        group is solved or not whatever its lengths (DAPO, arXiv:2503.14476, eq. 11)."""
+        return len({trajectory.reward for trajectory in self.trajectories if trajectory.error is None}) > 1
 
     @property
     def min_version(self) -> int:

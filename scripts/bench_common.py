@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollout.agent_loop import Episode, GenerateGroup, SingleTurn
-from rollout.types import Prompt, SamplingParams
+from rollout.agent_loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
+from rollout.types import Prompt
 
 T = TypeVar("T")
 
@@ -53,15 +53,16 @@ class ForcedLengths:
     """An agent loop of one turn, whose responses have forced lengths, whatever the model samples."""
 
     length_of: Mapping[str, LengthOf]
-    """By the prompt's `data_source`."""
+    """By the prompt's `data_source`; others keep their lengths."""
 
-    async def run(self, prompt: Prompt, sampling: list[SamplingParams], generate: GenerateGroup) -> list[Episode]:
-        length_of = self.length_of[prompt.data_source]
-        forced = [
-            replace(params, max_tokens=length_of(prompt.ordinal, index), ignore_eos=True, stop_token_ids=())
-            for index, params in enumerate(sampling)
-        ]
-        return await SingleTurn().run(prompt, forced, generate)
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        return await SingleTurn().run([self._forced(task) for task in tasks], generate)
+
+    def _forced(self, task: EpisodeTask) -> EpisodeTask:
+        if task.prompt.data_source not in self.length_of:  # held-out prompts
+            return task
+        length = self.length_of[task.prompt.data_source](task.prompt.ordinal, task.index)
+        return replace(task, sampling=replace(task.sampling, max_tokens=length, ignore_eos=True, stop_token_ids=()))
 
 
 def coin_reward(prompt: Prompt, text: str) -> float:

@@ -32,7 +32,7 @@ from rollout.replica import RolloutReplica
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
-from rollout.types import SamplingParams
+from rollout.types import FloatArray, Prompt, SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf
 from scripts.supervision import until_first_ends
 from scripts.virtual_clock import run_virtual
@@ -111,9 +111,10 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         buffer=buffer,
         router=router,
         runner=AgentWorker(
+            config=config,
             tokenizer=NoTokenizer(),
             loop=ForcedLengths({"": job.length_of}),
-            reward=lambda prompt, text: 0.0,
+            reward=no_reward,
             replicas={replica.name: replica.generate_group for replica in replicas},
         ),
         sampling=SamplingParams(),
@@ -214,6 +215,9 @@ class SimulatedTrainer:
     def __init__(self, train_s: float):
         self._train_s = train_s
 
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        raise RuntimeError("the job has no reference policy")
+
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await asyncio.sleep(self._train_s)
         return {"perf/trainer_busy_s": Max(self._train_s)}
@@ -223,6 +227,11 @@ class SimulatedTrainer:
 
     async def send(self, manifest: dict[str, Any]) -> int:
         return 0
+
+
+async def no_reward(prompt: Prompt, text: str) -> float:
+    """Async, as a thread would not wait for the virtual clock."""
+    return 0.0
 
 
 class NoTokenizer:

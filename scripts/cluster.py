@@ -22,15 +22,17 @@ LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_inter
 
 
 def resolve_device(config: Config) -> str:
-    """ "cpu" or "cuda". Raises ConfigError for device=cuda without a GPU, and for sizes that need one."""
+    """ "cpu" or "cuda". Raises ConfigError for device=cuda without a GPU, and for sizes that need one; not under
+    dry_run, which plans for another machine."""
     device = config.device.value
     if config.device is Device.auto and config.ray.address is None:
-        device = "cuda" if _has_gpu() else "cpu"
+        planned_for_gpus = config.dry_run and config.rollout.kv_cache_mb is None
+        device = "cuda" if planned_for_gpus or has_gpu() else "cpu"
     elif config.device is Device.auto:
         raise ConfigError(f"device=auto: with ray.address={config.ray.address} say which one, cpu or cuda")
     if device == "cpu" and config.rollout.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb=None: on CPU the KV cache needs a size in MiB (null is for GPUs)")
-    if device == "cuda" and config.ray.address is None and not _has_gpu():
+    if device == "cuda" and config.ray.address is None and not config.dry_run and not has_gpu():
         raise ConfigError("device=cuda: nvidia-smi lists no GPU on this machine; device=cpu runs without")
     return device
 
@@ -95,7 +97,8 @@ def _redirect_output(path: Path) -> None:
     os.close(descriptor)
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether nvidia-smi lists one on this machine."""
     if shutil.which("nvidia-smi") is None:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)

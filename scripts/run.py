@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,21 @@ from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
-from rollout.evaluation import Evaluator
+from rollout.evaluation import Evaluator, InService
 from rollout.fleet import ReplicaFleet
 from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.rewards.budget import FailureBudget
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
-from scripts.data import load_rows
+from scripts.data import encode_rows, load_rows
 from scripts.supervision import until_first_ends
 from trainer.console import Console
 from trainer.loop import TrainLoop
@@ -90,9 +92,8 @@ async def start(
         config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start, actor_class
     )
     agents = AgentWorkerGroup(
-        num_workers=config.rollout.num_agent_workers,
+        config=config,
         tokenizer_path=boot_path,
-        reward=config.rollout.reward,
         replicas=replicas,
         on_start=on_start,
         agent_loop=agent_loop,
@@ -133,13 +134,8 @@ async def start(
 async def train(config: Config, parts: Parts, console: Console, recorder: RunRecorder) -> dict[str, Any]:
     """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
     rollout, trainer, algorithm, fleet = config.rollout, config.trainer, config.algorithm, parts.fleet
-    window = StalenessWindow(
-        groups_per_step=trainer.prompts_per_step,
-        max_staleness=rollout.max_staleness,
-        update_interval=config.weight_sync.interval,
-    )
-    total_groups = trainer.total_steps * trainer.prompts_per_step
-    buffer = TrajectoryBuffer(SlotLedger(window, rollout.stale_policy, total_groups), trainer.batch_timeout_s)
+    failures = failure_budget(config)
+    buffer = make_buffer(config, failures)
     rollouter = Rollouter(
         stream=PromptStream(parts.train_rows, config.seed),
         buffer=buffer,
@@ -150,13 +146,7 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         group_timeout_s=rollout.group_timeout_s,
         on_lost=fleet.lose,
     )
-    evaluator = Evaluator(
-        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(parts.val_rows)],
-        replicas=parts.router,
-        runner=parts.agents,
-        max_tokens=rollout.max_response_tokens,
-        timeout_s=rollout.group_timeout_s,
-    )
+    evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures)
     loop = TrainLoop(
         config=config,
         buffer=buffer,
@@ -188,6 +178,27 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
     )
 
 
+def failure_budget(config: Config) -> FailureBudget:
+    trainer = config.trainer
+    num_trajectories = trainer.total_steps * trainer.prompts_per_step * config.algorithm.group_size
+    return FailureBudget(config.rollout.max_failed_rewards, num_trajectories)
+
+
+def make_buffer(config: Config, failures: FailureBudget) -> TrajectoryBuffer:
+    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
+    window = StalenessWindow(
+        groups_per_step=trainer.prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        update_interval=config.weight_sync.interval,
+    )
+    return TrajectoryBuffer(
+        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step),
+        trainer.batch_timeout_s,
+        failures,
+        algorithm.max_sample_batches if algorithm.filter_groups else None,
+    )
+
+
 def training_sampling(config: Config) -> SamplingParams:
     rollout = config.rollout
     return SamplingParams(
@@ -199,6 +210,30 @@ def training_sampling(config: Config) -> SamplingParams:
     )
 
 
+def make_evaluator(
+    config: Config,
+    rows: Sequence[EncodedRow],
+    replicas: InService,
+    agents: AgentWorkerGroup,
+    failures: FailureBudget,
+) -> Evaluator:
+    evaluation = config.evaluation
+    return Evaluator(
+        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
+        replicas=replicas,
+        runner=agents,
+        sampling=SamplingParams(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
+        ),
+        num_samples=evaluation.samples,
+        timeout_s=evaluation.timeout_s,
+        failures=failures,
+    )
+
+
 def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
     rollout = config.rollout
     return EngineSpec(
@@ -206,6 +241,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         device=device,
         dtype=rollout.dtype.value,
         max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_position_embeddings=config.model.max_position_embeddings,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -231,7 +267,7 @@ async def boot_model(config: Config, run_dir: Path) -> str:
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:
-    """What is trained or served: of the tiny model, warmed up here."""
+    """What is trained, evaluated or served: of the tiny model, warmed up here."""
     policy_path = boot_path
     if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
         warm_up = ray.remote(num_cpus=1, num_returns="streaming")(models.warm_tiny_model)
@@ -251,13 +287,8 @@ async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: s
 async def _encode(
     config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
 ) -> tuple[list[EncodedRow], list[EncodedRow]]:
-    data = config.data
-    encoded = []
-    for name, some in zip(("train", "held-out"), rows, strict=True):
-        kept = await agents.encode(some, data.prompt_template, data.chat_template, data.max_prompt_tokens)
-        limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
-        console.message(f"{name}: {len(kept)} prompts, {len(some) - len(kept)} left out ({limit})")
-        if not kept:
-            raise ValueError(f"no {name} prompt has at most {limit} tokens")
-        encoded.append(kept)
-    return encoded[0], encoded[1]
+    train, val = rows
+    return (
+        await encode_rows(config, agents, "train", train, console),
+        await encode_rows(config, agents, "held-out", val, console),
+    )

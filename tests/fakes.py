@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +61,14 @@ def make_trajectory(*versions: int) -> Trajectory:
 
 
 def make_group(ordinal: int, *versions: int, group_size: int = 1) -> TrajectoryGroup:
+    """All rewards are 0."""
     return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(make_trajectory(*versions),) * group_size)
+
+
+def make_mixed_group(ordinal: int, *versions: int) -> TrajectoryGroup:
+    """One of two answers is right."""
+    wrong = make_trajectory(*versions)
+    return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(wrong, replace(wrong, reward=1.0)))
 
 
 # -- around the rollouter ----------------------------------------------------------------------------------------------
@@ -80,7 +89,7 @@ class FakeRunner:
     """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
 
     The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
-    is gone from that second on, with what it was generating.
+    is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
     """
 
     def __init__(
@@ -88,7 +97,9 @@ class FakeRunner:
         seconds: list[float],
         errors: dict[int, BaseException] | None = None,
         deaths: dict[str, float] | None = None,
+        is_flat: Callable[[int], bool] = lambda ordinal: True,
     ):
+        self._is_flat = is_flat
         self.live = 0
         self.events: list[tuple[str, int, str]] = []
         self._seconds = seconds
@@ -112,7 +123,9 @@ class FakeRunner:
         self.events.append(("end", ordinal, replica))
         if ordinal in self._errors:
             raise self._errors[ordinal]
-        return make_group(ordinal, first, self.live, group_size=group_size)
+        if self._is_flat(ordinal):
+            return make_group(ordinal, first, self.live, group_size=group_size)
+        return make_mixed_group(ordinal, first, self.live)
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

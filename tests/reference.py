@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from configs.schema import AlgorithmConfig, Config, Proximal
+from configs.algorithm import AlgorithmConfig, Proximal
+from configs.schema import Config
 from rollout.types import BoolArray, FloatArray, Prompt, Trajectory, TrajectoryGroup, VersionSpan
 
 VOCAB_SIZE = 64
 
 
-def make_trajectory(
+def make_trajectory(  # noqa: PLR0913
     prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     *,
@@ -28,6 +29,8 @@ def make_trajectory(
     spans: tuple[VersionSpan, ...] | None = None,
     finish_reason: str = "stop",
     cached_tokens: int = 0,
+    overlong_penalty: float = 0.0,
+    error: str | None = None,
 ) -> Trajectory:
     length = len(response_ids)
     return Trajectory(
@@ -41,6 +44,8 @@ def make_trajectory(
         text=" ".join(map(str, response_ids)),
         replica="replica-0",
         cached_tokens=cached_tokens,
+        overlong_penalty=overlong_penalty,
+        error=error,
     )
 
 
@@ -103,8 +108,8 @@ def advantages_of(group: TrajectoryGroup) -> list[float]:
 
 def learning_tokens(
     model: nn.Module, groups: Sequence[TrajectoryGroup], temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log pi / mu, entropy, advantage) of every masked token whose trajectory has an advantage."""
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(log pi / mu per trajectory, entropy, advantage) of every masked token whose trajectory has an advantage."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     exact = double(model)
     for group in groups:
@@ -113,9 +118,10 @@ def learning_tokens(
             with torch.no_grad():
                 logprobs, entropy = sequence_logprobs(exact, trajectory, temperature)
             log_ratio = logprobs - torch.from_numpy(trajectory.rollout_logprobs).double()
-            parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
+            if mask.any():
+                parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
     log_ratios, entropies, advantages = zip(*parts, strict=True)
-    return torch.cat(log_ratios), torch.cat(entropies), torch.cat(advantages)
+    return list(log_ratios), torch.cat(entropies), torch.cat(advantages)
 
 
 def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
@@ -129,15 +135,27 @@ def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, a
     return -advantage * bounded * torch.exp(old.detach() - rollout_logprobs).clamp(max=algorithm.importance_cap)
 
 
-def grpo_loss(model: nn.Module, groups: Sequence[TrajectoryGroup], config: Config) -> Tensor:
-    """Token mean over every masked token of the step, those of advantage 0 too."""
+def grpo_loss(
+    model: nn.Module, groups: Sequence[TrajectoryGroup], config: Config, first_model: nn.Module | None = None
+) -> Tensor:
+    """Token mean over every masked token of the step, those of advantage 0 too.
+
+    With `first_model` also the entropy bonus and the KL to it, by the k3 estimator.
+    """
     losses, num_tokens = torch.zeros((), dtype=torch.float64), 0
+    temperature = config.rollout.temperature
     for group in groups:
         for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
             mask = torch.from_numpy(trajectory.loss_mask)
-            logprobs = sequence_logprobs(model, trajectory, config.rollout.temperature)[0][mask]
+            logprobs, entropy = (x[mask] for x in sequence_logprobs(model, trajectory, temperature))
             rollout_logprobs = torch.from_numpy(trajectory.rollout_logprobs).double()[mask]
             losses = losses + token_losses(logprobs, rollout_logprobs, advantage, config.algorithm).sum()
+            if first_model is not None:
+                with torch.no_grad():
+                    log_ratio = sequence_logprobs(first_model, trajectory, temperature)[0][mask]
+                log_ratio = log_ratio - logprobs
+                losses = losses + config.algorithm.kl_loss_coef * (log_ratio.exp() - 1 - log_ratio).sum()
+                losses = losses - config.algorithm.entropy_coef * entropy.sum()
             num_tokens += int(mask.sum())
     return losses / num_tokens
 
@@ -147,6 +165,7 @@ class ReferenceTrainer:
 
     def __init__(self, model: nn.Module, config: Config):
         self.model = double(model)
+        self.first_model = double(model) if config.algorithm.kl_loss_coef else None
         self.config = config
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.model.named_parameters()}
 
@@ -154,7 +173,7 @@ class ReferenceTrainer:
         """(loss, gradient norm before clipping)"""
         trainer = self.config.trainer
         self.model.zero_grad()
-        loss = grpo_loss(self.model, groups, self.config)
+        loss = grpo_loss(self.model, groups, self.config, self.first_model)
         loss.backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5

@@ -1,18 +1,19 @@
 """From trajectory groups to micro-batches: laid out, balanced over ranks, packed by a token budget.
 
 Pure numpy: the driver builds batches, the workers only turn them into tensors. The same loss and gradient come out of
-any layout, budget and number of ranks, because each token carries all that it needs and the loss is divided by the
-global number of tokens.
+any layout, budget and number of ranks, because each token carries all that it needs, its weight in the loss too, and a
+trajectory is never split.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
+from trainer.signals import TokenSignals, join
 
 PADDING = -1
 PROMPT = 0
@@ -35,9 +36,7 @@ class Row:
     position_ids: IntArray  # [L]
     segment_ids: IntArray  # [L] 0 prompt, j the j-th response
     sources: IntArray  # [T]
-    targets: IntArray  # [T] tokens of the loss mask
-    advantages: FloatArray  # [T]
-    rollout_logprobs: FloatArray  # [T]
+    index: IntArray  # [T] of the targets among the step's loss tokens
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -52,13 +51,16 @@ class MicroBatch:
     segment_ids: IntArray | None  # [N, L], -1 padding; None: every row is one sequence, plain causal attention
     rows: Int64Array  # [T] the row of every loss token
     sources: Int64Array  # [T] the position whose output predicts it
-    targets: Int64Array  # [T]
-    advantages: FloatArray  # [T]
-    rollout_logprobs: FloatArray  # [T]
+    index: Int64Array  # [T] its place among the step's loss tokens
+    tokens: TokenSignals
 
     @property
     def num_padded_tokens(self) -> int:
         return self.input_ids.size
+
+    @property
+    def num_trajectories(self) -> int:
+        return int(self.tokens.trajectories.max(initial=-1)) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,68 +69,79 @@ class StepBatch:
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     """Per rank; every rank has the same number, because each runs the same collectives."""
-    num_loss_tokens: int
-    """Over all ranks, also those of trajectories left out for having no gradient: what the loss is divided by."""
+    num_tokens: int
+    """Loss tokens of the step, also those that no micro-batch has."""
+
+    def gather(self, outputs: Sequence[Sequence[FloatArray]]) -> FloatArray:
+        """Per rank and micro-batch, one number per loss token -> [T] in the order of the step's loss tokens."""
+        gathered = np.zeros(self.num_tokens, np.float32)
+        for micro_batches, rank_outputs in zip(self.micro_batches, outputs, strict=True):
+            for micro_batch, output in zip(micro_batches, rank_outputs, strict=True):
+                gathered[micro_batch.index] = output
+        return gathered
 
 
 def assemble(
     groups: Sequence[TrajectoryGroup],
-    advantages: Sequence[FloatArray],
+    tokens: TokenSignals,
     *,
     layout: Layout,
     num_ranks: int,
     tokens_per_micro_batch: int,
+    keep_idle: bool,
 ) -> StepBatch:
-    """`advantages`: one array [G] per group. Trajectories with advantage 0 have no gradient and are not computed."""
-    num_loss_tokens = sum(int(t.loss_mask.sum()) for group in groups for t in group.trajectories)
+    """`tokens`: the loss tokens of `groups`. `keep_idle`: compute also trajectories whose advantages are all 0, where
+    something else than the advantage gives them a gradient."""
+    is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
+    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.advantages != 0]] = True
     rows: list[Row] = []
-    for group, group_advantages in zip(groups, advantages, strict=True):
-        learning = [
-            (trajectory, float(advantage))
-            for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True)
-            if advantage != 0 and trajectory.loss_mask.any()
-        ]
+    number, first_token = 0, 0
+    for group in groups:
+        learning: list[tuple[Trajectory, int]] = []
+        for trajectory in group.trajectories:
+            if is_learning[number]:
+                learning.append((trajectory, first_token))
+            number += 1
+            first_token += int(trajectory.loss_mask.sum())
         if layout is Layout.padded:
-            rows += [_row([pair]) for pair in learning]
+            rows += [_row([one]) for one in learning]
         elif learning:
             rows.append(_row(learning))
+    if first_token != len(tokens.targets):
+        raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     per_rank = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(rows, num_ranks)]
     most = max(1, *(len(batches) for batches in per_rank))
     micro_batches = tuple(
-        tuple(_collate(batch, layout) for batch in [*batches, *[[]] * (most - len(batches))]) for batches in per_rank
+        tuple(_collate(batch, tokens, layout) for batch in [*batches, *[[]] * (most - len(batches))])
+        for batches in per_rank
     )
-    return StepBatch(micro_batches=micro_batches, num_loss_tokens=max(num_loss_tokens, 1))
+    return StepBatch(micro_batches=micro_batches, num_tokens=len(tokens.targets))
 
 
-def _row(learning: list[tuple[Trajectory, float]]) -> Row:
-    """Trajectories of one prompt, with their advantages, in one row."""
+def _row(learning: list[tuple[Trajectory, int]]) -> Row:
+    """Trajectories of one prompt, each with the place of its first loss token in the step, in one row."""
     prompt_ids = learning[0][0].prompt_ids
     num_prompt = len(prompt_ids)
     ids, positions = [prompt_ids], [np.arange(num_prompt)]
     segments = [np.full(num_prompt, PROMPT)]
-    sources, targets, advantages, logprobs = [], [], [], []
+    sources, indices = [], []
     offset = num_prompt
-    for segment, (trajectory, advantage) in enumerate(learning, 1):
+    for segment, (trajectory, first_token) in enumerate(learning, 1):
         inputs = trajectory.response_ids[:-1]
         ids.append(inputs)
         positions.append(num_prompt + np.arange(len(inputs)))
         segments.append(np.full(len(inputs), segment))
         # The first response token is predicted at the prompt's end, every later one at the token before it.
         source = np.concatenate([[num_prompt - 1], offset + np.arange(len(inputs))])
-        mask = trajectory.loss_mask
-        sources.append(source[mask])
-        targets.append(trajectory.response_ids[mask])
-        advantages.append(np.full(int(mask.sum()), advantage))
-        logprobs.append(trajectory.rollout_logprobs[mask])
+        sources.append(source[trajectory.loss_mask])
+        indices.append(first_token + np.arange(int(trajectory.loss_mask.sum())))
         offset += len(inputs)
     return Row(
         input_ids=np.concatenate(ids).astype(np.int32),
         position_ids=np.concatenate(positions).astype(np.int32),
         segment_ids=np.concatenate(segments).astype(np.int32),
         sources=np.concatenate(sources).astype(np.int32),
-        targets=np.concatenate(targets).astype(np.int32),
-        advantages=np.concatenate(advantages).astype(np.float32),
-        rollout_logprobs=np.concatenate(logprobs).astype(np.float32),
+        index=np.concatenate(indices).astype(np.int32),
     )
 
 
@@ -154,29 +167,25 @@ def _pack(rows: list[Row], budget: int) -> list[list[Row]]:
     return batches
 
 
-def _collate(rows: list[Row], layout: Layout) -> MicroBatch:
+def _collate(rows: list[Row], tokens: TokenSignals, layout: Layout) -> MicroBatch:
     """No rows give one padding token and no loss: a rank without work still takes part in the collectives."""
     length = max((len(row) for row in rows), default=1)
     shape = (max(len(rows), 1), length)
     input_ids = np.zeros(shape, np.int64)
     position_ids = np.broadcast_to(np.arange(length), shape).copy()
     segment_ids = np.full(shape, PADDING, np.int32)
-    for index, row in enumerate(rows):
-        input_ids[index, : len(row)] = row.input_ids
-        position_ids[index, : len(row)] = row.position_ids
-        segment_ids[index, : len(row)] = row.segment_ids
-    row_of_token = [np.full(len(row.targets), index) for index, row in enumerate(rows)]
+    for number, row in enumerate(rows):
+        input_ids[number, : len(row)] = row.input_ids
+        position_ids[number, : len(row)] = row.position_ids
+        segment_ids[number, : len(row)] = row.segment_ids
+    index = join([row.index for row in rows], np.int64)
+    mine = tokens.take(index)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
         segment_ids=segment_ids if layout is Layout.shared_prompt else None,
-        rows=_join(row_of_token, np.int64),
-        sources=_join([row.sources for row in rows], np.int64),
-        targets=_join([row.targets for row in rows], np.int64),
-        advantages=_join([row.advantages for row in rows], np.float32),
-        rollout_logprobs=_join([row.rollout_logprobs for row in rows], np.float32),
+        rows=join([np.full(len(row.index), number) for number, row in enumerate(rows)], np.int64),
+        sources=join([row.sources for row in rows], np.int64),
+        index=index,
+        tokens=replace(mine, trajectories=np.unique(mine.trajectories, return_inverse=True)[1].astype(np.int32)),
     )
-
-
-def _join(arrays: list[NDArray], dtype: type) -> NDArray:
-    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)

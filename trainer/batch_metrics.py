@@ -12,12 +12,15 @@ def group_metrics(
 ) -> dict[str, float]:
     """Metrics of the groups that optimizer step `global_steps` trains."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    scored = [trajectory for trajectory in trajectories if trajectory.error is None]
+    rewards = np.array([trajectory.shaped_reward for trajectory in scored] or [0.0])
+    scores = np.array([trajectory.reward for trajectory in scored] or [0.0])
     response_lengths = np.array([len(trajectory.response_ids) for trajectory in trajectories])
     prompt_lengths = np.array([len(trajectory.prompt_ids) for trajectory in trajectories])
     flat_advantages = np.concatenate(list(advantages))
-    solved = [np.mean([trajectory.reward for trajectory in group.trajectories]) for group in groups]
+    solved = [{trajectory.reward for trajectory in group.trajectories if trajectory.error is None} for group in groups]
     return {
+        "critic/score/mean": float(scores.mean()),
         "critic/rewards/mean": float(rewards.mean()),
         "critic/rewards/max": float(rewards.max()),
         "critic/rewards/min": float(rewards.min()),
@@ -25,8 +28,8 @@ def group_metrics(
         "critic/advantages/max": float(flat_advantages.max()),
         "critic/advantages/min": float(flat_advantages.min()),
         "rollout/zero_variance_groups": float(np.mean([not np.any(a) for a in advantages])),
-        "rollout/solve_all": float(np.mean(np.array(solved) == 1.0)),
-        "rollout/solve_none": float(np.mean(np.array(solved) == 0.0)),
+        "rollout/solve_all": float(np.mean([outcomes == {1.0} for outcomes in solved])),
+        "rollout/solve_none": float(np.mean([outcomes == {0.0} for outcomes in solved])),
         "response_length/mean": float(response_lengths.mean()),
         "response_length/max": float(response_lengths.max()),
         "response_length/clip_ratio": float(np.mean([t.finish_reason == "length" for t in trajectories])),

@@ -5,14 +5,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
-from trainer.advantage import grpo
 from trainer.batch import StepBatch, assemble
 from trainer.batch_metrics import group_metrics
+from trainer.credit import Credit, assign_credit, keeps_idle, needs_scores
 from trainer.metrics import Metric, timed, to_floats
+from trainer.scores import trainable
+from trainer.signals import TokenSignals, sampled_tokens
 
 
 class GroupBatch(Protocol):
@@ -34,6 +34,8 @@ class GroupSource(Protocol):
 
 
 class Workers(Protocol):
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]: ...
+
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
 
 
@@ -112,8 +114,7 @@ class TrainLoop:
         with timed(timings, "step"):
             with timed(timings, "wait_batch"):
                 batch = await self._buffer.next_batch(global_steps)
-            with timed(timings, "assemble"):
-                advantages, step_batch = self._assemble(batch.groups)
+            credit, step_batch = await self._prepare(batch.groups, global_steps, timings)
             with timed(timings, "train_step"):
                 actor, fleet = await asyncio.gather(
                     self._workers.train_step(step_batch, global_steps), self._fleet.gauges()
@@ -125,7 +126,8 @@ class TrainLoop:
                 update = report.gauges()
                 await self._buffer.advance(global_steps + 1)
         metrics = {
-            **group_metrics(batch.groups, advantages, global_steps, sync.interval),
+            **group_metrics(batch.groups, credit.advantages, global_steps, sync.interval),
+            **credit.metrics,
             **to_floats(actor),
             **to_floats(timings),
             **update,
@@ -134,20 +136,34 @@ class TrainLoop:
             "staleness/masked_tokens": float(batch.masked_tokens),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }
-        self._recorder.record_step(global_steps + 1, _with_rates(metrics, len(batch.groups)), batch.groups, advantages)
+        metrics = _with_rates(metrics, len(batch.groups))
+        self._recorder.record_step(global_steps + 1, metrics, batch.groups, credit.advantages)
 
-    def _assemble(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[FloatArray], StepBatch]:
-        trainer, algorithm = self._config.trainer, self._config.algorithm
-        rewards = [np.array([t.reward for t in group.trajectories], np.float32) for group in groups]
-        advantages = [grpo(group_rewards, algorithm.normalize_by_std) for group_rewards in rewards]
-        step_batch = assemble(
+    async def _prepare(
+        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]
+    ) -> tuple[Credit, StepBatch]:
+        """What every token learns, and the micro-batches that carry it."""
+        algorithm = self._config.algorithm
+        with timed(timings, "assemble"):
+            tokens, scores = sampled_tokens(groups, global_steps), {}
+        if needs_scores(algorithm):
+            with timed(timings, "score"):
+                scores = await self._workers.score(self._assemble(groups, tokens, keep_idle=True))
+        with timed(timings, "assemble"):
+            credit = assign_credit(groups, tokens, scores, self._config, global_steps)
+            learning = trainable(groups, algorithm.mask_truncated)
+            return credit, self._assemble(learning, credit.tokens, keep_idle=keeps_idle(algorithm))
+
+    def _assemble(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> StepBatch:
+        trainer = self._config.trainer
+        return assemble(
             groups,
-            advantages,
+            tokens,
             layout=trainer.layout,
             num_ranks=trainer.num_ranks,
             tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+            keep_idle=keep_idle,
         )
-        return advantages, step_batch
 
 
 def _with_rates(metrics: dict[str, float], num_groups: int) -> dict[str, float]:

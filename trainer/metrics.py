@@ -47,6 +47,30 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectiveSampleSize:
+    """Of importance weights w: (sum w)^2 / (n sum w^2), in (0, 1], the share of observations that effectively count."""
+
+    total: float
+    """Sum of w."""
+    total_squared: float
+    """Sum of w^2."""
+    count: float
+    """Number of weights, n."""
+
+    @property
+    def value(self) -> float:
+        """NaN when nothing was observed, or every weight is 0."""
+        divisor = self.count * self.total_squared
+        return self.total**2 / divisor if divisor else math.nan
+
+    def merge(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
+        """Return the effective sample size of both sets of weights together."""
+        return EffectiveSampleSize(
+            self.total + other.total, self.total_squared + other.total_squared, self.count + other.count
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """A total, for example tokens trained or seconds spent."""
 

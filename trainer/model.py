@@ -20,23 +20,17 @@ MAX_LOGITS = 2**27
 class Policy(nn.Module):
     """Wraps the LM so that one forward gives what the loss needs, and logits exist only where a token is trained."""
 
-    def __init__(self, causal_lm: nn.Module, temperature: float):
+    def __init__(self, causal_lm: nn.Module, temperature: float, entropy_has_gradient: bool = False):
         super().__init__()
         self.causal_lm: Any = causal_lm
         self.temperature = temperature
+        self.entropy_has_gradient = entropy_has_gradient
 
     def forward(self, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(logprobs [T], entropy [T]) of the batch's targets, under the sampling temperature. Entropy has no grad."""
-        mask = None if batch.segment_ids is None else tree_mask(torch.as_tensor(batch.segment_ids, device=device))
-        hidden = self.causal_lm.model(
-            input_ids=torch.as_tensor(batch.input_ids, device=device),
-            position_ids=torch.as_tensor(batch.position_ids, device=device),
-            attention_mask=mask,
-            use_cache=False,
-        ).last_hidden_state  # [N, L, H]
-        rows = torch.as_tensor(batch.rows, device=device)
-        chosen = hidden[rows, torch.as_tensor(batch.sources, device=device)]  # [T, H]
-        targets = torch.as_tensor(batch.targets, device=device)
+        """(logprobs [T], entropy [T]) of the batch's targets, under the sampling temperature. Only where it is asked
+        for has the entropy a gradient: it keeps two more tensors of logits for the backward pass."""
+        chosen = target_states(self.causal_lm.model, batch, device)
+        targets = torch.as_tensor(batch.tokens.targets, dtype=torch.int64, device=device)
         chunk = max(1, MAX_LOGITS // self.causal_lm.config.vocab_size)
         if len(targets) <= chunk:
             return self._logprobs(chosen, targets)
@@ -49,10 +43,22 @@ class Policy(nn.Module):
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.causal_lm.lm_head(hidden).float() / self.temperature  # [T, V]
         logprobs = -F.cross_entropy(logits, targets, reduction="none")
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.entropy_has_gradient and torch.is_grad_enabled()):
             log_probs = logits.log_softmax(-1)
             entropy = -(log_probs.exp() * log_probs).sum(-1)
         return logprobs, entropy
+
+
+def target_states(backbone: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
+    """[T, H] the last hidden state from which each target is predicted."""
+    mask = None if batch.segment_ids is None else tree_mask(torch.as_tensor(batch.segment_ids, device=device))
+    hidden = backbone(
+        input_ids=torch.as_tensor(batch.input_ids, device=device),
+        position_ids=torch.as_tensor(batch.position_ids, device=device),
+        attention_mask=mask,
+        use_cache=False,
+    ).last_hidden_state  # [N, L, H]
+    return hidden[torch.as_tensor(batch.rows, device=device), torch.as_tensor(batch.sources, device=device)]
 
 
 def tree_mask(segment_ids: Tensor) -> Tensor:
@@ -64,25 +70,31 @@ def tree_mask(segment_ids: Tensor) -> Tensor:
     return (causal & ((query == key) | (key == PROMPT)))[:, None]
 
 
-def load_policy(path: str, temperature: float, gradient_checkpointing: bool) -> Policy:
+def load_policy(
+    path: str, temperature: float, gradient_checkpointing: bool, entropy_has_gradient: bool = False
+) -> Policy:
+    return Policy(load_causal_lm(path, gradient_checkpointing), temperature, entropy_has_gradient).train()
+
+
+def load_causal_lm(path: str, gradient_checkpointing: bool) -> Any:
     """In float32: these are the master weights."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds to import)
 
     causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(causal_lm, temperature).train()
+    return causal_lm
 
 
-def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(module: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """FSDP2, a group per decoder layer and one for the rest. Gradients are reduced in float32."""
     if compute_dtype is torch.float32:
         precision = MixedPrecisionPolicy()
     else:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in policy.causal_lm.model.layers:
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
 def parameter_specs(policy: Policy, dtype: torch.dtype) -> list[tuple[str, torch.dtype, list[int]]]:

@@ -68,6 +68,7 @@ class RunRecorder:
                 "eval/response_length": evaluation.mean_response_tokens,
                 "eval/num_prompts": evaluation.num_prompts,
                 "eval/num_versions": len(evaluation.versions),
+                **evaluation.metrics,
             },
         )
         self._console.evaluation(global_steps, evaluation.accuracy)
@@ -106,6 +107,8 @@ class RunRecorder:
                         "response": trajectory.text,
                         "ground_truth": group.prompt.ground_truth,
                         "reward": trajectory.reward,
+                        "overlong_penalty": trajectory.overlong_penalty,
+                        "error": trajectory.error,
                         "advantage": round(float(advantage), 6),
                         "versions": [[span.start, span.end, span.global_steps] for span in trajectory.spans],
                         "finish_reason": trajectory.finish_reason,

@@ -9,14 +9,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
+from rollout.types import FloatArray
 from trainer.batch import MicroBatch
-from trainer.importance import effective_sample_size, proximal_logprobs, truncated_importance_weights
-from trainer.loss import ppo_clip
-from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics
-from trainer.model import load_policy, local_shards, parameter_specs, shard
+from trainer.critic import Critic
+from trainer.kl import kl_estimate
+from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
+from trainer.model import Policy, load_policy, local_shards, parameter_specs, shard
+from trainer.objective import Objective
+from trainer.optimizer import Optimizer
 
 Specs = list[tuple[str, torch.dtype, list[int]]]
 Shards = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -64,22 +66,42 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
-        self._policy = load_policy(model_path, self._config.rollout.temperature, trainer.gradient_checkpointing).to(
-            self._device
-        )
+        compute_dtype = _torch_dtype(trainer.dtype.value)
+        self._policy = self._load_policy(model_path, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        shard(self._policy, mesh, _torch_dtype(trainer.dtype.value))
-        self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
-            lr=trainer.lr,
-            betas=(trainer.adam_beta1, trainer.adam_beta2),
-            weight_decay=trainer.weight_decay,
-        )
+        shard(self._policy, self._policy.causal_lm.model.layers, mesh, compute_dtype)
+        self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
+        self._objective = Objective(self._config.algorithm)
+        self._reference = self._critic = None
+        if self._config.algorithm.needs_reference:
+            self._reference = self._load_policy(model_path, trainable=False)
+            shard(self._reference, self._reference.causal_lm.model.layers, mesh, compute_dtype)
+        if self._config.algorithm.needs_critic:
+            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device)
         return num_parameters
 
-    def train_step(
-        self, micro_batches: tuple[MicroBatch, ...], num_loss_tokens: int, global_steps: int
-    ) -> dict[str, Metric]:
+    def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
+        """What the driver needs to know of the tokens before their advantages: per name, [T] per micro-batch.
+
+        reference_logprobs: log pi_ref. kl: the estimate of KL(mu || pi_ref) that may be taken off the rewards. values:
+        the critic's. All ranks must call with equally many micro-batches.
+        """
+        scores: dict[str, list[FloatArray]] = {}
+        for batch in micro_batches:
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference_logprobs, _ = self._reference(batch, self._device)
+                rollout_logprobs = torch.as_tensor(batch.tokens.rollout_logprobs, device=self._device)
+                kl = kl_estimate(rollout_logprobs, reference_logprobs, self._config.algorithm.kl_reward_estimator)
+                scores.setdefault("reference_logprobs", []).append(reference_logprobs.cpu().numpy())
+                scores.setdefault("kl", []).append(kl.cpu().numpy())
+            if self._critic is not None:
+                scores.setdefault("values", []).append(self._critic.values(batch).cpu().numpy())
+        if self._reference is not None:
+            self._reference.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
+        return scores
+
+    def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
         """One optimizer step over this rank's micro-batches. `global_steps`: optimizer steps taken before it.
 
         Metrics are this rank's, to be merged over ranks. All ranks must call with equally many micro-batches.
@@ -88,63 +110,26 @@ class TrainWorker:
         parts = []
         for index, batch in enumerate(micro_batches):
             self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)  # pyright: ignore
-            parts.append(self.forward_backward(batch, num_loss_tokens))
+            parts.append(self.forward_backward(batch))
+            if self._critic is not None:
+                parts.append(self._critic.forward_backward(batch, is_last=index == len(micro_batches) - 1))
         parts.append(self.optim_step(global_steps))
         parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
         return merge_metrics(parts)
 
-    def forward_backward(self, batch: MicroBatch, num_loss_tokens: int) -> dict[str, Metric]:
-        """Accumulates the gradient of sum(loss) / num_loss_tokens over all ranks."""
-        algorithm = self._config.algorithm
+    def forward_backward(self, batch: MicroBatch) -> dict[str, Metric]:
+        """Accumulates the gradient of the micro-batch's share of the objective; over all ranks they add up to it."""
         logprobs, entropy = self._policy(batch, self._device)
-        rollout_logprobs = torch.as_tensor(batch.rollout_logprobs, device=self._device)
-        advantages = torch.as_tensor(batch.advantages, device=self._device)
-        old_logprobs = proximal_logprobs(logprobs, rollout_logprobs, algorithm.proximal)
-        weights = truncated_importance_weights(old_logprobs, rollout_logprobs, algorithm.importance_cap)
-        loss, is_clipped = ppo_clip(
-            logprobs,
-            old_logprobs,
-            advantages,
-            clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high,
-            clip_c=algorithm.clip_ratio_c,
-        )
-        total = (loss * weights).sum() / num_loss_tokens
-        (total * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
-        num_tokens = len(batch.targets)
-        with torch.no_grad():
-            log_ratio = logprobs - rollout_logprobs
-            metrics: dict[str, Metric] = {
-                "actor/pg_loss": Sum(total.item()),
-                "perf/padded_tokens": Sum(float(batch.num_padded_tokens)),
-            }
-            if num_tokens:
-                metrics |= {
-                    "actor/pg_clipfrac": Mean(is_clipped.sum().item(), num_tokens),
-                    "actor/ppo_kl": Mean((old_logprobs - logprobs).sum().item(), num_tokens),
-                    "actor/entropy": Mean(entropy.sum().item(), num_tokens),
-                    "actor/importance_weight": Mean(weights.sum().item(), num_tokens),
-                    "actor/rollout_kl": Mean(-log_ratio.sum().item(), num_tokens),
-                    "actor/rollout_logprob_diff_max": Max(log_ratio.abs().max().item()),
-                    "actor/ess": Mean(effective_sample_size(log_ratio).item() * num_tokens, num_tokens),
-                }
-        return metrics
+        loss, metrics = self._objective(logprobs, entropy, batch)
+        (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
+        return metrics | {"perf/padded_tokens": Sum(float(batch.num_padded_tokens))}
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
         """Clips the gradient, steps AdamW, clears the gradient. Raises FloatingPointError if the gradient is broken."""
-        trainer = self._config.trainer
-        lr = trainer.lr * min(1.0, (global_steps + 1) / max(1, trainer.lr_warmup_steps))
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), trainer.max_grad_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if not norm.isfinite():
-            raise FloatingPointError(f"gradient norm {norm.item()} at optimizer step {global_steps}: no step is taken")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        norm, lr = self._optimizer.step(global_steps)
+        critic = {} if self._critic is None else self._critic.optim_step(global_steps)
         self._global_steps = global_steps + 1
-        return {"actor/grad_norm": Last(norm.item()), "actor/lr": Last(lr)}
+        return {"actor/grad_norm": Last(norm), "actor/lr": Last(lr), **critic}
 
     def publish(self, order: dict[str, Any]) -> dict[str, Any]:
         """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base;
@@ -165,6 +150,17 @@ class TrainWorker:
     @property
     def _rollout_dtype(self) -> torch.dtype:
         return _torch_dtype(self._config.rollout.dtype.value)
+
+    def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
+        """The first policy: to train, or to keep as the reference."""
+        trainer, algorithm = self._config.trainer, self._config.algorithm
+        policy = load_policy(
+            model_path,
+            self._config.rollout.temperature,
+            gradient_checkpointing=trainable and trainer.gradient_checkpointing,
+            entropy_has_gradient=trainable and algorithm.entropy_coef != 0,
+        )
+        return policy.to(self._device).requires_grad_(trainable)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -10,6 +10,7 @@ import ray
 
 from configs.deadline import within
 from configs.schema import Config
+from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics
 
@@ -74,10 +75,20 @@ class TrainWorkerGroup:
         )
         return counts[0]
 
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """What `TrainWorker.score` says, per name [T] over the step's loss tokens. TimeoutError past the deadline."""
+        calls = [
+            actor.call.remote("score", micro_batches)
+            for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
+        ]
+        async with within(self._step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
+            scores = await asyncio.gather(*calls)
+        return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
+
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         """One optimizer step on all ranks; metrics merged over them. Raises TimeoutError past the deadline."""
         calls = [
-            actor.call.remote("train_step", micro_batches, batch.num_loss_tokens, global_steps)
+            actor.call.remote("train_step", micro_batches, global_steps)
             for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
         ]
         async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):

@@ -27,6 +27,8 @@ class EngineSpec:
     """Staging memory for new weights beside the live ones, instead of in host memory."""
     log_stats: bool = False
     """Let the engine measure itself, for /metrics. Costs a little per step."""
+    max_position_embeddings: int | None = None
+    """Replaces that of the model's config, which bounds max_model_len; none keeps it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,10 +157,12 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         # The uni-process executor saves a process and its import of torch; blocks of 32 cache short prompts.
         executor = "uni" if spec.tensor_parallel_size * spec.data_parallel_size == 1 else "mp"
         on_cpu = {"distributed_executor_backend": executor, "block_size": 32}
+    longer = spec.max_position_embeddings
     return AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
         max_model_len=spec.max_model_len,
+        hf_overrides={} if longer is None else {"max_position_embeddings": longer},
         max_num_seqs=spec.max_num_seqs,
         kv_cache_memory_bytes=spec.kv_cache_bytes,
         gpu_memory_utilization=spec.gpu_memory_utilization,

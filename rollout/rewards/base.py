@@ -1,7 +1,5 @@
-"""What a reward is, and how its name in the config becomes a function."""
+"""What a reward is."""
 
-import importlib
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -10,32 +8,19 @@ from rollout.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """Example: RewardResult(reward=1.0, metrics={"format": 1.0})"""
+    """Example: RewardResult(reward=1.0, answer="18", metrics={"format": 1.0})"""
 
     reward: float
+    accuracy: float | None = None
+    """What evaluation counts, 0 or 1; none where that is the reward itself."""
+    answer: str | None = None
+    """What was read as the answer, in one form for equal answers: maj@k counts these."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the reward's own, shown as reward/<name>: the mean over the step's trajectories."""
+    error: str | None = None
+    """Why there is no reward: its trajectory is not trained, and counts under rollout.max_failed_rewards. Set for a
+    reward that raises, takes too long or gives no finite number; a reward may also set it itself."""
 
 
 Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]
 """(prompt, decoded response) -> reward, also as an async function. Runs in an agent worker, off the driver."""
-
-BUILT_IN = {"gsm8k": "rollout.rewards.gsm8k:gsm8k"}
-
-
-def load_reward(name: str) -> Reward:
-    """`name` is built in, or `package.module:function`. Raises ValueError when there is no such function of two
-    arguments, so that a wrong name shows before the first rollout."""
-    module_name, _, function_name = BUILT_IN.get(name, name).partition(":")
-    if not function_name:
-        known = ", ".join(BUILT_IN)
-        raise ValueError(f"rollout.reward={name}: must be one of {known}, or package.module:function")
-    module = importlib.import_module(module_name)
-    if function_name not in vars(module):
-        raise ValueError(f"rollout.reward={name}: {module_name} has no {function_name}")
-    reward = vars(module)[function_name]
-    try:
-        inspect.signature(reward).bind(None, None)
-    except TypeError as error:
-        raise ValueError(f"rollout.reward={name}: must take (prompt, text): {error}") from error
-    return reward

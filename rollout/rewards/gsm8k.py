@@ -1,22 +1,33 @@
-"""GSM8K's reward: 1 for the right number after `####`, else 0. The rule is verl's: the last match near the end."""
+"""GSM8K's rewards: 1 for the right number at the end of the response, else 0. The rules are verl's."""
 
 import re
 
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
-FINAL_NUMBER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
+MARKED_NUMBER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
+ANY_NUMBER = re.compile(r"(?<![\w.])-?[0-9][0-9,]*(?:\.[0-9]+)?")
+"""In "12-3" the minus is an operator."""
 TAIL_CHARS = 300
 """Only the end of the response is searched: a long response that mentions `####` early has not answered."""
 
 
 def gsm8k(prompt: Prompt, text: str) -> RewardResult:
     """Strict form: the answer must follow `####`. Commas, a dollar sign and trailing zeros do not count."""
-    numbers = FINAL_NUMBER.findall(text[-TAIL_CHARS:])
+    return _score(prompt, MARKED_NUMBER.findall(text[-TAIL_CHARS:]))
+
+
+def gsm8k_flexible(prompt: Prompt, text: str) -> RewardResult:
+    """The last number is the answer, however it is marked."""
+    return _score(prompt, ANY_NUMBER.findall(text[-TAIL_CHARS:]))
+
+
+def _score(prompt: Prompt, numbers: list[str]) -> RewardResult:
     if not numbers:
-        return RewardResult(reward=0.0, metrics={"format": 0.0})
-    is_right = _canonical(numbers[-1]) == _canonical(prompt.ground_truth)
-    return RewardResult(reward=float(is_right), metrics={"format": 1.0})
+        return RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0})
+    answer = _canonical(numbers[-1])
+    is_right = float(answer == _canonical(prompt.ground_truth))
+    return RewardResult(reward=is_right, accuracy=is_right, answer=answer, metrics={"format": 1.0})
 
 
 def _canonical(number: str) -> str:

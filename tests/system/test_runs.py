@@ -40,11 +40,13 @@ class Run:
     run_dir: Path
     output: Path
     children: dict[int, psutil.Process]
+    command_lines: dict[int, list[str]]
 
     def watch_children(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.children[child.pid] = child
+                self.command_lines[child.pid] = child.cmdline()
 
     def wait_for(self, text: str, deadline_s: float = START_DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s
@@ -84,7 +86,7 @@ def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-        run = Run(process, run_dir, output, {})
+        run = Run(process, run_dir, output, {}, {})
         try:
             yield run
         finally:
@@ -175,6 +177,8 @@ def test_real_gsm8k_files(tmp_path: Path) -> None:
         "model=tiny",
         f"data.train_files={GSM8K / 'train.jsonl'}",
         f"data.val_files={GSM8K / 'test.jsonl'}",
+        "data.prompt_key=question",
+        "data.answer_key=answer",
         "trainer.total_steps=2",
         "trainer.prompts_per_step=4",
         "data.num_val=32",
@@ -188,12 +192,39 @@ def test_real_gsm8k_files(tmp_path: Path) -> None:
         assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 2
 
 
+def test_a_run_with_every_part_of_the_algorithm(tmp_path: Path) -> None:
+    """A critic, a reference in loss and reward, an entropy bonus, a correction and a loss of whole trajectories."""
+    with started(
+        tmp_path,
+        *SMALL,
+        "trainer.total_steps=3",
+        "trainer.eval_every=0",
+        "trainer.num_ranks=2",
+        "algorithm.advantage=gae",
+        "algorithm.loss=gspo",
+        "algorithm.proximal=interpolated",
+        "algorithm.correction=seq_is_rs",
+        "algorithm.entropy_coef=0.001",
+        "algorithm.kl_loss_coef=0.1",
+        "algorithm.kl_reward_coef=0.1",
+    ) as run:
+        assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
+        steps = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "actor/grad_norm" in m]
+        assert len(steps) == 3
+        assert steps[0]["critic/values/mean"] == 0, "the value head starts at 0"
+        assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+        for name in ("critic/values/mean", "critic/vf_loss", "critic/grad_norm", "actor/kl_loss", "actor/grad_norm"):
+            assert steps[-1][name] != 0, name
+        for name in ("correction/rejected_fraction", "actor/reward_kl_penalty", "timing_s/score"):
+            assert name in steps[-1], name
+
+
 @pytest.mark.parametrize("who", ["reward", "engine", "train worker", "replica actor"])
 def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
     overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0"]
     if who == "reward":
-        overrides.append("rollout.reward=tests.system.rewards:raises_after_200")
+        overrides += ["rollout.reward=tests.system.rewards:raises_after_200", "rollout.max_failed_rewards=0"]
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
         # Whoever talks to the dead first reports it: a rollout, an update, or the watch.
@@ -213,11 +244,22 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
         assert read_metrics(run.run_dir / "metrics.jsonl"), "what was logged is kept"
 
 
+DAPO_WITH_A_TOOL = [
+    "algorithm.filter_groups=true",
+    "algorithm.overlong_buffer_tokens=16",
+    "algorithm.mask_truncated=true",
+    "algorithm.advantage=trainer.advantage:reinforce_plus_plus",
+    "rollout.agent_loop=rollout.envs.calculator:agent_loop",
+]
+
+
 def test_ctrl_c_ends_everything_and_keeps_what_was_logged(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, "trainer.total_steps=100000", "trainer.eval_every=0") as run:
+    with started(tmp_path, *SMALL, *DAPO_WITH_A_TOOL, "trainer.total_steps=100000", "trainer.eval_every=0") as run:
         run.wait_for("step  ")
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
         assert run.wait_for_end(END_DEADLINE_S) == 130, run.output.read_text()
         assert "stopped; what was logged is in" in run.output.read_text()
         assert run.survivors() == []
-        assert read_metrics(run.run_dir / "metrics.jsonl")
+        (step, *_) = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+        assert step["rollout/zero_variance_groups"] == 0 and step["rollout/failed_rewards"] == 0
+        assert step["critic/rewards/mean"] < step["critic/score/mean"], "an untrained model does not stop by itself"

@@ -14,13 +14,14 @@ from hydra import compose, initialize_config_module
 from configs.load import load, register
 from configs.schema import Config
 from rollout.prompts import PromptStream
-from rollout.types import FloatArray, TrajectoryGroup
+from rollout.types import TrajectoryGroup
 from scripts.cluster import output_to
 from scripts.data import load_rows
 from scripts.run import Parts, owner, start, train, training_sampling
-from trainer.advantage import grpo
 from trainer.batch import assemble
 from trainer.console import PlainConsole
+from trainer.credit import assign_credit
+from trainer.signals import sampled_tokens
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import combine
@@ -90,18 +91,19 @@ async def synchronous_run(config: Config, parts: Parts) -> Recorded:
                 for prompt in prompts
             )
         )
-        rewards = [np.array([t.reward for t in group.trajectories], np.float32) for group in groups]
-        advantages: list[FloatArray] = [grpo(r) for r in rewards]
+        credit = assign_credit(groups, sampled_tokens(groups, step), {}, config, step)
         batch = assemble(
             groups,
-            advantages,
+            credit.tokens,
             layout=config.trainer.layout,
             num_ranks=1,
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+            keep_idle=False,
         )
         metrics = await parts.workers.train_step(batch, step)
         await parts.manager.update_weights(step + 1)
-        recorded.record_step(step + 1, {key: metric.value for key, metric in metrics.items()}, groups, advantages)
+        values = {key: metric.value for key, metric in metrics.items()}
+        recorded.record_step(step + 1, values, groups, credit.advantages)
     return recorded
 
 

@@ -1,21 +1,21 @@
 """TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
 
-import multiprocessing
+import math
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import trainer.model
-from configs.schema import AlgorithmConfig, Config, DType, Layout, Proximal, RolloutConfig, TrainerConfig
+from configs.algorithm import Proximal
+from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
+from tests import worker_runs
 from tests.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
-from tests.worker_runs import Inbox, Outcome, free_master, pack, train_rank, train_second_rank
+from tests.worker_runs import Inbox, Outcome, free_master, one_rank, pack
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny_model import build_model
@@ -70,39 +70,12 @@ def reference_outcome(config: Config, steps: Sequence[Sequence[TrajectoryGroup]]
     )
 
 
-def one_rank(config: Config, model_path: str, batches: Sequence[StepBatch]) -> Outcome:
-    parts, weights = train_rank(config, model_path, batches, 0, 1, free_master())
-    return Outcome([to_floats(part) for part in parts], weights)
-
-
 @pytest.fixture(scope="module")
 def two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Layout, Outcome]:
-    """Rank 0 here, rank 1 in a process of its own, once for both layouts."""
-    answer = tmp_path_factory.mktemp("rank") / "metrics.pickle"
-    jobs: dict[Layout, tuple[Any, ...]] = {
-        layout: (CONFIG, model_path, pack(steps, layout, 2), free_master()) for layout in Layout
-    }
-    other = multiprocessing.get_context("spawn").Process(
-        target=train_second_rank, args=(list(jobs.values()), answer), daemon=True
-    )
-    other.start()
-    try:
-        first = [train_rank(*job, rank=0, world_size=2, master=master) for *job, master in jobs.values()]
-        other.join(TIMEOUT_S)
-        assert other.exitcode == 0
-    finally:
-        other.kill()
-        other.join(TIMEOUT_S)
-    second = pickle.loads(answer.read_bytes())
-    return {
-        layout: Outcome(
-            [to_floats(merge_metrics(parts)) for parts in zip(metrics, others, strict=True)],
-            weights,
-        )
-        for layout, (metrics, weights), others in zip(jobs, first, second, strict=True)
-    }
+) -> dict[str, Outcome]:
+    jobs = {layout.value: (CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
+    return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4) -> None:
@@ -125,15 +98,15 @@ def test_one_rank_is_the_plain_trainer(
 
 @pytest.mark.parametrize("layout", list(Layout))
 def test_two_ranks_are_the_plain_trainer(
-    layout: Layout, two_ranks: dict[Layout, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
+    layout: Layout, two_ranks: dict[str, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
 ) -> None:
     if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
-        assert [len(b.targets) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
-    assert_same(two_ranks[layout], reference)
+        assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
+    assert_same(two_ranks[layout.value], reference)
 
 
 def test_metrics_do_not_depend_on_ranks_or_layout(
-    two_ranks: dict[Layout, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+    two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     expected = one_rank(CONFIG, model_path, pack(steps, Layout.padded, 1)).metrics
     keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")
@@ -155,7 +128,8 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
     batches = pack([groups], Layout.padded, 1, budget=10_000)
     metrics = one_rank(config, model_path, batches).metrics[0]
     model = build_model(VOCAB_SIZE, seed=0)
-    log_ratio, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
+    log_ratios, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
+    log_ratio = torch.cat(log_ratios)
     assert -log_ratio.min() > log_ratio.max()
     ratio, follows = log_ratio.exp(), proximal is Proximal.current
     clipped = ((advantages > 0) & (ratio > 1.28)) | ((advantages < 0) & (ratio < 0.8))
@@ -169,6 +143,10 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "actor/rollout_kl": -log_ratio.mean().item(),
             "actor/rollout_logprob_diff_max": log_ratio.abs().max().item(),
             "actor/ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+            "correction/k3_kl": (ratio - 1 - log_ratio).mean().item(),
+            "correction/ppl_ratio": sum(math.exp(-x.mean()) for x in log_ratios) / len(log_ratios),
+            "correction/ratio_fraction_high": (ratio > 1.1).double().mean().item(),
+            "correction/ratio_fraction_low": (ratio < 1 / 1.1).double().mean().item(),
             "actor/lr": 0.005,
             "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
         },
@@ -234,7 +212,7 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
         expected = {name: tensor.detach().to(torch.bfloat16) for name, tensor in untrained.named_parameters()}
         assert inbox.weights.keys() == expected.keys()
         assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
-        worker.train_step(batch.micro_batches[0], batch.num_loss_tokens, 0)
+        worker.train_step(batch.micro_batches[0], 0)
         worker.publish({"global_steps": 1})
         assert any(not torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
 
@@ -252,7 +230,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]
         assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-        metrics = to_floats(worker.train_step(empty.micro_batches[0], empty.num_loss_tokens, 0))
+        metrics = to_floats(worker.train_step(empty.micro_batches[0], 0))
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
         worker.publish({"global_steps": 0})
         untrained = dict(build_model(VOCAB_SIZE, seed=0).named_parameters())
@@ -271,11 +249,11 @@ def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
     model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     (batch,) = pack(steps[:1], Layout.shared_prompt, 1, budget=1000)[0].micro_batches[0]
-    broken = replace(batch, advantages=batch.advantages * float("nan"))
+    broken = replace(batch, tokens=replace(batch.tokens, advantages=batch.tokens.advantages * float("nan")))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         with pytest.raises(FloatingPointError, match="gradient norm nan at optimizer step 7"):
-            worker.train_step((broken,), 1, 7)
+            worker.train_step((broken,), 7)
         worker.publish({"global_steps": 7})
         assert all(tensor.isfinite().all() for tensor in inbox.weights.values())
 
@@ -283,7 +261,7 @@ def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
 
 
 def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:
-    return [worker.forward_backward(micro_batch, batch.num_loss_tokens) for micro_batch in batch.micro_batches[0]]
+    return [worker.forward_backward(micro_batch) for micro_batch in batch.micro_batches[0]]
 
 
 def test_a_second_rank_that_never_comes_is_an_error_within_the_deadline(model_path: str) -> None:

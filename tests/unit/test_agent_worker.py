@@ -1,14 +1,13 @@
 """Prompts to tokens, episodes to trajectories, and rewards: on a made-up tokenizer and replicas."""
 
-import asyncio
-from collections.abc import Awaitable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
-from rollout.agent_loop import SingleTurn
+from configs.schema import AlgorithmConfig, Config, RolloutConfig
+from rollout.agent_loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agent_worker import AgentWorker
 from rollout.prompts import Row
 from rollout.rewards.base import Reward, RewardResult
@@ -23,6 +22,7 @@ class FakeTokenizer:
     """One token per character. Special tokens: 1 at the start where asked for, EOS is left out of decoded text."""
 
     eos_token_id = EOS
+    chat_template = "made up"
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         if not texts:
@@ -61,13 +61,24 @@ class FakeReplica:
         )
 
 
-def reward_of_length(prompt: Prompt, text: str) -> RewardResult:
+async def reward_of_length(prompt: Prompt, text: str) -> RewardResult:
     return RewardResult(reward=float(len(text)))
 
 
-def make_worker(reward: Reward = reward_of_length, **replicas: FakeReplica) -> AgentWorker:
+def make_worker(
+    reward: Reward = reward_of_length,
+    config: Config | None = None,
+    loop: AgentLoop | None = None,
+    **replicas: FakeReplica,
+) -> AgentWorker:
     clients = {name: replica.generate for name, replica in replicas.items()}
-    return AgentWorker(tokenizer=FakeTokenizer(), loop=SingleTurn(), reward=reward, replicas=clients)
+    return AgentWorker(
+        config=config or Config(),
+        tokenizer=FakeTokenizer(),
+        loop=loop or SingleTurn(),
+        reward=reward,
+        replicas=clients,
+    )
 
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
@@ -153,61 +164,13 @@ def test_without_a_seed_nothing_is_seeded() -> None:
     assert {r.sampling.seed for r in requests_of(5, 4, replace(SAMPLING, seed=None))} == {None}
 
 
-# -- rewards -----------------------------------------------------------------------------------------------------------
-
-
-def plain_float(prompt: Prompt, text: str) -> float:
-    return 0.5
-
-
-def plain_bool(prompt: Prompt, text: str) -> bool:
-    return text == "ab"
-
-
-async def async_result(prompt: Prompt, text: str) -> RewardResult:
-    await asyncio.sleep(3600)
-    return RewardResult(reward=2.5)
-
-
-class AsyncCallable:
-    """`inspect.iscoroutinefunction` says no."""
-
-    async def __call__(self, prompt: Prompt, text: str) -> float:
-        return 3.5
-
-
-def returns_awaitable(prompt: Prompt, text: str) -> Awaitable[RewardResult]:
-    return async_result(prompt, text)
-
-
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (plain_float, [0.5, 0.5]),
-        (plain_bool, [1.0, 0.0]),
-        (async_result, [2.5, 2.5]),
-        (AsyncCallable(), [3.5, 3.5]),
-        (returns_awaitable, [2.5, 2.5]),
-    ],
-)
-def test_a_reward_may_be_a_number_a_result_or_either_of_them_later(reward: Reward, expected: list[float]) -> None:
-    group = run_group(make_worker(reward, r0=FakeReplica("ab", "c")))
-    assert [trajectory.reward for trajectory in group.trajectories] == expected
-    assert {type(trajectory.reward) for trajectory in group.trajectories} == {float}
-
-
-def test_async_rewards_of_a_group_run_side_by_side() -> None:
-    async def main() -> float:
-        await make_worker(async_result, r0=FakeReplica(*"abcd")).run_group(make_prompt(0), "r0", SAMPLING, 4)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(3600)
+# -- rewards: how they are called is in test_scoring.py ----------------------------------------------------------------
 
 
 def test_a_reward_gets_the_prompt_and_the_decoded_response() -> None:
     seen = []
 
-    def reward(prompt: Prompt, text: str) -> float:
+    async def reward(prompt: Prompt, text: str) -> float:
         seen.append((prompt.ground_truth, text))
         return 0.0
 
@@ -215,28 +178,100 @@ def test_a_reward_gets_the_prompt_and_the_decoded_response() -> None:
     assert seen == [("17", "ab"), ("17", "c")]
 
 
-@pytest.mark.parametrize("is_evaluation", [False, True])
-def test_a_reward_that_raises_is_not_swallowed(is_evaluation: bool) -> None:
-    def reward(prompt: Prompt, text: str) -> float:
+async def fails_for_c(prompt: Prompt, text: str) -> RewardResult:
+    if text == "c":
         raise ZeroDivisionError("in the reward")
+    return RewardResult(reward=1.0, metrics={"format": 0.5})
 
-    worker = make_worker(reward, r0=FakeReplica("ab"))
-    call = worker.evaluate([make_prompt(0)], "r0", SAMPLING) if is_evaluation else None
-    with pytest.raises(ZeroDivisionError, match="in the reward"):
-        run_virtual(call or worker.run_group(make_prompt(0), "r0", SAMPLING, 1))
+
+def test_a_reward_that_fails_marks_its_trajectory_and_no_other() -> None:
+    group: TrajectoryGroup = run_group(make_worker(fails_for_c, r0=FakeReplica("ab", "c")))
+    good, failed = group.trajectories
+    assert (good.reward, good.reward_metrics, good.error) == (1.0, {"format": 0.5}, None)
+    assert (failed.reward, failed.reward_metrics, failed.error) == (0.0, {}, "ZeroDivisionError: in the reward")
+    assert failed.response_ids.tolist() == [99, EOS]
+    assert group.errors == [None, "ZeroDivisionError: in the reward"]
+
+
+def test_a_response_near_its_limit_is_punished_beside_its_reward() -> None:
+    """Of at most 6 tokens the last 4 are the buffer: 2 tokens cost nothing, 3 a quarter, 5 three quarters."""
+    config = Config(
+        rollout=RolloutConfig(max_response_tokens=6),
+        algorithm=AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=2.0),
+    )
+    group = run_group(make_worker(config=config, r0=FakeReplica("a", "ab", "abcd")), size=3)
+    assert [t.overlong_penalty for t in group.trajectories] == [0, -0.5, -1.5]
+    assert [t.reward for t in group.trajectories] == [1, 2, 4]
+    assert [t.shaped_reward for t in group.trajectories] == [1, 1.5, 2.5]
+    plain = run_group(make_worker(r0=FakeReplica("a", "ab", "abcd")), size=3)
+    assert [t.overlong_penalty for t in plain.trajectories] == [0, 0, 0]
+
+
+def test_remax_has_one_greedy_trajectory_more_that_is_not_trained() -> None:
+    replica = FakeReplica("ab", "c", "abcd")
+    config = Config(algorithm=AlgorithmConfig(advantage="remax"))
+    group: TrajectoryGroup = run_group(make_worker(config=config, r0=replica))
+    assert [t.text for t in group.trajectories] == ["ab", "c"]
+    assert group.greedy is not None and group.greedy.shaped_reward == 4
+    (requests,) = replica.calls
+    assert [request.request_id for request in requests] == ["17-0", "17-1", "17-greedy"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(EOS,))
+    assert requests[2].sampling == greedy
+    assert [request.sampling.temperature for request in requests[:2]] == [0.7, 0.7]
+    assert run_group(make_worker(r0=FakeReplica("ab", "c"))).greedy is None
+
+
+class OwnLoop:
+    """Its environment rewards the first episode, and failed in the second."""
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        episodes = await SingleTurn().run(tasks, generate)
+        results = [RewardResult(reward=7.0), RewardResult(reward=0.0, error="gone"), None]
+        return [replace(episode, result=result) for episode, result in zip(episodes, results, strict=True)]
+
+
+def test_an_environments_reward_stands_before_the_reward_function() -> None:
+    group = run_group(make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")), size=3)
+    assert [(t.reward, t.error) for t in group.trajectories] == [(7, None), (0, "gone"), (3, None)]
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_answers_in_the_order_of_its_prompts() -> None:
-    replica = FakeReplica("a", "abcd", "ab")
+async def reward_of_letters(prompt: Prompt, text: str) -> RewardResult:
+    return RewardResult(reward=-1.0, accuracy=float(len(text)), answer=prompt.ground_truth + text[:1])
+
+
+def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None:
+    replica = FakeReplica("a", "abcd", "ab", "", "b", "abc")
     prompts = [make_prompt(ordinal) for ordinal in (5, 3, 4)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=8)
-    part = run_virtual(make_worker(r0=replica).evaluate(prompts, "r0", greedy))
-    assert part.rewards == (1.0, 4.0, 2.0)
-    assert part.response_tokens == (2, 5, 3)
+    sampling = SamplingParams(temperature=0.6, max_tokens=8)
+    part = run_virtual(make_worker(reward_of_letters, r0=replica).evaluate(prompts, "r0", sampling, 2))
+    scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some] for some in part.samples]
+    assert scores == [[(1, "5a", 2), (4, "5a", 5)], [(2, "3a", 3), (0, "3", 1)], [(1, "4b", 2), (3, "4a", 4)]]
     assert part.versions == {4, 5}
+    assert part.errors == ()
     [requests] = replica.calls
-    assert [request.request_id for request in requests] == ["eval-5", "eval-3", "eval-4"]
-    assert {request.sampling for request in requests} == {replace(greedy, stop_token_ids=(EOS,))}
+    ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]
+    assert [request.request_id for request in requests] == ids
+    assert {request.sampling for request in requests} == {replace(sampling, stop_token_ids=(EOS,))}
+
+
+def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() -> None:
+    part = run_virtual(
+        make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")).evaluate([make_prompt(0)], "r0", SAMPLING, 3)
+    )
+    [samples] = part.samples
+    assert ([sample.accuracy for sample in samples], part.errors) == ([7, 0, 3], ("gone",))
+
+
+def test_a_reward_that_tells_no_accuracy_is_the_accuracy() -> None:
+    part = run_virtual(make_worker(r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
+    [[sample]] = part.samples
+    assert (sample.accuracy, sample.answer) == (3.0, None)
+
+
+def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:
+    replica = FakeReplica("a", "b")
+    run_virtual(make_worker(r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 2))
+    assert len({request.sampling.seed for request in replica.calls[0]}) == 2

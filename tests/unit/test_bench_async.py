@@ -3,10 +3,12 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 from statistics import mean
 
 import pytest
 
+from rollout.agent_loop import EpisodeTask
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from scripts import bench_async
 from scripts.bench_common import (
@@ -148,8 +150,12 @@ def test_forced_lengths_reach_every_request() -> None:
         return []
 
     loop = ForcedLengths({"": lambda ordinal, index: 10 * ordinal + index})
-    asyncio.run(loop.run(make_prompt(4), [SamplingParams(stop_token_ids=(0,))] * 3, generate))
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=(0,))
+    tasks = [EpisodeTask(name=str(i), prompt=make_prompt(4), index=i, sampling=sampling) for i in range(3)]
+    asyncio.run(loop.run(tasks, generate))
     assert [request.sampling.max_tokens for request in asked] == [40, 41, 42]
+    asyncio.run(loop.run([replace(tasks[0], prompt=replace(make_prompt(4), data_source="held-out"))], generate))
+    assert asked.pop().sampling == sampling
     assert all(request.sampling.ignore_eos and not request.sampling.stop_token_ids for request in asked)
 
 

@@ -2,37 +2,18 @@
 
 import math
 import typing
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
 
 from configs import load, validate
-from configs.schema import Config, Device, DType, Layout, ModelKind, PauseMode
+from configs.schema import Config, Device, ModelKind, PauseMode
 from configs.validate import ConfigError, check
-
-CONFIGS = Path(load.__file__).parent
-RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
-
-
-def resolve(*overrides: str) -> Config:
-    load.register()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return load.load(compose("train", overrides=list(overrides)))
-
-
-def changed(config: Any, **values: object) -> Any:
-    """The config with `section__key=value` set."""
-    for name, value in values.items():
-        section, _, key = name.rpartition("__")
-        new = {section: replace(getattr(config, section), **{key: value})} if section else {key: value}
-        config = replace(config, **new)
-    return config
+from tests.compose import changed, resolve
 
 
 def refusal(**values: object) -> str:
@@ -51,12 +32,6 @@ def schema_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
         else:
             keys[prefix + field.name] = types[field.name]
     return keys
-
-
-def files(tmp_path: Path) -> list[str]:
-    """Overrides that give a recipe its data."""
-    (tmp_path / "questions.jsonl").write_text("{}\n")
-    return [f"data.{key}_files={tmp_path}/questions.jsonl" for key in ("train", "val")]
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -158,9 +133,15 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
 @pytest.mark.parametrize(
     "values, line",
     [
-        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: must be above 0 (evaluation is greedy)"),
-        ({"rollout__temperature": math.nan}, "rollout.temperature=nan: must be above 0 (evaluation is greedy)"),
-        ({"rollout__temperature": math.inf}, "rollout.temperature=inf: must be above 0 (evaluation is greedy)"),
+        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: must be above 0 (evaluation may be greedy)"),
+        (
+            {"rollout__temperature": math.nan},
+            "rollout.temperature=nan: must be above 0 (evaluation may be greedy)",
+        ),
+        (
+            {"rollout__temperature": math.inf},
+            "rollout.temperature=inf: must be above 0 (evaluation may be greedy)",
+        ),
         ({"rollout__top_k": 0}, "rollout.top_k=0: must be -1 (the whole vocabulary) or at least 1"),
         ({"rollout__top_k": -2}, "rollout.top_k=-2: must be -1 (the whole vocabulary) or at least 1"),
         ({"algorithm__clip_ratio_c": 1.0}, "algorithm.clip_ratio_c=1.0: must be above 1"),
@@ -173,10 +154,22 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"data__train_files": "/no/x"}, "data.train_files=/no/x: no such file (from /"),
         ({"data__val_files": "/no/x"}, "data.val_files=/no/x: train_files and val_files are set both, or neither"),
         ({"data__train_files": "", "data__val_files": ""}, "data.val_files=: no such file (from /"),
-        ({"rollout__reward": "gsm9k"}, "rollout.reward=gsm9k: must be one of gsm8k, or package.module:function"),
-        ({"rollout__reward": "no.such.module:f"}, "rollout.reward=no.such.module:f: must be one of gsm8k"),
-        ({"rollout__reward": ":f"}, "rollout.reward=:f: must be one of gsm8k"),
-        ({"rollout__reward": "math:not a name"}, "rollout.reward=math:not a name: must be one of gsm8k"),
+        ({"rollout__agent_loop": "multi"}, "rollout.agent_loop=multi: must be one of single_turn, or package.module"),
+        (
+            {"rollout__reward": "gsm9k"},
+            "rollout.reward=gsm9k: must be one of gsm8k, gsm8k_flexible, dapo, math_verify,",
+        ),
+        (
+            {"rollout__reward": "gsm8k+0.1*x"},
+            "rollout.reward=gsm8k+0.1*x: '0.1*x' must be one of gsm8k, gsm8k_flexible",
+        ),
+        ({"rollout__reward": "no.such:f"}, "rollout.reward=no.such:f: no.such cannot be imported: ModuleNotFound"),
+        ({"rollout__reward": "gsm8k+math:pi"}, "rollout.reward=math:pi: must be callable with (prompt, text)"),
+        ({"rollout__format_pattern": "(a"}, "rollout.format_pattern='(a': must be a regular expression: missing ), un"),
+        ({"data__loader": "no.such:f"}, "data.loader=no.such:f: needs data.train_files and data.val_files"),
+        ({"data__loader": "no.such:f"}, "data.loader=no.such:f: no.such cannot be imported"),
+        ({"data__loader": "math:pow"}, "data.loader=math:pow: must be callable with (entries)"),
+        ({"evaluation__samples": 2}, "evaluation.samples=2: greedy samples are all the same"),
         ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=120"),
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
@@ -198,6 +191,11 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
     for values in (
         {"rollout__top_k": 1},
         {"rollout__reward": "os.path:join"},
+        {"rollout__agent_loop": "os.path:basename"},
+        {"rollout__reward": "0.5*os.path:join+math_verify"},
+        {"data__loader": "os.path:basename", "data__train_files": "a", "data__val_files": "b"},
+        {"data__train_files": "openai/gsm8k:main@train", "data__val_files": f"{tmp_path}@test"},
+        {"evaluation__samples": 2, "evaluation__temperature": 0.6},
         {"weight_sync__interval": 8},
         {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
         {"weight_sync__pause_mode": PauseMode.abort},
@@ -223,46 +221,17 @@ def test_all_problems_are_listed_at_once() -> None:
     assert [line.split("=")[0] for line in lines] == keys
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------
+def test_a_command_that_reads_the_held_out_set_only_needs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").touch()
+    config = changed(Config(), data__train_files="/no/x", data__val_files=f"{tmp_path}/test.jsonl")
+    check(config, ["val_files"])
+    check(changed(config, data__train_files=None), ["val_files"])
+    with pytest.raises(ConfigError, match=r"data\.train_files=/no/x: no such file"):
+        check(config)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", ["", "tiny", "hf"])
-def test_every_recipe_composes_with_every_model(recipe: str, model: str, tmp_path: Path) -> None:
-    overrides = {"": [], "tiny": ["model=tiny"], "hf": ["model=hf", "model.path=org/name"]}[model]
-    config = resolve(f"recipe={recipe}", *overrides, *files(tmp_path))
-    assert model in ("", config.model.kind.value)
-
-
-def test_the_default_run_is_the_schema() -> None:
-    assert resolve() == Config()
-
-
-def test_gsm8k_needs_its_files() -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve("recipe=gsm8k")
-    lines = str(caught.value).splitlines()
-    assert [line.split("=")[0] for line in lines] == ["data.train_files", "data.val_files"]
-    assert all("no such file" in line for line in lines)
-
-
-def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:
-    large = resolve("recipe=gsm8k", *files(tmp_path))
-    assert (large.model.kind, large.rollout.num_replicas, large.trainer.num_ranks) == (ModelKind.hf, 2, 2)
-    assert (large.rollout.dtype, large.trainer.layout, large.rollout.kv_cache_mb) == (
-        DType.bfloat16,
-        Layout.padded,
-        None,
-    )
-    small = resolve("recipe=gsm8k", "model=tiny", *files(tmp_path))
-    sizes: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "sizes" / "tiny.yaml"))
-    for section, values in sizes.items():
-        for key, value in values.items():
-            given = getattr(getattr(small, section), key)
-            assert getattr(given, "value", given) == value, f"{section}.{key}"
-    assert small.trainer.prompts_per_step == large.trainer.prompts_per_step, "the recipe's, where sizes say nothing"
-
-
-def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
-    config = resolve("recipe=gsm8k", "model=tiny", "rollout.num_replicas=3", *files(tmp_path))
-    assert config.rollout.num_replicas == 3
+def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    line = f"model.path={tmp_path}: no Hugging Face model: the folder has no config.json"
+    assert refusal(model__kind=ModelKind.hf, model__path=str(tmp_path)) == line
+    (tmp_path / "config.json").touch()
+    check(changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path)))

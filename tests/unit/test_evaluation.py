@@ -1,40 +1,69 @@
-"""Every held-out prompt is asked once, spread over the replicas, greedily and with a deadline."""
+"""Every held-out prompt is asked, spread over the replicas, with a deadline; what the answers amount to."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from rollout.agent_worker import EvaluationPart
 from rollout.evaluation import Evaluator
+from rollout.rewards.budget import FailureBudget, RewardFailuresError
 from rollout.router import ReplicaRouter
+from rollout.sample_scores import EvaluatedSample
 from rollout.types import Prompt, SamplingParams
 from tests.fakes import make_prompt, run_virtual
 
 
 class FakeRunner:
-    """Prompt `ordinal` is rewarded with its ordinal, has ten times as many tokens, and takes `seconds`."""
+    """Prompt `ordinal` has accuracy `ordinal` in its first sample, 0 in others, ten times as many tokens, and takes
+    `seconds`. The rewards of the first `failing` prompts fail."""
 
-    def __init__(self, seconds: float = 1.0):
+    def __init__(self, seconds: float = 1.0, failing: int = 0):
+        self.failing = failing
         self.asked: dict[str, list[int]] = {}
         self.sampling: set[SamplingParams] = set()
         self._seconds = seconds
 
-    async def evaluate(self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams) -> EvaluationPart:
-        ordinals = [prompt.ordinal for prompt in prompts]
-        self.asked[replica] = ordinals
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+    ) -> EvaluationPart:
+        self.asked[replica] = [prompt.ordinal for prompt in prompts]
         self.sampling.add(sampling)
         await asyncio.sleep(self._seconds)
         return EvaluationPart(
-            rewards=tuple(map(float, ordinals)),
-            response_tokens=tuple(10 * ordinal for ordinal in ordinals),
+            samples=tuple(
+                tuple(
+                    EvaluatedSample(
+                        accuracy=float(prompt.ordinal if index == 0 else 0),
+                        answer=f"{prompt.ordinal}",
+                        num_tokens=10 * prompt.ordinal,
+                    )
+                    for index in range(num_samples)
+                )
+                for prompt in prompts
+            ),
             versions=frozenset({8} if replica == "a" else {8, 7}),
+            errors=tuple(f"{replica} failed" for prompt in prompts if prompt.ordinal < self.failing),
         )
 
 
-def make_evaluator(runner: FakeRunner, num_prompts: int, router: ReplicaRouter | None = None) -> Evaluator:
-    prompts = [make_prompt(ordinal) for ordinal in range(num_prompts)]
-    return Evaluator(prompts=prompts, replicas=router or make_router(), runner=runner, max_tokens=9, timeout_s=5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+
+
+def make_evaluator(
+    runner: FakeRunner, num_prompts: int, router: ReplicaRouter | None = None, num_samples: int = 1
+) -> Evaluator:
+    prompts = [replace(make_prompt(ordinal), data_source="odd" * (ordinal % 2)) for ordinal in range(num_prompts)]
+    return Evaluator(
+        prompts=prompts,
+        replicas=router or make_router(),
+        runner=runner,
+        sampling=GREEDY,
+        num_samples=num_samples,
+        timeout_s=5,
+        failures=FailureBudget(0.25, 8),
+    )
 
 
 def make_router() -> ReplicaRouter:
@@ -46,11 +75,26 @@ def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas(
     evaluator = make_evaluator(runner, 5)
     evaluation = run_virtual(evaluator.evaluate())
     assert runner.asked == {"a": [0, 3], "b": [1, 4], "c": [2]}
-    assert runner.sampling == {SamplingParams(temperature=0.0, max_tokens=9)}
+    assert runner.sampling == {GREEDY}
+    assert [(prompt.ordinal, prompt.samples[0].accuracy) for prompt in evaluation.prompts] == [(n, n) for n in range(5)]
     assert (evaluation.accuracy, evaluation.mean_response_tokens, evaluation.num_prompts) == (2, 20, 5)
     assert evaluation.versions == (7, 8)
+    assert evaluation.metrics == {}
     run_virtual(evaluator.evaluate())
     assert evaluator.num_requests == 10
+
+
+def test_of_several_samples_every_data_source_has_its_scores() -> None:
+    evaluator = make_evaluator(FakeRunner(), 3, num_samples=4)
+    evaluation = run_virtual(evaluator.evaluate())
+    assert evaluator.num_requests == 12
+    assert evaluation.accuracy == pytest.approx((0 + 1 / 4 + 2 / 4) / 3)
+    assert evaluation.metrics == pytest.approx(
+        {
+            **{"val/avg@4": 1 / 4, "val/pass@4": 1 / 2, "val/maj@4": 1 / 4},
+            **{"val/odd/avg@4": 1 / 4, "val/odd/pass@4": 1, "val/odd/maj@4": 1 / 4},
+        }
+    )
 
 
 def test_replicas_without_a_share_are_left_alone() -> None:
@@ -78,5 +122,13 @@ def test_those_out_of_service_are_not_asked() -> None:
 
 
 def test_an_evaluation_past_its_deadline_names_the_key() -> None:
-    with pytest.raises(TimeoutError, match=r"evaluation took longer than rollout\.group_timeout_s=5"):
+    with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
         run_virtual(make_evaluator(FakeRunner(seconds=6), 2).evaluate())
+
+
+def test_rewards_that_fail_count_under_the_budget() -> None:
+    evaluator = make_evaluator(FakeRunner(failing=1), 3)
+    run_virtual(evaluator.evaluate())
+    run_virtual(evaluator.evaluate())
+    with pytest.raises(RewardFailuresError, match=r"^3 rewards failed, .*max_failed_rewards=0.25 .* 8 .*: a failed$"):
+        run_virtual(evaluator.evaluate())

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.schema import AlgorithmConfig
+from tests.losses import make_tokens
 from trainer.loss import ppo_clip
 
 
@@ -13,7 +15,8 @@ def ppo(ratio: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.28,
     """(loss, is_clipped, d loss / d logprobs) for ratios of the current to the old policy."""
     old = torch.full_like(ratio, -3.0)
     logprobs = (old + ratio.log()).requires_grad_()
-    loss, is_clipped = ppo_clip(logprobs, old, advantages, clip_low=low, clip_high=high, clip_c=c)
+    algorithm = AlgorithmConfig(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c)
+    loss, is_clipped = ppo_clip(make_tokens(logprobs, old, advantages), algorithm)
     loss.sum().backward()
     assert logprobs.grad is not None
     return loss.detach(), is_clipped, logprobs.grad
@@ -68,12 +71,12 @@ def test_tokens_do_not_mix() -> None:
 
 def test_gradient_is_the_derivative_of_the_value() -> None:
     random = torch.Generator().manual_seed(0)
-    old = -2 * torch.rand(200, generator=random, dtype=torch.float64)
-    logprobs = (old + 1.5 * torch.randn(200, generator=random, dtype=torch.float64)).requires_grad_()
-    advantages = torch.randn(200, generator=random, dtype=torch.float64)
+    old = -2 * torch.rand(60, generator=random, dtype=torch.float64)
+    logprobs = (old + 1.5 * torch.randn(60, generator=random, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(60, generator=random, dtype=torch.float64)
 
     def loss_of(x: Tensor) -> Tensor:
-        return ppo_clip(x, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=3.0)[0]
+        return ppo_clip(make_tokens(x, old, advantages), AlgorithmConfig())[0]
 
     assert torch.autograd.gradcheck(loss_of, logprobs)
 
@@ -90,7 +93,7 @@ def test_no_room_at_all_still_has_the_on_policy_gradient() -> None:
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
 def test_a_ratio_beyond_float_is_bounded_and_teaches_nothing(log_ratio: float, advantage: float) -> None:
     logprobs = torch.tensor([log_ratio], requires_grad=True)
-    loss, _ = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28, clip_c=3.0)
+    loss, _ = ppo_clip(make_tokens(logprobs, torch.zeros(1), [advantage]), AlgorithmConfig())
     loss.sum().backward()
     expected = {(1000.0, 1.0): -1.28, (1000.0, -1.0): 3.0, (-1000.0, 1.0): -math.exp(-20), (-1000.0, -1.0): 0.8}
     assert loss.item() == pytest.approx(expected[log_ratio, advantage])
@@ -102,5 +105,5 @@ def test_a_ratio_beyond_float_is_bounded_and_teaches_nothing(log_ratio: float, a
 def test_nan_is_not_hidden_by_a_clip(broken: str) -> None:
     nan, one = torch.tensor([math.nan]), torch.tensor([-1.0])
     logprobs, advantages = (nan, one) if broken == "logprobs" else (one, nan)
-    loss, _ = ppo_clip(logprobs, one, advantages, clip_low=0.2, clip_high=0.28, clip_c=3.0)
+    loss, _ = ppo_clip(make_tokens(logprobs, one, advantages), AlgorithmConfig())
     assert loss.isnan().all()

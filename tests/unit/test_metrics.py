@@ -8,7 +8,19 @@ import time
 import numpy as np
 import pytest
 
-from trainer.metrics import Last, Max, Mean, Metric, Min, Sum, merge_metrics, percentile, timed, to_floats
+from trainer.metrics import (
+    EffectiveSampleSize,
+    Last,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    Sum,
+    merge_metrics,
+    percentile,
+    timed,
+    to_floats,
+)
 
 
 def test_every_type_is_reduced_in_its_own_way() -> None:
@@ -24,6 +36,16 @@ def test_mean_is_weighted_by_count_not_by_part() -> None:
     merged = Mean(total=100.0, count=100).merge(Mean(total=0.0, count=300))
     assert merged == Mean(100.0, 400)
     assert merged.value == 0.25
+
+
+def test_effective_sample_size_is_of_all_weights_together() -> None:
+    """Weights 1, 2 and 3 in two parts: 6^2 / (3 * 14), whatever the parts."""
+    parts = [EffectiveSampleSize(3.0, 5.0, 2), EffectiveSampleSize(3.0, 9.0, 1)]
+    assert merge_metrics([{"ess": part} for part in parts]) == {"ess": EffectiveSampleSize(6.0, 14.0, 3)}
+    assert parts[0].merge(parts[1]).value == pytest.approx(36 / 42)
+    assert EffectiveSampleSize(8.0, 32.0, 2).value == 1
+    assert EffectiveSampleSize(1.0, 1.0, 4).value == 0.25
+    assert math.isnan(EffectiveSampleSize(0.0, 0.0, 4).value)
 
 
 def test_mean_of_nothing_is_nan_and_takes_no_part_in_a_merge() -> None:

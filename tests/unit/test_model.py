@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 import trainer.model
-from configs.schema import Config, Layout, RolloutConfig
+from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
+from tests.batches import learning, pack
 from tests.reference import VOCAB_SIZE, advantages_of, double, grpo_loss, make_group, make_trajectory, random_groups
 from tests.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
-from trainer.loss import ppo_clip
 from trainer.model import Policy, load_policy, local_shards, parameter_specs, tree_mask
+from trainer.objective import Objective
 from trainer.tiny_model import build_model
 
 CPU = torch.device("cpu")
@@ -38,14 +39,9 @@ def groups(causal_lm: Qwen3ForCausalLM) -> list[TrajectoryGroup]:
     return random_groups(double(causal_lm), seed=1, temperature=TEMPERATURE)
 
 
-def pack(groups: list[TrajectoryGroup], layout: Layout, num_ranks: int = 1, budget: int = 10_000) -> StepBatch:
-    advantages = [np.array(advantages_of(group), np.float32) for group in groups]
-    return assemble(groups, advantages, layout=layout, num_ranks=num_ranks, tokens_per_micro_batch=budget)
-
-
 def in_order(batch: StepBatch, values: list[Tensor]) -> Tensor:
     """Values per loss token, sorted by rollout logprob, which tells tokens apart whatever the layout."""
-    keys = np.concatenate([b.rollout_logprobs for rank in batch.micro_batches for b in rank])
+    keys = np.concatenate([b.tokens.rollout_logprobs for rank in batch.micro_batches for b in rank])
     return torch.cat(values)[torch.from_numpy(np.argsort(keys))]
 
 
@@ -57,11 +53,9 @@ def forward(policy: Policy, batch: StepBatch) -> tuple[Tensor, Tensor]:
 def gradients(policy: Policy, batch: StepBatch) -> dict[str, Tensor]:
     """Of the loss as the worker states it."""
     policy.zero_grad()
+    objective = Objective(AlgorithmConfig())
     for micro_batch in (b for rank in batch.micro_batches for b in rank):
-        logprobs, _ = policy(micro_batch, CPU)
-        old, advantages = torch.from_numpy(micro_batch.rollout_logprobs), torch.from_numpy(micro_batch.advantages)
-        loss, _ = ppo_clip(logprobs, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=3.0)
-        (loss.sum() / batch.num_loss_tokens).backward()
+        objective(*policy(micro_batch, CPU), micro_batch)[0].backward()
     return {name: p.grad.clone() for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
 
 
@@ -148,7 +142,12 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
         other = make_group(1, [make_trajectory([8], [50])])  # a shorter row, padded
         advantages = [np.ones(4, np.float32), np.ones(1, np.float32)]
         batch = assemble(
-            [group, other], advantages, layout=Layout.shared_prompt, num_ranks=1, tokens_per_micro_batch=1000
+            [group, other],
+            learning([group, other], advantages),
+            layout=Layout.shared_prompt,
+            num_ranks=1,
+            tokens_per_micro_batch=1000,
+            keep_idle=False,
         ).micro_batches[0]
         assert len(batch) == 1
         return Policy(causal_lm, 1.0)(batch[0], CPU)[0].detach()

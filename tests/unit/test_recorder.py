@@ -38,6 +38,7 @@ def test_metrics_of_a_step_by_hand() -> None:
     metrics = group_metrics(example_groups(), example_advantages(), global_steps=6, update_interval=1)
     assert metrics == pytest.approx(
         {
+            "critic/score/mean": 3 / 4,
             "critic/rewards/mean": 3 / 4,
             "critic/rewards/max": 1,
             "critic/rewards/min": 0,
@@ -73,6 +74,19 @@ def test_groups_that_teach_nothing(reward: float, all_right: float, none_right: 
     assert metrics["rollout/zero_variance_groups"] == pytest.approx(2 / 3)
     assert metrics["rollout/solve_all"] == pytest.approx(2 / 3 * all_right)
     assert metrics["rollout/solve_none"] == pytest.approx(2 / 3 * none_right)
+
+
+def test_what_is_learned_and_what_the_reward_said_are_two_metrics() -> None:
+    """A solved group stays solved whatever the lengths, and trajectories without a reward count nowhere."""
+    late = [make_trajectory([1], [2], reward=1.0, overlong_penalty=penalty) for penalty in (0.0, -0.5)]
+    failed = make_trajectory([1], [2], error="ValueError: no number")
+    groups = [make_group(0, [*late, failed]), make_group(1, [failed] * 3)]
+    metrics = group_metrics(groups, [np.zeros(3, np.float32)] * 2, global_steps=0, update_interval=1)
+    assert metrics["critic/score/mean"] == 1
+    assert (metrics["critic/rewards/mean"], metrics["critic/rewards/min"]) == (0.75, 0.5)
+    assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0)
+    nothing = group_metrics(groups[1:], [np.zeros(3, np.float32)], global_steps=0, update_interval=1)
+    assert (nothing["critic/score/mean"], nothing["critic/rewards/max"], nothing["rollout/solve_none"]) == (0, 0, 0)
 
 
 def test_staleness_is_counted_in_updates_of_the_replicas() -> None:
@@ -117,6 +131,7 @@ class Evaluated:
     mean_response_tokens: float = 11.5
     num_prompts: int = 256
     versions: tuple[int, ...] = (0,)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
@@ -128,7 +143,7 @@ def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
     for step, staleness, more in ((1, 2.0, {}), (2, 1.0, {"weight_sync/pause_ms": 30.0})):
         metrics = {"staleness/max": staleness, "timing_s/step": step / 2, **more}
         recorder.record_step(step, metrics, example_groups(), example_advantages())
-    recorder.record_evaluation(2, Evaluated(0.75, versions=(2,)))
+    recorder.record_evaluation(2, Evaluated(0.75, versions=(2,), metrics={"val/aime/avg@32": 0.75}))
     tracker.close(0)
     return recorder, screen, path
 
@@ -167,6 +182,7 @@ def test_steps_and_evaluations_reach_the_metrics_file_and_the_console(tmp_path: 
         "eval/num_prompts": 256,
         "eval/num_versions": 1,
     }
+    assert records[3]["val/aime/avg@32"] == 0.75
     assert screen.events == ["evaluation 0 0.25", "step 1 0.5", "step 2 1", "evaluation 2 0.75"]
 
 
@@ -183,6 +199,8 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "response": "7 8 9 10",
         "ground_truth": "30",
         "reward": 1.0,
+        "overlong_penalty": 0.0,
+        "error": None,
         "advantage": 0.7,
         "versions": [[0, 1, 2], [1, 2, 4], [2, 4, 5]],
         "finish_reason": "stop",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import StalePolicy
-from rollout.buffer import TrajectoryBuffer
+from rollout.buffer import TooFewGroupsError, TrajectoryBuffer
 from rollout.fleet import ReplicaFleet, TooFewReplicasError
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
@@ -30,16 +30,19 @@ class Setup:
     replicas: str = "ab"
     num_steps: int = 3
     max_staleness: int = 1
+    flat: list[bool] | None = None
+    """Which prompts' groups have equal rewards; those are filtered out."""
 
     def __post_init__(self) -> None:
+        flat = self.flat or [False]
         window = StalenessWindow(groups_per_step=2, max_staleness=self.max_staleness)
         ledger = SlotLedger(window, StalePolicy.wait, total_groups=2 * self.num_steps)
-        self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0)
+        self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
         self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
         self.told: list[str] = []
         members = [SimpleNamespace(name=name, kill=lambda: None) for name in self.replicas]
         fleet = ReplicaFleet(members, self.router, 1, self.told.append)  # pyright: ignore
-        self.runner = FakeRunner(self.seconds, self.errors, self.deaths)
+        self.runner = FakeRunner(self.seconds, self.errors, self.deaths, lambda ordinal: flat[ordinal % len(flat)])
         self.stream = FakeStream()
         self.rollouter = Rollouter(
             stream=self.stream,  # pyright: ignore
@@ -96,6 +99,42 @@ def test_every_prompt_is_dispatched_and_trained_once_whatever_dies(
     assert setup.rollouter.trajectories_started == GROUP_SIZE * len(everything)
     assert setup.reserved == 0
     assert {told[0] for told in setup.told} == {name for event, _, name in setup.runner.events if event == "lost"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 2.0, 30.0]), min_size=1, max_size=5),
+    st.lists(st.booleans(), min_size=1, max_size=7).filter(lambda flat: not all(flat)),
+    st.integers(0, 3),
+)
+def test_filtered_prompts_are_replaced_by_the_next_of_the_stream(
+    seconds: list[float], flat: list[bool], max_staleness: int
+) -> None:
+    """The last batch too is full, and the run ends although how many prompts it takes is not known before."""
+    setup = Setup(seconds, num_steps=3, max_staleness=max_staleness, flat=flat)
+
+    async def main() -> list[int]:
+        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+        return trained
+
+    trained = run_virtual(main())
+    started = [ordinal for event, ordinal, _ in setup.runner.events if event == "start"]
+    assert started == list(range(setup.stream.ordinal)), "every ordinal of the stream once, in its order"
+    assert sorted(trained) == [ordinal for ordinal in started if not flat[ordinal % len(flat)]]
+    assert len(trained) == 6
+    assert setup.buffer.gauges()["rollout/filtered_groups"] == len(started) - 6
+    assert setup.reserved == 0
+
+
+def test_a_stream_of_equal_rewards_ends_the_run_with_the_key() -> None:
+    setup = Setup(seconds=[1.0], flat=[True])
+
+    async def main() -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await setup.rollouter.run()
+        assert caught.group_contains(TooFewGroupsError, match="algorithm.max_sample_batches=10")
+
+    run_virtual(main())
 
 
 def test_what_happens_when_a_run_starts() -> None:

@@ -107,6 +107,38 @@ def test_a_failed_slot_is_claimed_again_and_does_not_count_as_one_of_the_groups_
     assert ledger.claim().slot_id == 2
 
 
+def test_a_filtered_slot_is_claimed_again_and_the_run_trains_as_many_groups() -> None:
+    ledger = make_ledger(groups_per_step=1, max_staleness=1, total=2)
+    first, second = claim(ledger, 2)
+    assert not ledger.can_claim()
+    ledger.filter(first)
+    finish(ledger, second)
+    assert ledger.select(0) == ids(second)
+    ledger.advance(1)
+    refill = ledger.claim()
+    assert (refill.slot_id, refill.claimed_version) == (2, 1), "the newest weights sample it"
+    ledger.filter(refill)
+    last = ledger.claim()
+    assert not ledger.can_claim()
+    finish(ledger, last)
+    assert ledger.select(1) == ids(last)
+    assert ledger.complete and ledger.num_claimed == 4
+
+
+def test_filtered_groups_are_counted_in_all_and_since_the_last_batch() -> None:
+    ledger = make_ledger(groups_per_step=1, max_staleness=2)
+    first, second, third = claim(ledger, 3)
+    ledger.filter(first)
+    ledger.filter(second)
+    assert (ledger.num_filtered, ledger.num_filtered_since_batch, ledger.num_free) == (2, 2, 2)
+    finish(ledger, third)
+    assert ledger.select(0) is not None
+    assert (ledger.num_filtered, ledger.num_filtered_since_batch) == (2, 0)
+    assert ledger.select(1) is None
+    ledger.filter(ledger.claim())
+    assert (ledger.num_filtered, ledger.num_filtered_since_batch) == (3, 1)
+
+
 def test_drop_gives_back_expired_slots_and_counts_them() -> None:
     ledger = make_ledger(groups_per_step=1, max_staleness=1, policy=StalePolicy.drop)
     straggler, other = claim(ledger, 2)
@@ -163,7 +195,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="oldest token's, 2"):
         ledger.finish(slot, min_version=2)
     ledger.finish(slot, min_version=3)
-    for again in (lambda: ledger.finish(slot, 3), lambda: ledger.fail(slot)):
+    for again in (lambda: ledger.finish(slot, 3), lambda: ledger.fail(slot), lambda: ledger.filter(slot)):
         with pytest.raises(KeyError):
             again()
 

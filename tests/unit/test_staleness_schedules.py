@@ -44,7 +44,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.in_flight: list[Slot] = []
         self.ready: dict[int, int] = {}  # slot_id -> version of the oldest token
         self.trained: dict[int, int] = {}  # slot_id -> step
-        self.num_dropped = 0
+        self.num_dropped = self.num_filtered = self.num_filtered_since_batch = 0
 
     @precondition(lambda self: self.ledger.can_claim())
     @rule(count=st.integers(1, 8))
@@ -68,6 +68,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         self.ledger.fail(self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1))))
 
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def filter(self, data: st.DataObject, count: int) -> None:
+        """Groups come whose rewards are all equal."""
+        for _ in range(min(count, len(self.in_flight))):
+            self.ledger.filter(self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1))))
+            self.num_filtered += 1
+            self.num_filtered_since_batch += 1
+
     @rule()
     def train(self) -> None:
         if self.ledger.complete:
@@ -85,6 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.policy is not StalePolicy.mask:
                 assert self.window.staleness(min_version, self.step) <= self.window.max_staleness
             self.trained[slot_id] = self.step
+        self.num_filtered_since_batch = 0
         self.step += 1
         if self.step % self.window.update_interval == 0:
             self.versions.append(self.step)
@@ -129,6 +139,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ledger.num_free + held == self.window.capacity and ledger.num_free >= 0
         assert (ledger.num_in_flight, ledger.num_ready) == (len(self.in_flight), len(self.ready))
         assert ledger.num_dropped == self.num_dropped
+        assert (ledger.num_filtered, ledger.num_filtered_since_batch) == (
+            self.num_filtered,
+            self.num_filtered_since_batch,
+        )
         assert ledger.num_selected + len(self.in_flight) + len(self.ready) <= self.total
         assert ledger.complete == (ledger.num_selected == self.total)
 

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.reference import make_group, make_trajectory
+from trainer.advantage import ScoredGroup
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop
 from trainer.metrics import Max, Mean, Metric, Sum
@@ -37,7 +39,9 @@ class World:
 
     events: list[str] = field(default_factory=list)
     fails: str = ""
+    finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
     batches: list[StepBatch] = field(default_factory=list)
+    scored: list[StepBatch] = field(default_factory=list)
     records: dict[int, dict[str, float]] = field(default_factory=dict)
     recorded_advantages: list[list[list[float]]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -50,8 +54,19 @@ class World:
 
     async def next_batch(self, global_steps: int) -> Batch:
         await self.happen(f"next_batch {global_steps}")
-        trajectories = [make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0)) for i in range(4)]
+        trajectories = [
+            make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
+            for i, reason in enumerate(self.finish_reasons)
+        ]
         return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, trajectories)))
+
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
+        self.events.append("score")
+        self.scored.append(batch)
+        kl = np.zeros(batch.num_tokens, np.float32)
+        kl[::3] = np.arange(len(kl) // 3)
+        return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await self.happen(f"train_step {global_steps}")
@@ -95,10 +110,16 @@ class Fleet:
 
 
 def run(
-    world: World, *, total_steps: int = 2, interval: int = 1, eval_every: int = 0, num_ranks: int = 1, std: bool = True
+    world: World,
+    *,
+    total_steps: int = 2,
+    interval: int = 1,
+    eval_every: int = 0,
+    num_ranks: int = 1,
+    algorithm: AlgorithmConfig | None = None,
 ) -> World:
     config = Config(
-        algorithm=AlgorithmConfig(normalize_by_std=std),
+        algorithm=algorithm or AlgorithmConfig(),
         trainer=TrainerConfig(
             total_steps=total_steps,
             eval_every=eval_every,
@@ -197,13 +218,58 @@ def test_every_step_has_every_family_of_metrics(total_steps: int) -> None:
         assert all(type(value) is float for value in metrics.values())
 
 
-@pytest.mark.parametrize(("std", "advantages"), [(True, [1.499997] + [-0.499999] * 3), (False, [0.75] + [-0.25] * 3)])
-def test_workers_train_on_the_groups_advantages(std: bool, advantages: list[float]) -> None:
-    world = run(World(), total_steps=1, num_ranks=2, std=std)
+OWN = "tests.unit.test_train_loop:twice_the_reward_less_one"
+
+
+def twice_the_reward_less_one(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[FloatArray]:
+    return [2 * group.rewards - 1 for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "advantages"),
+    [
+        (AlgorithmConfig(), [1.499997] + [-0.499999] * 3),
+        (AlgorithmConfig(normalize_by_std=False), [0.75] + [-0.25] * 3),
+        (AlgorithmConfig(advantage="rloo"), [1.0] + [-1 / 3] * 3),
+        (AlgorithmConfig(advantage=OWN), [1.0] + [-1.0] * 3),
+    ],
+)
+def test_workers_train_on_the_groups_advantages(algorithm: AlgorithmConfig, advantages: list[float]) -> None:
+    world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
     assert world.recorded_advantages[0] == [pytest.approx(advantages)] * 2
     (batch,) = world.batches
-    assert batch.num_loss_tokens == 2 * 4 * 3
+    assert batch.num_tokens == 2 * 4 * 3
+    weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
+    assert weights == pytest.approx([1 / 24] * 24)
     # Eight rows of four tokens, two to a micro-batch, on two ranks.
     assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(2, 4)] * 2] * 2
-    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.advantages]
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
     assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))
+
+
+def test_truncated_trajectories_are_neither_computed_nor_counted_when_they_are_masked() -> None:
+    world = World(finish_reasons=["length", "stop", "stop", "length"])
+    run(world, total_steps=1, algorithm=AlgorithmConfig(mask_truncated=True))
+    (batch,) = world.batches
+    assert batch.num_tokens == 2 * 2 * 3
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
+    assert trained == pytest.approx([-0.499999] * 2 * 2 * 3), "the reward of the first is still in the baseline"
+
+
+def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns_from_their_answer() -> None:
+    """Rewards 1, 0, 0, 0 minus 0.5 times 0, 1, 2, 3 and then 4, 5, 6, 7."""
+    algorithm = AlgorithmConfig(normalize_by_std=False, kl_reward_coef=0.5)
+    world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
+    assert world.events == ["next_batch 0", "score", "train_step 0", "update_weights 1", "advance 1", "record 1"]
+    expected = [1.5, 0, -0.5, -1]
+    assert world.recorded_advantages[0] == [pytest.approx(expected)] * 2
+    (asked,), (trained,) = world.scored, world.batches
+    assert asked.num_tokens == sum(len(b.index) for rank in asked.micro_batches for b in rank) == 24
+    for micro_batch in (b for rank in trained.micro_batches for b in rank):
+        tokens = micro_batch.tokens
+        assert tokens.reference_logprobs is not None
+        assert tokens.reference_logprobs.tolist() == (-micro_batch.index).tolist()
+        assert tokens.advantages.tolist() == pytest.approx([expected[index // 3 % 4] for index in micro_batch.index])
+    assert sum(len(b.index) for rank in trained.micro_batches for b in rank) == 18, "without the advantage of 0"
+    assert world.records[1]["actor/reward_kl_penalty"] == pytest.approx(28 / 24)
+    assert world.records[1]["timing_s/score"] > 0

@@ -82,7 +82,12 @@ def test_a_dry_run_tells_the_plan_and_starts_nothing(tmp_path: Path) -> None:
 def test_help_lists_the_keys_and_the_choices(tmp_path: Path) -> None:
     ended = Ended(tmp_path, "--help")
     assert (ended.code, ended.imported) == (0, [])
-    for expected in ("recipe: arithmetic, gsm8k", "model: hf, tiny", "rollout.max_staleness [2]", "make train ARGS="):
+    for expected in (
+        "recipe: arithmetic, dapo_math, gsm8k",
+        "model: hf, tiny",
+        "rollout.max_staleness [2]",
+        "make train ARGS=",
+    ):
         assert expected in ended.output
 
 

@@ -1,0 +1,91 @@
+"""From the records of a data set to rows. A malformed record names its file, line and field."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from configs.data_source import parse_sources
+from configs.dotted import find
+from rollout.data.sources import DataError, Record, records
+from rollout.prompts import Message, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Where a record has what. A dot reaches into a column.
+
+    Example: Columns(prompt="prompt", answer="reward_model.ground_truth"), as verl's data has it.
+    """
+
+    prompt: str
+    """Text, or a list of messages with a `role` and a `content` each."""
+    answer: str
+    """Text, or a number."""
+
+
+def load_rows(entries: str, columns: Columns, loader: str | None = None) -> list[Row]:
+    """All rows of `entries`, separated by commas; with `loader` (data.loader) those of its function instead.
+
+    Raises DataError for data that cannot be read, ValueError for a `loader` that is no function of one argument.
+    """
+    if loader is not None:
+        found = _call(find("data.loader", loader, ("entries",)), entries, loader)
+    else:
+        found = (place_and_record for source in parse_sources(entries) for place_and_record in records(source))
+    return [as_row(record, place, columns) for place, record in found]
+
+
+def final_answer(answer: str) -> str:
+    """GSM8K's reference is a worked answer that ends with `#### 1,234`; any other answer stands for itself."""
+    _, marker, final = answer.rpartition("####")
+    return final.strip().replace(",", "") if marker else answer.strip()
+
+
+def as_row(record: Record, place: str, columns: Columns) -> Row:
+    """Raises DataError that names `place` and the column."""
+    *context, question = _messages(_field(record, place, columns.prompt), place, columns.prompt)
+    answer = _field(record, place, columns.answer)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise DataError(f"{place}: column {columns.answer!r} must be text or a number, is {type(answer).__name__}")
+    return Row(
+        question=question["content"],
+        context=tuple(context),
+        ground_truth=final_answer(answer if isinstance(answer, str) else f"{answer}"),
+        data_source=str(record.get("data_source", "")),
+        extra={key: value for key, value in record.items() if key not in (columns.prompt, columns.answer)},
+    )
+
+
+def _field(record: Record, place: str, column: str) -> Any:
+    value: Any = record
+    for depth, key in enumerate(parts := column.split(".")):
+        if not isinstance(value, dict):
+            raise DataError(f"{place}: column {'.'.join(parts[:depth])!r} has no {key!r}, is {type(value).__name__}")
+        if key not in value:
+            within = f"column {'.'.join(parts[:depth])!r}" if depth else "row"
+            raise DataError(f"{place}: no column {column!r}; the {within} has {', '.join(sorted(value))}")
+        value = value[key]
+    return value
+
+
+def _messages(prompt: Any, place: str, column: str) -> list[Message]:
+    """A text is one message of the user's."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        kind = type(prompt).__name__
+        raise DataError(f"{place}: column {column!r} must be text or a list of messages, is {kind}")
+    for number, message in enumerate(prompt, 1):
+        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not is_message:
+            raise DataError(f"{place}: column {column!r}: message {number} must have a role and a content, both text")
+    if not prompt or prompt[-1]["role"] != "user":
+        raise DataError(f"{place}: column {column!r}: the last message must be the user's")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+def _call(loader: Callable[[str], Iterable[Record]], entries: str, name: str) -> Iterator[tuple[str, Record]]:
+    for number, record in enumerate(loader(entries), 1):
+        if not isinstance(record, dict):
+            raise DataError(f"{name}({entries!r}):{number}: must be a dict, is {type(record).__name__}")
+        yield f"{name}({entries!r}):{number}", record

@@ -1,0 +1,85 @@
+"""Records of JSONL and parquet files, of folders that `datasets` saved, and of hub data sets, one by one."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs.data_source import DataSource
+
+Record = dict[str, Any]
+
+
+class DataError(ValueError):
+    """Data that cannot be read. The message names the file or data set, and the line or row, counted from 1."""
+
+
+def records(source: DataSource) -> Iterator[tuple[str, Record]]:
+    """(place, record), where place is `file:line` or `data set:row`. Raises DataError."""
+    path = source.path
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _jsonl(path)
+    if path.is_dir() or source.may_be_on_the_hub:
+        return _data_set(source)
+    raise DataError(
+        f"{path}: must be a .jsonl, .json or .parquet file, a folder, or a hub name with its split: org/name@split"
+    )
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Record]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _parse(line: bytes, place: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # bytes that are not UTF-8 included
+        raise DataError(f"{place}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: must be a JSON object, is {type(record).__name__}")
+    return record
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    import pyarrow.parquet  # noqa: PLC0415  (a second to import)
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def _data_set(source: DataSource) -> Iterator[tuple[str, Record]]:
+    for number, record in enumerate(_open(source), 1):
+        yield f"{source}:{number}", dict(record)
+
+
+def _open(source: DataSource) -> Any:
+    """A `datasets.Dataset`: what `save_to_disk` wrote, a folder of data files, or a download from the hub."""
+    from datasets import load_dataset, load_from_disk  # noqa: PLC0415  (seconds to import)
+    from datasets.exceptions import DatasetsError  # noqa: PLC0415
+
+    folder, split = source.path, source.split
+    is_one_split = (folder / "state.json").is_file()
+    if is_one_split == (split is not None):
+        wrong = "it is one split: leave the @ out" if is_one_split else f"which split? Name one, as in {source}@train"
+        raise DataError(f"{source}: {wrong}")
+    try:
+        if is_one_split:
+            return load_from_disk(str(folder))
+        if (folder / "dataset_dict.json").is_file():
+            return load_from_disk(str(folder))[split]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return load_dataset(str(folder) if folder.is_dir() else source.name, source.subset, split=split)
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        where = "cannot be loaded" if folder.is_dir() else "no such folder, and cannot be loaded from the hub"
+        raise DataError(f"{source}: {where}: {type(error).__name__}: {error}") from error

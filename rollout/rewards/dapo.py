@@ -1,0 +1,85 @@
+"""DAPO's rule: what follows `Answer:` near the end of the response is +1 when it equals the reference, else -1.
+
+Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", in the form that verl runs
+(`math_dapo`): both sides are normalized as in Minerva (Lewkowycz et al. 2022, appendix D.1) and compared as text.
+"""
+
+import re
+
+from rollout.rewards.base import RewardResult
+from rollout.types import Prompt
+
+TAIL_CHARS = 300
+"""Where `Answer:` is looked for; the longest answer of MATH-500 has 159 characters."""
+BOXED_TAIL_CHARS = 100
+"""Where `\\boxed{}` is looked for when there is no `Answer:`."""
+ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+BOXED = "\\boxed{"
+
+_UNITS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "sue", "points", "feet"),
+    *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples"),
+)
+_MARKS = ("\\ldots", "\\dots", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"')
+_EMPTY_TEXTS = ("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}")
+_DELETED = re.compile("|".join(map(re.escape, (*_UNITS, *_MARKS))))
+_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+
+
+def dapo(prompt: Prompt, text: str) -> RewardResult:
+    """+1 or -1; accuracy 1 or 0."""
+    answer = extract_answer(text)
+    is_right = answer is not None and answer == normalize(prompt.ground_truth)
+    return RewardResult(
+        reward=1.0 if is_right else -1.0,
+        accuracy=float(is_right),
+        answer=answer,
+        metrics={"accuracy": float(is_right), "format": float(answer is not None)},
+    )
+
+
+def extract_answer(text: str) -> str | None:
+    """The answer, normalized: of the last `Answer:`, else of the last `\\boxed{}`."""
+    answers = ANSWER.findall(text[-TAIL_CHARS:])
+    answer = answers[-1] if answers else _last_boxed(text[-BOXED_TAIL_CHARS:])
+    return None if answer is None else normalize(answer)
+
+
+def normalize(answer: str) -> str:
+    """What follows the last `=`, without units, articles, spaces and LaTeX that does not change the value.
+
+    Example: normalize("the area is $x = 1{,}234$ \\\\text{ cm}") == "1234"
+    """
+    answer = answer.rpartition("=")[2]
+    for before, after in _REPLACED:
+        answer = answer.replace(before, after)
+    answer = _DELETED.sub("", answer)
+    for empty in _EMPTY_TEXTS:
+        answer = answer.replace(empty, "")
+    if (inline := re.search(r"\$(.*?)\$", answer)) is not None:
+        answer = inline[1]
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+    answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)  # \frac12 is \frac{1}{2}
+    answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
+    answer = answer.replace("$", "")
+    digits = answer.replace(",", "")
+    return digits if digits.isdigit() else answer.strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` whose braces balance."""
+    start = text.rfind(BOXED)
+    if start < 0:
+        return None
+    depth = 1
+    for place in range(start + len(BOXED), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start + len(BOXED) : place]
+    return None

@@ -1,0 +1,116 @@
+"""Mathematical equivalence by math-verify, in processes that can be killed: it hangs on some responses."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.deadline import within
+from rollout.rewards.base import RewardResult
+from rollout.types import Prompt
+
+COMMAND = (sys.executable, "-m", "rollout.rewards.math_verify_process")
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+
+
+class MathVerifyReward:
+    """1 when the last answer of the response equals the reference, as numbers, expressions, sets or intervals do."""
+
+    def __init__(self, num_processes: int, timeout_s: float):
+        self.pool = VerifierPool(num_processes, timeout_s)
+
+    async def __call__(self, prompt: Prompt, text: str) -> RewardResult:
+        """Raises ValueError when the prompt's ground truth is no mathematics."""
+        reply = await self.pool.compare(prompt.ground_truth, text)
+        if reply is None:
+            return RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
+        if "error" in reply:
+            raise ValueError(f"prompt {prompt.ordinal}: {reply['error']}")
+        is_right, answer = float(reply["is_right"]), reply["answer"]
+        metrics = {"format": float(answer is not None), "given_up": 0.0}
+        return RewardResult(reward=is_right, accuracy=is_right, answer=answer, metrics=metrics)
+
+
+class VerifierPool:
+    """Processes that compare answers, one comparison at a time each. They start when they are needed."""
+
+    def __init__(self, num_processes: int, timeout_s: float, command: Sequence[str] = COMMAND):
+        self._timeout_s = timeout_s
+        self._command = command
+        # Who waits here waits for comparisons that all have a deadline.
+        self._seats = asyncio.Semaphore(num_processes)
+        self._idle: list[Process] = []
+        self.processes: list[Process] = []
+        """All that were started and not killed."""
+
+    async def compare(self, ground_truth: str, text: str) -> dict[str, Any] | None:
+        """The reply of `math_verify_process.compare`. None when it took longer than rollout.verify_timeout_s, or its
+        process died: then that process is gone, and the next comparison starts another."""
+        request = {"ground_truth": ground_truth, "text": text, "timeout_s": self._timeout_s}
+        async with self._seats:
+            process = self._idle.pop() if self._idle else await self._start()
+            reply = None
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    reply = await _ask(process, request)
+            except TimeoutError:
+                pass
+            finally:
+                if reply is None:  # also when this was cancelled: a late reply must not answer the next comparison
+                    self._kill(process)
+                else:
+                    self._idle.append(process)
+            if reply is None:
+                await process.communicate()  # its end, which is near
+            return reply
+
+    async def close(self) -> None:
+        """Ends all processes and waits for their end. They also end by themselves when this one does."""
+        processes = list(self.processes)
+        self._idle.clear()
+        for process in processes:
+            self._kill(process)
+        await asyncio.gather(*(process.communicate() for process in processes))
+
+    async def _start(self) -> Process:
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, cwd=ROOT)
+        self.processes.append(process)
+        ready = False
+        try:
+            async with within(START_TIMEOUT_S, "START_TIMEOUT_S", "starting a process for math-verify"):
+                ready = await _read(process) is not None
+        finally:
+            if not ready:
+                self._kill(process)
+        if not ready:
+            raise RuntimeError(f"{' '.join(self._command)} ended before it was ready: is math-verify installed?")
+        return process
+
+    def _kill(self, process: Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        self.processes.remove(process)
+
+
+async def _ask(process: Process, request: dict[str, Any]) -> dict[str, Any] | None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        await process.stdin.drain()
+    except ConnectionError:
+        return None
+    return await _read(process)
+
+
+async def _read(process: Process) -> dict[str, Any] | None:
+    """None when the process has ended."""
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    return json.loads(line) if line else None

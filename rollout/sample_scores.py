@@ -1,0 +1,82 @@
+"""How well several samples per prompt did: avg@k, pass@k, maj@k."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+RIGHT = 0.5
+"""A sample counts as right when its accuracy is above this: accuracies are 0 or 1, or, of some rewards, shares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedSample:
+    """One response to a held-out prompt."""
+
+    accuracy: float
+    answer: str | None
+    """What the reward read as the answer, in one form for equal answers; none where it found none, or reads none."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedPrompt:
+    """A held-out prompt and all its samples."""
+
+    ordinal: int
+    data_source: str
+    samples: tuple[EvaluatedSample, ...]
+
+
+def mean_accuracy(samples: Sequence[EvaluatedSample]) -> float:
+    """avg@k of one prompt."""
+    return sum(sample.accuracy for sample in samples) / len(samples)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The probability that at least one of k samples is right, unbiased, from n >= k samples of which c are right:
+    1 - C(n - c, k) / C(n, k). Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Raises ValueError when k is not within 1 .. num_samples.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples: k must be between 1 and {num_samples}")
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority_accuracy(samples: Sequence[EvaluatedSample]) -> float:
+    """maj@k of one prompt: the accuracy of the most frequent answer; of equally frequent ones, their mean. Samples
+    without an answer have no vote, and no vote at all is wrong. Wang et al. 2023, "Self-Consistency"."""
+    votes: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.answer is not None:
+            votes.setdefault(sample.answer, []).append(sample.accuracy)
+    if not votes:
+        return 0.0
+    most = max(len(accuracies) for accuracies in votes.values())
+    winners = [sum(accuracies) / most for accuracies in votes.values() if len(accuracies) == most]
+    return sum(winners) / len(winners)
+
+
+def scores_by_source(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> Mapping[str, dict[str, float]]:
+    """data_source -> {"avg@n", "pass@k" for k in ks, "maj@n"}, means over its prompts, each of which has n samples.
+
+    maj@n is left out where no sample has an answer: that reward reads none.
+    """
+    by_source: dict[str, list[EvaluatedPrompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.data_source, []).append(prompt)
+    return {source: _scores(some, ks) for source, some in by_source.items()}
+
+
+def _scores(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> dict[str, float]:
+    n = len(prompts[0].samples)
+    num_right = [sum(sample.accuracy > RIGHT for sample in prompt.samples) for prompt in prompts]
+    scores = {f"avg@{n}": _mean([mean_accuracy(prompt.samples) for prompt in prompts])}
+    scores |= {f"pass@{k}": _mean([pass_at_k(n, right, k) for right in num_right]) for k in ks}
+    if any(sample.answer is not None for prompt in prompts for sample in prompt.samples):
+        scores[f"maj@{n}"] = _mean([majority_accuracy(prompt.samples) for prompt in prompts])
+    return scores
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

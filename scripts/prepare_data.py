@@ -1,0 +1,184 @@
+"""Turns public data sets into parquet files of one schema, verl's: `python -m scripts.prepare_data gsm8k`.
+
+data_source, prompt (a list of messages), ability, reward_model {style, ground_truth}, extra_info {split, index}.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.data_source import DataSource, parse_source
+from rollout.data.rows import Columns, as_row, final_answer
+from rollout.data.sources import DataError, Record, records
+from rollout.prompts import Row
+
+GSM8K_PROMPT = '{question} Let\'s think step by step and output the final answer after "####".'
+MATH_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{question}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+"""What DAPO-Math-17k's prompts say; given to AIME's problems too, so that the test asks as the training does."""
+PROMPT_COLUMNS = ("prompt", "question", "problem", "Problem")
+ANSWER_COLUMNS = ("reward_model.ground_truth", "label", "answer", "Answer", "solution")
+"""As the published sets name them. The first that is there is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """A public data set, and what becomes of it."""
+
+    splits: dict[str, str]
+    """File to write -> where it comes from on the hub."""
+    data_source: str
+    prompt: str
+    """Around a bare question. A list of messages is taken as it is."""
+    style: str
+
+
+DATA_SETS = {
+    "gsm8k": DataSet(
+        splits={"train": "openai/gsm8k:main@train", "test": "openai/gsm8k:main@test"},
+        data_source="openai/gsm8k",
+        prompt=GSM8K_PROMPT,
+        style="rule",
+    ),
+    "dapo_math": DataSet(
+        splits={"train": "BytedTsinghua-SIA/DAPO-Math-17k@train"},
+        data_source="math_dapo",
+        prompt=MATH_PROMPT,
+        style="rule-lighteval/MATH_v2",
+    ),
+    "aime_2024": DataSet(
+        splits={"test": "Maxwell-Jia/AIME_2024@train"},
+        data_source="aime_2024",
+        prompt=MATH_PROMPT,
+        style="rule-lighteval/MATH_v2",
+    ),
+}
+
+
+@dataclass(slots=True)
+class Counts:
+    """What `prepared` saw."""
+
+    read: int = 0
+    repeated: int = 0
+    """Left out: the prompt has been there before. DAPO-Math-17k has each about 100 times."""
+    contradictory: int = 0
+    """Of those, with another answer than the first time."""
+
+
+def prepared(source: DataSource, data_set: DataSet, split: str, counts: Counts) -> Iterator[Record]:
+    """The distinct prompts of `source` in their order, in the schema. Advances `counts`. Raises DataError."""
+    answers: dict[str, str] = {}
+    columns: Columns | None = None
+    for place, record in records(source):
+        columns = columns or _columns(record, place)
+        row = as_row(record, place, columns)
+        messages = _messages(row, record, columns, data_set.prompt)
+        text, answer = messages[-1]["content"], canonical(final_answer(row.ground_truth))
+        counts.read += 1
+        if text in answers:
+            counts.repeated += 1
+            counts.contradictory += answers[text] != answer
+            continue
+        index = len(answers)
+        answers[text] = answer
+        yield {
+            "data_source": data_set.data_source,
+            "prompt": messages,
+            "ability": "math",
+            "reward_model": {"style": data_set.style, "ground_truth": answer},
+            "extra_info": {"split": split, "index": index},
+        }
+
+
+def canonical(answer: str) -> str:
+    """AIME's answers are integers of three digits, written "073" or 73."""
+    return str(int(answer)) if answer.lstrip("-").isascii() and answer.lstrip("-").isdigit() else answer
+
+
+def _columns(record: Record, place: str) -> Columns:
+    """Those of the record that hold the prompt and the answer."""
+    prompts = [column for column in PROMPT_COLUMNS if column in record]
+    answers = [column for column in ANSWER_COLUMNS if _has(record, column)]
+    if not prompts or not answers:
+        raise DataError(
+            f"{place}: needs a column of {', '.join(PROMPT_COLUMNS)} and one of {', '.join(ANSWER_COLUMNS)}; "
+            f"the row has {', '.join(sorted(record))}"
+        )
+    return Columns(prompt=prompts[0], answer=answers[0])
+
+
+def _has(record: Any, column: str) -> bool:
+    key, _, rest = column.partition(".")
+    return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
+
+
+def _messages(row: Row, record: Record, columns: Columns, template: str) -> list[dict[str, str]]:
+    is_bare = isinstance(record[columns.prompt], str)
+    question = template.replace("{question}", row.question) if is_bare else row.question
+    return [*row.context, {"role": "user", "content": question}]
+
+
+def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
+    """Writes `folder`/`name`/`split`.parquet and yields a line about each.
+
+    `source`: instead of the hub, a local file or a data set by name, for a set of one split; or a folder that has
+    `split`.parquet or `split`.jsonl for every split. Raises DataError.
+    """
+    import pyarrow  # noqa: PLC0415  (a second to import)
+    import pyarrow.parquet  # noqa: PLC0415
+
+    data_set = DATA_SETS[name]
+    for split, on_hub in data_set.splits.items():
+        counts = Counts()
+        origin = parse_source(on_hub) if source is None else _local(source, split, list(data_set.splits))
+        rows = list(prepared(origin, data_set, split, counts))
+        if not rows:
+            raise DataError(f"{origin}: no rows")
+        path = folder / name / f"{split}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".part")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+        aside.replace(path)
+        yield (
+            f"{path}: {len(rows)} prompts of {counts.read} rows of {origin}; {counts.repeated} repeated, "
+            f"{counts.contradictory} of them with another answer than the first"
+        )
+
+
+def _local(source: str, split: str, splits: Sequence[str]) -> DataSource:
+    folder = Path(source).expanduser()
+    for suffix in (".parquet", ".jsonl"):
+        if (folder / f"{split}{suffix}").is_file():
+            return DataSource(str(folder / f"{split}{suffix}"))
+    if len(splits) > 1:
+        names = " and ".join(f"{name}.parquet or {name}.jsonl" for name in splits)
+        raise DataError(f"--source {source}: must be a folder with {names}")
+    return parse_source(source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=[*DATA_SETS, "all"])
+    parser.add_argument("--source", help="a local file or folder, or another hub name, instead of the published set")
+    parser.add_argument("--folder", type=Path, default=Path("data"), help="where NAME/SPLIT.parquet go (default: data)")
+    arguments = parser.parse_args()
+    if arguments.name == "all" and arguments.source is not None:
+        parser.error("--source needs the name of one data set")
+    try:
+        for name in DATA_SETS if arguments.name == "all" else [arguments.name]:
+            for line in prepare(name, arguments.source, arguments.folder):
+                sys.stdout.write(line + "\n")
+    except DataError as error:
+        hint = "\nWithout a network, fetch the data set elsewhere and name it: --source PATH"
+        sys.exit(f"{error}{hint if arguments.source is None else ''}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Configs as a command line composes them, and changed by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from configs import load
+from configs.schema import Config
+
+CONFIGS = Path(load.__file__).parent
+RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
+
+
+def resolve(*overrides: str) -> Config:
+    load.register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return load.load(compose("train", overrides=list(overrides)))
+
+
+def changed(config: Any, **values: object) -> Any:
+    """The config with `section__key=value` set."""
+    for name, value in values.items():
+        section, _, key = name.rpartition("__")
+        new = {section: replace(getattr(config, section), **{key: value})} if section else {key: value}
+        config = replace(config, **new)
+    return config
+
+
+def files(tmp_path: Path) -> list[str]:
+    """Overrides that give a recipe its data."""
+    (tmp_path / "questions.jsonl").write_text("{}\n")
+    return [f"data.{key}_files={tmp_path}/questions.jsonl" for key in ("train", "val")]

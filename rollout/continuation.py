@@ -7,7 +7,6 @@ import numpy as np
 
 from rollout.types import Completion, GenerationRequest, VersionSpan
 
-
 PART_MARK = "+part"
 
 

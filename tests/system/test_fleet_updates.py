@@ -1,4 +1,4 @@
-"""Real trainer ranks, real replicas, every transport: what the engines hold afterwards is the trainer's, bit for bit."""
+"""Real trainer ranks and replicas, every transport: the engines hold the trainer's weights afterwards, bit for bit."""
 
 import asyncio
 import os

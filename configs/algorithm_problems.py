@@ -13,7 +13,7 @@ Problem = tuple[str, object, str]
 def algorithm_problems(config: Config) -> list[Problem]:
     algorithm = config.algorithm
     return [
-        *_group_problems(algorithm),
+        *_advantage_problems(algorithm),
         *_loss_problems(algorithm),
         *_kl_problems(algorithm),
         *_correction_problems(config),
@@ -21,14 +21,20 @@ def algorithm_problems(config: Config) -> list[Problem]:
     ]
 
 
-def _group_problems(algorithm: AlgorithmConfig) -> list[Problem]:
+def _advantage_problems(algorithm: AlgorithmConfig) -> list[Problem]:
     if algorithm.advantage not in ADVANTAGES:
         return [("algorithm.advantage", algorithm.advantage, f"must be one of {', '.join(ADVANTAGES)}")]
-    smallest = 1 if algorithm.needs_critic else 2
-    if algorithm.group_size < smallest:
-        reason = "" if algorithm.needs_critic else ": group advantages of one trajectory are all 0"
-        return [("algorithm.group_size", algorithm.group_size, f"must be at least {smallest}{reason}")]
-    return []
+    if algorithm.needs_critic:
+        allowed = "must be at least 1"
+        return [] if algorithm.group_size >= 1 else [("algorithm.group_size", algorithm.group_size, allowed)]
+    problems: list[Problem] = []
+    if algorithm.group_size < 2:
+        allowed = "must be at least 2: group advantages of one trajectory are all 0"
+        problems.append(("algorithm.group_size", algorithm.group_size, allowed))
+    for key, value in (("gamma", algorithm.gamma), ("gae_lambda", algorithm.gae_lambda)):
+        if value != 1:
+            problems.append((f"algorithm.{key}", value, "only algorithm.advantage=gae reads it"))
+    return problems
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> list[Problem]:
@@ -61,14 +67,15 @@ def _kl_problems(algorithm: AlgorithmConfig) -> list[Problem]:
 
 def _correction_problems(config: Config) -> list[Problem]:
     algorithm, correction = config.algorithm, config.algorithm.correction
-    if algorithm.proximal is not Proximal.rollout:
-        return []
-    if correction is not Correction.auto and CORRECTIONS[correction].weights is not Weights.none:
+    has_weights = correction is Correction.auto or CORRECTIONS[correction].weights is not Weights.none
+    if algorithm.loss == "reinforce" and algorithm.proximal is not Proximal.current and has_weights:
+        if config.rollout.max_staleness == 0 and correction is Correction.auto:
+            return []
+        reason = "this loss has no ratio pi / pi_old, so its importance weights must cover the whole way to pi"
+        return [("algorithm.loss", algorithm.loss, f"{reason}: set algorithm.proximal=current, or correction=none")]
+    if algorithm.proximal is Proximal.rollout and has_weights and correction is not Correction.auto:
         allowed = "its weights pi_old / mu are 1 with algorithm.proximal=rollout: set proximal=current or interpolated"
         return [("algorithm.correction", correction.value, allowed)]
-    if algorithm.loss == "reinforce" and correction is Correction.auto and config.rollout.max_staleness > 0:
-        allowed = "this loss has no ratio that would correct for staleness: set algorithm.proximal=current, or "
-        return [("algorithm.loss", algorithm.loss, allowed + "algorithm.correction=none to do without")]
     return []
 
 

@@ -39,6 +39,9 @@ def _advantage_problems(config: Config) -> list[Problem]:
     if algorithm.filter_groups and algorithm.group_size < 2:
         allowed = "needs algorithm.group_size of at least 2: the one reward of a group is always equal to itself"
         problems.append(("algorithm.filter_groups", True, allowed))
+    for key, value in (("gamma", algorithm.gamma), ("gae_lambda", algorithm.gae_lambda)):
+        if value != 1 and not algorithm.needs_critic:
+            problems.append((f"algorithm.{key}", value, "only algorithm.advantage=gae reads it"))
     if algorithm.overlong_buffer_tokens > max_tokens:
         allowed = f"at most rollout.max_response_tokens={max_tokens}"
         problems.append(("algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, allowed))
@@ -69,14 +72,15 @@ def _kl_problems(algorithm: AlgorithmConfig) -> list[Problem]:
 
 def _correction_problems(config: Config) -> list[Problem]:
     algorithm, correction = config.algorithm, config.algorithm.correction
-    if algorithm.proximal is not Proximal.rollout:
-        return []
-    if correction is not Correction.auto and CORRECTIONS[correction].weights is not Weights.none:
+    has_weights = correction is Correction.auto or CORRECTIONS[correction].weights is not Weights.none
+    if algorithm.loss == "reinforce" and algorithm.proximal is not Proximal.current and has_weights:
+        if config.rollout.max_staleness == 0 and correction is Correction.auto:
+            return []
+        reason = "this loss has no ratio pi / pi_old, so its importance weights must cover the whole way to pi"
+        return [("algorithm.loss", algorithm.loss, f"{reason}: set algorithm.proximal=current, or correction=none")]
+    if algorithm.proximal is Proximal.rollout and has_weights and correction is not Correction.auto:
         allowed = "its weights pi_old / mu are 1 with algorithm.proximal=rollout: set proximal=current or interpolated"
         return [("algorithm.correction", correction.value, allowed)]
-    if algorithm.loss == "reinforce" and correction is Correction.auto and config.rollout.max_staleness > 0:
-        allowed = "this loss has no ratio that would correct for staleness: set algorithm.proximal=current, or "
-        return [("algorithm.loss", algorithm.loss, allowed + "algorithm.correction=none to do without")]
     return []
 
 

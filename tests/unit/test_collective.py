@@ -2,8 +2,10 @@
 
 import itertools
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +130,25 @@ def test_one_that_fails_half_way_ends_the_transfer_for_all_at_once_and_the_next_
     trainer.update(weights(3), 3, {"a": 1, "b": 1}).assert_received(weights(3))
     assert len(made) == 8
     trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_group_that_broke_leaves_neither_threads_nor_connections() -> None:
+    """gloo ends no broadcast that it has begun before that one's deadline, or the end of the other side."""
+    connections = open_files()
+    trainer = fleet(num_ranks=2)
+    trainer.receivers["b", 0] = Failing()
+    update = trainer.update(weights(2), 2, {"a": 1, "b": 1}, timeout_s=60.0)
+    assert len(update.errors) == 4  # whose tracebacks are still here
+    for thread in threading.enumerate():
+        if thread.name == "end-of-weight-group":
+            thread.join(5)
+            assert not thread.is_alive()
+    assert open_files() == connections
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.usefixtures("local_store")

@@ -146,6 +146,18 @@ def test_rows_of_which_much_changed_travel_whole(directory: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("local_store")
+def test_positions_that_do_not_fit_32_bits_have_64(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "INT32_MAX", 10)
+    trainer = fleet(directory, inner="collective")
+    trainer.update(weights(1), 1, {"a": 1})
+    new = nudged(weights(1), large=799)
+    update = trainer.update(new, 2, {"a": 1}, base=1)
+    update.assert_received({"large": new["large"]})
+    assert update.manifest["locations"][0]["inner"]["tensors"][0] == ("large.positions", "int64", [1], 0, 8)
+    trainer.close()
+
+
 def test_against_another_base_than_the_trainer_keeps_all_is_sent(directory: Path) -> None:
     trainer = fleet(directory)
     trainer.update(weights(1), 1, {"a": 1})

@@ -48,6 +48,11 @@ def test_the_version_published_last_is_kept_and_a_mapping_of_the_one_before_stay
     assert_same({name: embed, **dict(reading)}, weights(1))
 
 
+def test_tensors_are_mapped_on_boundaries_of_their_elements(tmp_path: Path) -> None:
+    for _, tensor in FilesystemReceiver().tensors(fleet(tmp_path).publish(weights(1), 1, {})):
+        assert tensor.data_ptr() % tensor.element_size() == 0
+
+
 def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:
     trainer = fleet(tmp_path)
     for seed in (1, 2):

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from configs.schema import StalePolicy
+from configs.schema import Config, StalePolicy
 from rollout.rewards.budget import FailureBudget
-from rollout.staleness import Slot, SlotLedger
+from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import Trajectory, TrajectoryGroup
 
 
@@ -157,6 +157,22 @@ class TrajectoryBuffer:
             )
             fresh_groups.append(replace(group, trajectories=tuple(fresh)))
         return TrainBatch(groups=tuple(fresh_groups), masked_tokens=masked_tokens)
+
+
+def make_buffer(config: Config, failures: FailureBudget | None = None) -> TrajectoryBuffer:
+    """For a whole run."""
+    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
+    window = StalenessWindow(
+        groups_per_step=trainer.prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        update_interval=config.weight_sync.interval,
+    )
+    return TrajectoryBuffer(
+        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step),
+        trainer.batch_timeout_s,
+        failures,
+        algorithm.max_sample_batches if algorithm.filter_groups else None,
+    )
 
 
 def mask_stale(trajectory: Trajectory, is_fresh: Callable[[int], bool]) -> Trajectory:

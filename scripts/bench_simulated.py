@@ -24,14 +24,13 @@ from typing import Any
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agent_worker import AgentWorker
-from rollout.buffer import TrajectoryBuffer
+from rollout.buffer import make_buffer
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet import ReplicaFleet
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.replica import RolloutReplica
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
-from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import FloatArray, Prompt, SamplingParams
 from scripts.bench_common import ForcedLengths, LengthOf
 from scripts.supervision import until_first_ends
@@ -95,14 +94,14 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     config = Config(
         algorithm=AlgorithmConfig(group_size=job.group_size),
         rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
-        trainer=TrainerConfig(total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0),
+        trainer=TrainerConfig(
+            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=1e6
+        ),
         weight_sync=WeightSyncConfig(),
     )
     replicas = [SimulatedReplica(f"replica-{index}", job) for index in range(job.num_replicas)]
     workers = SimulatedTrainer(job.train_s)
-    window = StalenessWindow(groups_per_step=job.prompts_per_step, max_staleness=max_staleness)
-    ledger = SlotLedger(window, config.rollout.stale_policy, job.num_steps * job.prompts_per_step)
-    buffer = TrajectoryBuffer(ledger, batch_timeout_s=1e6)
+    buffer = make_buffer(config)
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
     row = EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))

@@ -14,7 +14,7 @@ from configs.deadline import within
 from configs.schema import Config, ModelKind, Staging
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
-from rollout.buffer import TrajectoryBuffer
+from rollout.buffer import make_buffer
 from rollout.engines.base import EngineSpec
 from rollout.evaluation import Evaluator, InService
 from rollout.fleet import ReplicaFleet
@@ -23,10 +23,9 @@ from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
-from rollout.rewards.budget import FailureBudget
+from rollout.rewards.budget import failure_budget
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
-from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
@@ -175,27 +174,6 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
             "continued": int(totals["continued"]),
             "max_staleness": rollout.max_staleness,
         }
-    )
-
-
-def failure_budget(config: Config) -> FailureBudget:
-    trainer = config.trainer
-    num_trajectories = trainer.total_steps * trainer.prompts_per_step * config.algorithm.group_size
-    return FailureBudget(config.rollout.max_failed_rewards, num_trajectories)
-
-
-def make_buffer(config: Config, failures: FailureBudget) -> TrajectoryBuffer:
-    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
-    window = StalenessWindow(
-        groups_per_step=trainer.prompts_per_step,
-        max_staleness=rollout.max_staleness,
-        update_interval=config.weight_sync.interval,
-    )
-    return TrajectoryBuffer(
-        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step),
-        trainer.batch_timeout_s,
-        failures,
-        algorithm.max_sample_batches if algorithm.filter_groups else None,
     )
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from configs.schema import Config
+
 
 class RewardFailuresError(RuntimeError):
     """More rewards failed than rollout.max_failed_rewards allows. The message has the first failure."""
@@ -31,3 +33,8 @@ class FailureBudget:
 
     def gauges(self) -> dict[str, float]:
         return {"rollout/failed_rewards": self.num_failed}
+
+
+def failure_budget(config: Config) -> FailureBudget:
+    num_groups = config.trainer.total_steps * config.trainer.prompts_per_step
+    return FailureBudget(config.rollout.max_failed_rewards, num_groups * config.algorithm.group_size)

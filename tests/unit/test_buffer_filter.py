@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from configs.schema import StalePolicy
-from rollout.buffer import TooFewGroupsError, TrainBatch, TrajectoryBuffer
-from rollout.rewards.budget import FailureBudget, RewardFailuresError
+from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig, WeightSyncConfig
+from rollout.buffer import TooFewGroupsError, TrainBatch, TrajectoryBuffer, make_buffer
+from rollout.rewards.budget import FailureBudget, RewardFailuresError, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import TrajectoryGroup
 from tests.fakes import make_group, make_mixed_group, make_trajectory, run_virtual, settle
 
 
-def make_buffer(
+def small_buffer(
     groups_per_step: int = 1,
     max_staleness: int = 0,
     max_sample_batches: int | None = None,
@@ -58,7 +58,7 @@ def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float |
     """Rewards that failed do not count; nor does the punishment of long responses."""
 
     async def main() -> None:
-        buffer = make_buffer(max_sample_batches=1, failures=FailureBudget(1.0, 9))
+        buffer = small_buffer(max_sample_batches=1, failures=FailureBudget(1.0, 9))
         slot = await must_claim(buffer)
         waiter = asyncio.create_task(buffer.claim())
         group = failed_group(0, *rewards)
@@ -78,7 +78,7 @@ def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float |
 
 def test_without_the_filter_groups_with_equal_rewards_are_trained() -> None:
     async def main() -> None:
-        buffer = make_buffer()
+        buffer = small_buffer()
         await buffer.put(await must_claim(buffer), make_group(0, 0, group_size=4))
         assert ordinals(await buffer.next_batch(0)) == [0]
         assert buffer.gauges()["rollout/filtered_groups"] == 0
@@ -90,7 +90,7 @@ def test_too_many_filtered_groups_in_a_row_name_the_key() -> None:
     """2 batches of 2 may be filtered, again after every batch."""
 
     async def main() -> None:
-        buffer = make_buffer(groups_per_step=2, max_staleness=3, max_sample_batches=2)
+        buffer = small_buffer(groups_per_step=2, max_staleness=3, max_sample_batches=2)
         for _ in range(2):
             for ordinal in range(4):
                 await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
@@ -110,7 +110,7 @@ def test_too_many_filtered_groups_in_a_row_name_the_key() -> None:
 
 def test_filtered_groups_are_no_error_while_a_batch_waits_for_the_trainer() -> None:
     async def main() -> None:
-        buffer = make_buffer(groups_per_step=1, max_staleness=9, max_sample_batches=1)
+        buffer = small_buffer(groups_per_step=1, max_staleness=9, max_sample_batches=1)
         await buffer.put(await must_claim(buffer), make_mixed_group(0, 0))
         for ordinal in range(1, 9):
             await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
@@ -121,11 +121,32 @@ def test_filtered_groups_are_no_error_while_a_batch_waits_for_the_trainer() -> N
 
 def test_failed_rewards_are_counted_until_there_are_too_many() -> None:
     async def main() -> None:
-        buffer = make_buffer(max_staleness=9, failures=FailureBudget(0.5, 4))
+        buffer = small_buffer(max_staleness=9, failures=FailureBudget(0.5, 4))
         await buffer.put(await must_claim(buffer), failed_group(0, None, 1, None))
         assert buffer.gauges()["rollout/failed_rewards"] == 2
         greedy = replace(make_trajectory(0), error="of the greedy one")
         with pytest.raises(RewardFailuresError, match="the first: no number"):
             await buffer.put(await must_claim(buffer), replace(failed_group(1, 1, 0), greedy=greedy))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("filter_groups", [False, True])
+def test_a_runs_buffer_is_what_the_config_says(filter_groups: bool) -> None:
+    config = Config(
+        algorithm=AlgorithmConfig(group_size=4, filter_groups=filter_groups, max_sample_batches=1),
+        rollout=RolloutConfig(max_staleness=2, max_failed_rewards=0.5, stale_policy=StalePolicy.mask),
+        trainer=TrainerConfig(total_steps=6, prompts_per_step=1),
+        weight_sync=WeightSyncConfig(interval=3),
+    )
+
+    async def main() -> None:
+        buffer = make_buffer(config, failure_budget(config))
+        ledger = buffer.ledger
+        assert (ledger.window.capacity, ledger.total_groups, ledger.policy) == (9, 6, StalePolicy.mask)
+        await buffer.put(await must_claim(buffer), failed_group(0, *[None] * 12))
+        assert buffer.gauges()["rollout/filtered_groups"] == filter_groups
+        with pytest.raises(RewardFailuresError, match="of the run's 24 trajectories"):
+            await buffer.put(await must_claim(buffer), failed_group(1, None))
 
     run_virtual(main())

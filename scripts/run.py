@@ -23,7 +23,7 @@ from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
-from rollout.rewards.budget import failure_budget
+from rollout.rewards.budget import FailureBudget, failure_budget
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import SamplingParams

@@ -26,8 +26,8 @@ def normal_gap(times: Sequence[float], undisturbed: Sequence[Interval]) -> float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseWindow:
-    """What one update adds to the gap in which it falls, as the reader of a stream sees it. The parts, in seconds, add
-    up to the whole."""
+    """What one update adds to the gap in which it falls, as the reader of a stream sees it. Stop, swap and go, in
+    seconds, add up to the whole."""
 
     stop_s: float
     """From the last token of the old weights until the swap began, in which the engine stopped."""
@@ -35,6 +35,8 @@ class PauseWindow:
     """Until workers and engine had the new version; where nothing is staged, receiving included."""
     go_s: float
     """From there to the first token of the new weights, less a normal gap."""
+    normal_s: float
+    """That gap, without which nothing can be said of a pause shorter than its ups and downs."""
 
     @property
     def seconds(self) -> float:
@@ -48,10 +50,12 @@ def pause_window(
     it, and when they had answered."""
     if not 0 < first_new < len(times):
         raise ValueError(f"first_new={first_new}: no token before or after it, there are {len(times)}")
+    normal_s = normal_gap(times, undisturbed)
     return PauseWindow(
         stop_s=swap[0] - times[first_new - 1],
         swap_s=swap[1] - swap[0],
-        go_s=times[first_new] - swap[1] - normal_gap(times, undisturbed),
+        go_s=times[first_new] - swap[1] - normal_s,
+        normal_s=normal_s,
     )
 
 
@@ -61,6 +65,7 @@ def median_window(windows: Sequence[PauseWindow]) -> PauseWindow:
         stop_s=median(window.stop_s for window in windows),
         swap_s=median(window.swap_s for window in windows),
         go_s=median(window.go_s for window in windows),
+        normal_s=median(window.normal_s for window in windows),
     )
 
 

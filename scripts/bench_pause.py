@@ -100,7 +100,7 @@ async def _measure_updates(
     return updates
 
 
-HEADER = ["arm", "pause", "from", "to", "/ floor", "stop", "swap", "go", "frozen", "stage", "publish", "update"]
+HEADER = ["arm", "pause", "from", "to", "/ floor", "stop", "swap", "go", "gap", "frozen", "stage", "publish", "update"]
 
 
 def show_pauses(millions: int, results: PauseResults) -> None:
@@ -109,7 +109,7 @@ def show_pauses(millions: int, results: PauseResults) -> None:
         windows = [window for of_repetition in results.windows[name] for window in of_repetition]
         reports = [update.report for update in results.updates[name]]
         parts, pauses = median_window(windows), [window.seconds for window in windows]
-        seconds = [parts.stop_s, parts.swap_s, parts.go_s]
+        seconds = [parts.stop_s, parts.swap_s, parts.go_s, parts.normal_s]
         seconds += [median(report.replicas[0].pause_s for report in reports)]
         seconds += [median(report.replicas[0].stage_s for report in reports)]
         seconds += [median(report.publish_s for report in reports), median(report.total_s for report in reports)]

@@ -82,7 +82,7 @@ SIZES = {
             kv_heads=4,
             head_dim=64,
             seq_tokens=448,
-            rounds=1,
+            rounds=2,
         ),
     )
 }

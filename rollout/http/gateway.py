@@ -9,12 +9,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from configs.deadline import within
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
 from rollout.http.controlled import Controlled
 from rollout.router import NoReplicaLeftError, ReplicaRouter
 
 PROXIED = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET"}
+ROUTE_TIMEOUT_S = 10.0
+"""A replica that is out of service for an update may be back within this."""
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """Below uvicorn's 5 s, so that no request is sent on a connection that the replica is closing."""
@@ -69,11 +72,10 @@ class Proxy:
             relaying.result()
 
     async def _relay(self, request: Request, body: bytes, send: Send) -> None:
-        if not self._router.healthy:
-            return await _answer(request, send, 503, "no replica is in service")
         try:
-            name = await self._router.acquire(1)
-        except NoReplicaLeftError as error:
+            async with within(ROUTE_TIMEOUT_S, "ROUTE_TIMEOUT_S", "waiting for a replica in service"):
+                name = await self._router.acquire(1)
+        except (TimeoutError, NoReplicaLeftError) as error:
             return await _answer(request, send, 503, str(error))
         try:
             await self._relay_to(name, request, body, send)

@@ -240,15 +240,18 @@ def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene
     survivor, victim = scene.replicas[1], scene.replicas[0]
 
     async def scenario() -> Any:
+        watch = asyncio.create_task(scene.fleet.watch())
         pid = await victim.actor.__ray_call__.remote(lambda _self: os.getpid())
         for process in psutil.Process(pid).children(recursive=True):
             process.send_signal(signal.SIGKILL)
         scene.version += 1
-        weights = await change_all(scene.workers, 99)
-        report = await scene.manager(replace(CONFIG.weight_sync, pause_timeout_s=15)).update_weights(scene.version)
-        return weights, report
+        report = await scene.manager(CONFIG.weight_sync).update_weights(scene.version)
+        assert not watch.done(), "one replica is enough"
+        watch.cancel()
+        return report
 
-    weights, report = scene.run(scenario())
-    assert weights and [update.name for update in report.replicas] == [survivor.name]
-    assert report.failures == 2
-    assert [status.name for status in scene.run(scene.fleet.statuses())] == [survivor.name]
+    report = scene.run(scenario())
+    assert [update.name for update in report.replicas] == [survivor.name]
+    assert report.failures >= 1
+    statuses = scene.run(scene.fleet.statuses())
+    assert [(status.name, status.global_steps) for status in statuses] == [(survivor.name, scene.version)]

@@ -23,7 +23,7 @@ from scripts.virtual_clock import run_virtual
 
 
 def window(seconds: float) -> PauseWindow:
-    return PauseWindow(stop_s=0.0, swap_s=seconds, go_s=0.0)
+    return PauseWindow(stop_s=0.0, swap_s=seconds, go_s=0.0, normal_s=1.0)
 
 
 # One token a second, an update from 3.5 to 8.2, and a token that is late because of something else.
@@ -41,7 +41,7 @@ def test_a_normal_gap_is_the_median_outside_of_updates() -> None:
 def test_the_pause_is_the_gap_around_the_new_version_less_a_normal_one() -> None:
     """Token 5, at 9.0, is the first of the new weights; the swap went from 4.5 to 7.0."""
     found = pause_window(TIMES, first_new=5, swap=(4.5, 7.0), undisturbed=CALM)
-    assert (found.stop_s, found.swap_s, found.go_s) == (0.5, 2.5, 1.0)
+    assert (found.stop_s, found.swap_s, found.go_s, found.normal_s) == (0.5, 2.5, 1.0, 1.0)
     assert found.seconds == (9.0 - 4.0) - 1.0
 
 
@@ -52,9 +52,9 @@ def test_a_pause_without_a_token_on_both_sides_is_refused(first_new: int) -> Non
 
 
 def test_windows_are_summed_up_part_by_part() -> None:
-    parts = [(0.1, 5.0, 1.0), (0.3, 4.0, 3.0), (0.2, 6.0, 2.0)]
-    windows = [PauseWindow(stop_s=stop, swap_s=swap, go_s=go) for stop, swap, go in parts]
-    assert median_window(windows) == PauseWindow(stop_s=0.2, swap_s=5.0, go_s=2.0)
+    parts = [(0.1, 5.0, 1.0, 9.0), (0.3, 4.0, 3.0, 7.0), (0.2, 6.0, 2.0, 8.0)]
+    windows = [PauseWindow(stop_s=stop, swap_s=swap, go_s=go, normal_s=normal) for stop, swap, go, normal in parts]
+    assert median_window(windows) == PauseWindow(stop_s=0.2, swap_s=5.0, go_s=2.0, normal_s=8.0)
 
 
 def test_ratios_are_of_the_same_repetition() -> None:

@@ -217,19 +217,30 @@ def test_an_answer_that_breaks_off_is_not_passed_off_as_whole() -> None:
     run_virtual(main())
 
 
-def test_without_a_replica_in_service_the_answer_comes_at_once() -> None:
+def test_without_a_replica_in_service_a_request_waits_a_while_for_one() -> None:
     async def main() -> None:
-        app, router = gateway(Upstream())
+        upstream = Upstream()
+        app, router = gateway(upstream)
         for name in URLS:
             await router.eject(name, RuntimeError("torn"))
-        client = Client(app)
-        await client.start()
-        assert (client.status, json.loads(client.body)["error"]["message"]) == (503, "no replica is in service")
+        patient = Client(app)
+        task = patient.start()
+        await asyncio.sleep(9)
+        assert upstream.requests == []
+        await router.admit("r1")
+        upstream.parts.put_nowait(None)
+        await task
+        assert (patient.status, upstream.requests[0].url.host) == (200, "replica-1")
+        await router.eject("r1", RuntimeError("torn again"))
+        waited = Client(app)
+        await waited.start()
+        assert (waited.status, asyncio.get_running_loop().time()) == (503, 19)
+        assert json.loads(waited.body)["error"]["message"].startswith("waiting for a replica in service took longer")
         for name in URLS:
             await router.remove(name, RuntimeError("died"))
-        gone = Client(app)
-        await gone.start()
-        assert gone.status == 503
+        refused = Client(app)
+        await refused.start()
+        assert (refused.status, asyncio.get_running_loop().time()) == (503, 19), "nobody will come back"
 
     run_virtual(main())
 

@@ -9,6 +9,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from configs.schema import WeightSyncConfig
+from configs.serve import ServeConfig, serve_problems
 from rollout.fleet import ReplicaFleet
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
@@ -39,14 +40,16 @@ async def replica_client(engine: ClockedEngine) -> AsyncIterator[tuple[RolloutRe
 
 
 @asynccontextmanager
-async def fleet_client(*engines: ClockedEngine) -> AsyncIterator[tuple[list[RolloutReplica], httpx.AsyncClient]]:
+async def fleet_client(
+    *engines: ClockedEngine,
+) -> AsyncIterator[tuple[list[RolloutReplica], httpx.AsyncClient, ReplicaRouter]]:
     replicas = [make_replica(engine, f"r{index}") for index, engine in enumerate(engines)]
     router = ReplicaRouter([replica.name for replica in replicas], 99)
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda _: None)
     for replica in replicas:
         await replica.tag_loaded(3)
     async with client_of(control_app(FleetControl(fleet, router), with_engine_metrics=False)) as client:
-        yield replicas, client
+        yield replicas, client, router
 
 
 def generating(replica: RolloutReplica, name: str, num_tokens: int) -> asyncio.Task[list[Completion]]:
@@ -222,7 +225,9 @@ def test_a_torn_replica_is_out_of_service_and_cannot_be_resumed() -> None:
 
 def test_the_same_routes_act_on_all_replicas() -> None:
     async def main() -> None:
-        async with fleet_client(ClockedEngine(), ClockedEngine()) as (replicas, client):
+        engines = [ClockedEngine(), ClockedEngine()]
+        events = [engine.events for engine in engines]
+        async with fleet_client(*engines) as (replicas, client, _):
             tasks = [generating(replica, replica.name, 100) for replica in replicas]
             await asyncio.sleep(1.5)
             assert (await client.post("/pause?mode=keep")).json() == {"status": "paused"}
@@ -234,6 +239,7 @@ def test_the_same_routes_act_on_all_replicas() -> None:
             await settle()
             assert [task.done() for task in tasks] == [False, True]
             assert (await client.get("/versions")).json() == {"r0": 3, "r1": 3}
+            assert [event for replica_events in events for event in replica_events] == ["freeze", "thaw"] * 2
             metrics = (await client.get("/metrics")).text
             assert 'slipstream_running_requests{replica="r0"} 1.0' in metrics
             assert 'slipstream_running_requests{replica="r1"} 0.0' in metrics
@@ -244,7 +250,7 @@ def test_the_same_routes_act_on_all_replicas() -> None:
 def test_a_replica_that_fails_is_named_and_the_others_go_on() -> None:
     async def main() -> None:
         engines = [ClockedEngine(), ClockedEngine()]
-        async with fleet_client(*engines) as (replicas, client):
+        async with fleet_client(*engines) as (replicas, client, _):
             engines[1].errors["freeze"] = RuntimeError("remote traceback\n  of many lines\nRuntimeError: no reply")
             failed = await client.post("/pause?mode=keep")
             assert failed.status_code == 500
@@ -256,7 +262,7 @@ def test_a_replica_that_fails_is_named_and_the_others_go_on() -> None:
 
 def test_a_conflict_on_the_replicas_is_a_conflict_of_the_fleet() -> None:
     async def main() -> None:
-        async with fleet_client(ClockedEngine(), ClockedEngine()) as (replicas, client):
+        async with fleet_client(ClockedEngine(), ClockedEngine()) as (replicas, client, _):
             for replica in replicas:
                 generating(replica, replica.name, 1000)
             await settle()
@@ -266,6 +272,18 @@ def test_a_conflict_on_the_replicas_is_a_conflict_of_the_fleet() -> None:
             assert (conflict.status_code, sorted(conflict.json()["replicas"])) == (409, ["r0", "r1"])
             await client.post("/resume")
             assert (await waiting).status_code == 409
+
+    run_virtual(main())
+
+
+def test_the_fleet_is_in_service_while_one_replica_is() -> None:
+    async def main() -> None:
+        async with fleet_client(ClockedEngine(), ClockedEngine()) as (_, client, router):
+            await router.eject("r0", RuntimeError("torn"))
+            assert (await client.get("/health")).status_code == 200
+            await router.eject("r1", RuntimeError("torn"))
+            answer = await client.get("/health")
+            assert (answer.status_code, answer.json()) == (503, {"error": "no replica is in service"})
 
     run_virtual(main())
 
@@ -291,3 +309,15 @@ def test_with_a_token_only_probes_are_open() -> None:
             assert replica.is_paused()
 
     run_virtual(main())
+
+
+def test_a_token_is_required_to_listen_beyond_this_machine() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert serve_problems(ServeConfig(host=host)) == [], host
+    for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
+        ((key, value, allowed),) = serve_problems(ServeConfig(host=host))
+        assert (key, value) == ("serve.token", None) and host in allowed
+        assert serve_problems(ServeConfig(host=host, token="s3cret")) == []
+    for token in ("", "  ", "sch\u00f6n", "two\nlines"):
+        ((key, value, allowed),) = serve_problems(ServeConfig(token=token))
+        assert (key, "not shown" in str(value)) == ("serve.token", True), "an error must not print it"

@@ -120,39 +120,13 @@ class CollectiveReceiver:
         entries, num_ranks = manifest["tensors"], manifest["num_ranks"]
         found: list[list[int]] = []
         with self._membership.joined(location, rank) as transfer:
-            for entry, (name, tensor) in zip(entries, _received(transfer, manifest, device), strict=True):
+            for entry, (name, tensor) in zip(entries, _Incoming(transfer, manifest, device).tensors(), strict=True):
                 found.append(bucket.checksums_of(tensor, entry, num_ranks))
                 yield name, tensor
             manifest["checksums"] = [_checksums(transfer, root, len(entries), device) for root in range(num_ranks)]
         for entry, of_tensor, expected in zip(entries, found, zip(*manifest["checksums"], strict=True), strict=True):
             if of_tensor != list(expected):
                 raise RuntimeError(f"{entry[0]} came with checksums {of_tensor}, sent were {list(expected)}")
-
-
-def _received(transfer: Transfer, manifest: Manifest, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors from all ranks' windows. While one window is read, the next one comes."""
-    strings, window = _windows(manifest)
-    schedule = rows.schedule(strings, window)
-    buffers = [_Buffers(transfer, window, device) for _ in strings]
-    coming: deque[tuple[int, torch.Tensor, Any]] = deque()
-
-    def begin_next() -> None:
-        rank, length = next(schedule, (0, 0))
-        if length:
-            place = buffers[rank].next()
-            coming.append((rank, place[:length], buffers[rank].broadcast(length, rank)))
-
-    def windows_of(rank: int) -> Iterator[torch.Tensor]:
-        while coming:
-            root, place, work = coming.popleft()
-            assert root == rank
-            transfer.wait(work)
-            begin_next()
-            yield place
-
-    begin_next()
-    of_ranks = [bucket.read(windows_of(rank), own) for rank, own in enumerate(strings)]
-    return rows.join(of_ranks, manifest["tensors"])
 
 
 class _Buffers:
@@ -179,6 +153,37 @@ class _Buffers:
     def wait(self) -> None:
         for work in self._works:
             self._transfer.wait(work)
+
+
+class _Incoming:
+    """The windows of all ranks, in the order in which they are sent. While one is read, the next one comes."""
+
+    def __init__(self, transfer: Transfer, manifest: Manifest, device: torch.device):
+        self._transfer = transfer
+        self._entries = manifest["tensors"]
+        self._strings, window = _windows(manifest)
+        self._schedule = rows.schedule(self._strings, window)
+        self._buffers = [_Buffers(transfer, window, device) for _ in self._strings]
+        self._coming: deque[tuple[int, torch.Tensor, Any]] = deque()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._begin_next()
+        of_ranks = [bucket.read(self._windows_of(rank), own) for rank, own in enumerate(self._strings)]
+        return rows.join(of_ranks, self._entries)
+
+    def _windows_of(self, rank: int) -> Iterator[torch.Tensor]:
+        while self._coming:
+            root, window, work = self._coming.popleft()
+            assert root == rank
+            self._transfer.wait(work)
+            self._begin_next()
+            yield window
+
+    def _begin_next(self) -> None:
+        rank, length = next(self._schedule, (0, 0))
+        if length:
+            window = self._buffers[rank].next()[:length]
+            self._coming.append((rank, window, self._buffers[rank].broadcast(length, rank)))
 
 
 def _checksums(transfer: Transfer, root: int, count: int, device: torch.device) -> list[int]:

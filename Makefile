@@ -29,10 +29,10 @@ serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
 	@$(PY) -m scripts.serve $(ARGS)
 
 test: $(STAMP)  ## unit and system tests
-	@$(PY) -m pytest tests/unit tests/system $(ARGS)
+	@$(PY) -m pytest tests/unit tests/system -n 2 --dist loadfile $(ARGS)
 
 unit: $(STAMP)  ## unit tests only: seconds
-	@$(PY) -m pytest tests/unit $(ARGS)
+	@$(PY) -m pytest tests/unit -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff check .

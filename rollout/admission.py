@@ -52,8 +52,10 @@ class Admission:
 
     async def enter_again(self, request_id: str, new_id: str) -> bool:
         """For a request inside that the engine gave back unstarted: before all others, under another name."""
-        width = self._widths[request_id]
-        self.leave(request_id)
+        self._submitting.discard(request_id)
+        width = self._widths.pop(request_id)
+        self._taken -= width
+        self._notify()
         if self._has_room(width):
             self._seat(new_id, width)
             return True

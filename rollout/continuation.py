@@ -8,6 +8,14 @@ import numpy as np
 from rollout.types import Completion, GenerationRequest, VersionSpan
 
 
+PART_MARK = "+part"
+
+
+def whole_id(request_id: str) -> str:
+    """Of the trajectory that a request is a part of."""
+    return request_id.partition(PART_MARK)[0]
+
+
 async def generate_through(
     request: GenerationRequest,
     generate: Callable[[GenerationRequest], Awaitable[Completion]],
@@ -30,7 +38,7 @@ async def generate_through(
         if remaining == 0:  # its last token came with the abort
             return replace(whole, finish_reason="length"), len(parts)
         part = GenerationRequest(
-            request_id=f"{request.request_id}+{len(parts)}",
+            request_id=f"{request.request_id}{PART_MARK}{len(parts)}",
             prompt_ids=(*request.prompt_ids, *whole.token_ids.tolist()),
             sampling=replace(request.sampling, max_tokens=remaining),
         )

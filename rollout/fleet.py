@@ -178,12 +178,16 @@ class ReplicaFleet:
     # -- counters ------------------------------------------------------------------------------------------------------
 
     async def totals(self) -> dict[str, float]:
-        """The replicas' counters since their start, summed; of those that are gone, what they said last. Raises
+        """The replicas' counters since their start, summed; of those that died, what they said last. Raises
         TimeoutError when one does not answer."""
         targets = self.targets
         async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' counters"):
-            answers = await asyncio.gather(*(replica.stats() for replica in targets))
-        self._last_stats |= {replica.name: stats for replica, stats in zip(targets, answers, strict=True)}
+            answers = await asyncio.gather(*(replica.stats() for replica in targets), return_exceptions=True)
+        for replica, answer in zip(targets, answers, strict=True):
+            if isinstance(answer, dict):
+                self._last_stats[replica.name] = answer
+            elif replica.name not in self._last_stats:
+                raise answer  # who died before it said anything; other deaths are `watch`'s to tell
         stats = list(self._last_stats.values())
         return {key: sum(s[key] for s in stats) for key in stats[0]}
 

@@ -75,6 +75,7 @@ class PauseControl:
         self._turn = asyncio.Lock()
         self._waiting: asyncio.Task[None] | None = None  # a pause in mode `wait`, not yet complete
         self._interrupted = False
+        self._closed = False
         self.mode: PauseMode | None = None
         self.torn = False
 
@@ -96,7 +97,7 @@ class PauseControl:
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         before = self.mode
-        await self._engine.hold()
+        await self._close()
         try:
             if mode is PauseMode.abort:
                 await self._end_running()
@@ -108,11 +109,19 @@ class PauseControl:
                 await self._freeze(clear_cache=False)
             else:
                 await self._thaw()
-            self._engine.release()
+                self._open()
             raise
-        if before is not None:
-            self._engine.release()  # one hold is enough
         self.mode = mode
+
+    async def _close(self) -> None:
+        """Stays so when the engine then cannot be thawed: the next resume or update tries again."""
+        if not self._closed:
+            await self._engine.hold()
+            self._closed = True
+
+    def _open(self) -> None:
+        self._closed = False
+        self._engine.release()
 
     async def _finish_running(self) -> None:
         """The caller sets the deadline: it is its requests that take their time."""
@@ -151,11 +160,11 @@ class PauseControl:
         async with self._turn:
             if self.torn:
                 raise PauseConflictError("the weights are torn by a failed update: a whole update must come first")
-            if self.mode is None:
+            if not self._closed:
                 return 0.0
             frozen_s = await self._thaw()
             self.mode = None
-            self._engine.release()
+            self._open()
             return frozen_s
 
     async def abort(self, request_ids: Collection[str] | None) -> list[str]:
@@ -177,7 +186,7 @@ class PauseControl:
         """
         async with self._turn:
             window = UpdateWindow(torn=self.torn)
-            await self._engine.hold()
+            await self._close()
             try:
                 if before_abort is not None:
                     before_abort(self._engine.running)
@@ -185,10 +194,7 @@ class PauseControl:
                 await self._freeze(clear_cache)
                 yield window
             finally:
-                was_torn, self.torn = self.torn, window.torn
+                self.torn = window.torn
                 if not self.paused:
                     window.frozen_s = await self._thaw()
-                if was_torn:  # the hold that the torn window left
-                    self._engine.release()
-                if not self.torn:
-                    self._engine.release()
+                    self._open()

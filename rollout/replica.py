@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.deadline import within
 from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
-from rollout.continuation import generate_through
+from rollout.continuation import generate_through, whole_id
 from rollout.engines.base import Engine, WeightTag
 from rollout.pause import PauseControl
 from rollout.types import Completion, GenerationRequest
@@ -47,6 +47,7 @@ class RolloutReplica:
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
         self._interrupted: set[str] = set()  # requests that an update aborted, and that go on after it
+        self._part_of: dict[str, str] = {}  # trajectory -> the id of the request that it is in
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
@@ -71,11 +72,12 @@ class RolloutReplica:
             self._busy_since = time.monotonic()
         self._running += 1
         try:
-            completion, parts = await generate_through(request, self._engine.generate, self._was_interrupted)
+            completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
         except BaseException:
             self._aborted += 1
             raise
         finally:
+            self._part_of.pop(request.request_id, None)
             self._running -= 1
             if self._running == 0:
                 self._busy_s += time.monotonic() - self._busy_since
@@ -86,6 +88,10 @@ class RolloutReplica:
         self._prompt_tokens += len(request.prompt_ids)
         self._cached_tokens += completion.cached_tokens
         return completion
+
+    async def _generate_part(self, part: GenerationRequest) -> Completion:
+        self._part_of[whole_id(part.request_id)] = part.request_id
+        return await self._engine.generate(part)
 
     def _was_interrupted(self, request_id: str) -> bool:
         if request_id not in self._interrupted:
@@ -103,7 +109,9 @@ class RolloutReplica:
 
     async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
         """End these requests, running, frozen or waiting, with the tokens they have; None is all of them."""
-        return await self._control.abort(request_ids)
+        if request_ids is not None:
+            request_ids = {self._part_of.get(name, name) for name in request_ids}
+        return [whole_id(name) for name in await self._control.abort(request_ids)]
 
     def is_paused(self) -> bool:
         return self._control.paused

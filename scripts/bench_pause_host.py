@@ -115,7 +115,7 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
     from weight_sync.transports import shared_memory  # noqa: PLC0415
     from weight_sync.transports.registry import make_sender  # noqa: PLC0415
 
-    size, owner = SIZES[size_millions], f"bench-{os.getpid()}"
+    size, owner = SIZES[size_millions].for_device(device), f"bench-{os.getpid()}"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="bench_weight_sync-") as folder:

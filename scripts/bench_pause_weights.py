@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from weight_sync.protocol import Manifest, combine
 from weight_sync.transports.base import Sender
 
 VOCAB_SIZE = 512
+MAX_SEQ_TOKENS = 4096
 COPY_BYTES = 512 * 2**20
 """Target of the memcpy: far larger than any cache, and less memory than another copy of the weights."""
 
@@ -34,9 +35,13 @@ class Size:
     kv_heads: int
     head_dim: int
     seq_tokens: int
-    """Prompt and response of a request at most: long enough to be in flight all the time."""
+    """Prompt and response of a request at most: enough to be in flight all the time. A GPU is faster, and has room for
+    the most."""
     rounds: int
     """Updates of each arm per repetition."""
+
+    def for_device(self, device: str) -> "Size":
+        return self if device == "cpu" else replace(self, seq_tokens=MAX_SEQ_TOKENS)
 
     def kv_bytes(self, num_seqs: int, itemsize: int) -> int:
         per_token = 2 * self.layers * self.kv_heads * self.head_dim * itemsize
@@ -54,7 +59,7 @@ SIZES = {
             heads=4,
             kv_heads=2,
             head_dim=32,
-            seq_tokens=2048,
+            seq_tokens=4096,
             rounds=5,
         ),
         Size(
@@ -65,7 +70,7 @@ SIZES = {
             heads=12,
             kv_heads=4,
             head_dim=64,
-            seq_tokens=1024,
+            seq_tokens=2048,
             rounds=2,
         ),
         Size(
@@ -111,7 +116,7 @@ def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> 
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
         head_dim=size.head_dim,
-        max_position_embeddings=max(2048, size.seq_tokens),
+        max_position_embeddings=MAX_SEQ_TOKENS,
         tie_word_embeddings=True,
         dtype=dtype,
     )

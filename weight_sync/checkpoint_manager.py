@@ -113,12 +113,13 @@ class CheckpointManager:
                 for name, error in first.failed.items():
                     await self._fleet.eject(name, error)
                 again = [target for target in self._fleet.targets if target.name in first.failed]
-                second = await self._attempt(again, version)
-                done += second.done
-                failures += len(second.failed)
-                for target in again:
-                    if target.name in second.failed:
-                        await self._give_up_unless_whole(target, second.failed[target.name])
+                second = await self._attempt(again, version) if again else None
+                if second is not None:
+                    done += second.done
+                    failures += len(second.failed)
+                    for target in again:
+                        if target.name in second.failed:
+                            await self._give_up_unless_whole(target, second.failed[target.name])
             for update in done:
                 self._held[update.name] = version
                 await self._fleet.admit(update.name)

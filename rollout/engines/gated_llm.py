@@ -36,6 +36,8 @@ class GatedLLM(AsyncLLM):
     admission: Admission
     """As many requests as the engine runs at once are inside. The others wait, where they have no salt yet."""
     global_steps: int
+    salt: str
+    """Of the live weights: version and checksum, so that other weights under the same number share nothing."""
     salt_prefix_cache: bool
     attempts: dict[str, str]
     """External request id -> its id inside, where that differs."""
@@ -48,6 +50,7 @@ class GatedLLM(AsyncLLM):
     def open_gate(self, max_num_seqs: int) -> None:
         self.admission = Admission(max_num_seqs)
         self.global_steps = -1
+        self.salt = ""
         self.salt_prefix_cache = True
         self.attempts = {}
         self.withdrawn = set()
@@ -58,7 +61,7 @@ class GatedLLM(AsyncLLM):
         try:
             if self.salt_prefix_cache:
                 own_salt = prompt.get("cache_salt") or ""  # of a client that shares its prefixes with nobody
-                prompt = {**prompt, "cache_salt": f"{self.global_steps}|{own_salt}"}
+                prompt = {**prompt, "cache_salt": f"{self.salt}|{own_salt}"}
             self.num_submitted += 1
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         finally:

@@ -53,7 +53,11 @@ class SimulatedEngine:
         self._frozen_at = 0.0
 
     async def generate(self, request: GenerationRequest) -> Completion:
+        if self._death.done():
+            raise self._death.result()
         if not await self._admission.enter(request.request_id):
+            if self._death.done():
+                raise self._death.result()
             return _completion([], "abort")
         try:
             if self._death.done():
@@ -142,6 +146,7 @@ class SimulatedEngine:
         error = EngineDiedError("the simulated engine was killed")
         if not self._death.done():
             self._death.set_result(error)
+        self._admission.turn_away(None)
         for sequence in self._running.values():
             if not sequence.done.done():
                 sequence.done.set_exception(error)

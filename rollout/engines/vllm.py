@@ -93,7 +93,7 @@ class VllmEngine:
         else:
             for request_id, count in self._counts.items():
                 self._boundaries.setdefault(request_id, [(0, self._llm.global_steps)]).append((count, global_steps))
-        self._llm.global_steps = global_steps
+        self._llm.global_steps, self._llm.salt = global_steps, f"{global_steps}-{answers[0][1]:x}"
         return [WeightTag(*answer) for answer in answers]
 
     async def tag_loaded(self, global_steps: int) -> None:

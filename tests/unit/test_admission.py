@@ -176,10 +176,7 @@ def test_emptied_waits_for_those_inside_and_not_for_those_who_wait() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(
-    "held",
-    [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason="its seat goes to the first waiter"))],
-)
+@pytest.mark.parametrize("held", [True, False])
 def test_a_request_that_was_given_back_unstarted_enters_again_before_all_others(held: bool) -> None:
     async def main() -> None:
         admission = Admission(2)

@@ -137,13 +137,15 @@ class Crowd:
         while self.hold_tasks:
             self.release(0)
             await settle()
-        while not all(task.done() for task in self.tasks.values()) or self.admission.inside:
-            await settle()
-            self.check(settled=True)
+        await settle()
+        while self.waiting or self.admission.inside:
             assert self.admission.inside, "somebody waits although nobody is inside"
+            self.check(settled=True)
             for name in self.admission.inside:
                 self.past.add(name)
                 self.admission.leave(name)
+            await settle()
+        assert all(task.done() for task in self.tasks.values())
         assert self.entered | self.past == set(self.widths)
         await self.admission.emptied()
         assert await self.admission.enter("last", self.num_seats)

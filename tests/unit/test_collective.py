@@ -102,14 +102,16 @@ def test_a_trainer_that_does_not_send_ends_the_receiving_at_the_deadline() -> No
 
 
 class Failing:
-    """A receiver that takes one tensor, and then has no room for more."""
+    """A receiver that has room for no more than one tensor of version 2."""
 
     def __init__(self) -> None:
         self._receiver = CollectiveReceiver()
 
     def tensors(self, manifest: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield next(self._receiver.tensors(manifest))
-        raise MemoryError("no room")
+        for named in self._receiver.tensors(manifest):
+            yield named
+            if manifest["global_steps"] == 2:
+                raise MemoryError("no room")
 
 
 @pytest.mark.usefixtures("local_store")
@@ -118,12 +120,12 @@ def test_one_that_fails_half_way_ends_the_transfer_for_all_at_once_and_the_next_
 ) -> None:
     trainer = fleet(num_ranks=2)
     trainer.receivers["b", 0] = Failing()
+    trainer.update(weights(1), 1, {"a": 1, "b": 1}).assert_received(weights(1))
     began = time.monotonic()
-    update = trainer.update(weights(1), 1, {"a": 1, "b": 1}, timeout_s=60.0)
+    update = trainer.update(weights(2), 2, {"a": 1, "b": 1}, timeout_s=60.0)
     assert time.monotonic() - began < 5
     assert sorted(update.errors) == 3 * ["b worker 0 stopped receiving"] + ["no room"]
-    trainer.receivers["b", 0] = CollectiveReceiver()
-    trainer.update(weights(2), 2, {"a": 1, "b": 1}).assert_received(weights(2))
+    trainer.update(weights(3), 3, {"a": 1, "b": 1}).assert_received(weights(3))
     assert len(made) == 8
     trainer.close()
 

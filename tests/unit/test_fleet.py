@@ -256,7 +256,6 @@ def test_counters_are_summed_and_go_on_counting_what_the_dead_did() -> None:
     on_fleet(test)
 
 
-@pytest.mark.xfail(strict=True, reason="whoever asks for counters just before a death is noticed gets its error")
 def test_counters_of_a_replica_whose_death_nobody_has_noticed_yet_are_what_it_said_last() -> None:
     class Gone(RolloutReplica):
         async def stats(self) -> dict[str, float]:

@@ -114,7 +114,6 @@ def test_an_engine_that_does_not_thaw_stays_paused_until_it_does(hangs: bool) ->
     controlled(test)
 
 
-@pytest.mark.xfail(strict=True, reason="the hold of the failed pause is never released, and resume sees no pause")
 def test_an_engine_that_neither_freezes_nor_thaws_can_be_opened_later() -> None:
     async def test(control: PauseControl, engine: ClockedEngine) -> None:
         engine.late_errors["freeze"] = engine.errors["thaw"] = EngineFault()
@@ -279,7 +278,6 @@ def test_torn_weights_stay_torn_when_the_next_update_cannot_even_freeze(how: str
     controlled(test)
 
 
-@pytest.mark.xfail(strict=True, reason="the hold of the window that could not thaw is never released")
 def test_an_engine_that_did_not_thaw_after_an_update_is_open_after_the_next() -> None:
     async def test(control: PauseControl, engine: ClockedEngine) -> None:
         engine.errors["thaw"] = EngineFault()

@@ -257,16 +257,7 @@ def test_a_response_that_is_cut_off_says_so() -> None:
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "paused",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(strict=True, reason="who waits at the held admission is not told of the death"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("paused", [False, True])
 def test_a_killed_engine_fails_every_request_now_and_later(paused: bool) -> None:
     async def test(engine: ClockedEngine) -> None:
         watcher = asyncio.create_task(engine.wait_dead())

@@ -120,7 +120,6 @@ def test_a_replica_that_stays_out_after_a_loss_of_the_others_ends_the_run(scene:
     assert scene.fleet.targets == [scene.a]
 
 
-@pytest.mark.xfail(strict=True, reason="it publishes once more")
 def test_with_nobody_left_to_try_again_nothing_is_published(scene: Scene) -> None:
     async def main() -> None:
         scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]

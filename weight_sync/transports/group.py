@@ -64,20 +64,18 @@ class Transfer:
 
     def meet(self, held: str) -> bool:
         """Waits for all members; whether the group `held` is what every one of them holds."""
-        keys = [f"member {rank}" for rank in range(len(self._members))]
-        mine = f"{self._nonce} {held}"
-        self._store.set(keys[self._rank], mine)
+        keys = {f"member {rank}": name for rank, name in enumerate(self._members)}
+        mine, nonce = f"{self._nonce} {held}", self._nonce.encode()
+        self._store.set(f"member {self._rank}", mine)
 
-        def late() -> list[str]:
-            nonce = self._nonce.encode()
-            return [
-                name
-                for name, key in zip(self._members, keys, strict=True)
-                if not self._store.check([key]) or not self._store.get(key).startswith(nonce)
-            ]
+        def have(keys: list[str]) -> bool:
+            return self._store.check(keys) and all(value.startswith(nonce) for value in self._store.multi_get(keys))
 
-        self._until(lambda: not late(), 0.005, lambda: f"{', '.join(late())} did not come")
-        return bool(held) and all(self._store.get(key) == mine.encode() for key in keys)
+        def problem() -> str:
+            return f"{', '.join(name for key, name in keys.items() if not have([key]))} did not come"
+
+        self._until(lambda: have(list(keys)), 0.005, problem)
+        return bool(held) and set(self._store.multi_get(list(keys))) == {mine.encode()}
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Begins to send the tensor of `root` into that of everyone else."""

@@ -1,0 +1,212 @@
+"""What staleness costs in learning, and what a correction gives back: accuracy against samples and against seconds.
+
+python -m scripts.bench_learning [--seeds 3] [--staleness 1 2 4 8] [--steps 120] [--picture scripts/assets/learning.png]
+
+The default task, seeds 0, 1, 2: synchronous (max_staleness=0), and asynchronous with each bound, with and without
+correction. Replicas stay from arm to arm; each arm starts from the seed's warm model with new train workers.
+
+- corrected: the default: the clipped ratio is against the policy that sampled each token (algorithm.proximal=rollout).
+- uncorrected: stale tokens are trained as if the present policy had sampled them (algorithm.proximal=current, no
+  importance weights): the ratio is 1, nothing is clipped.
+
+Prints a table, then one line of JSON with the mean final accuracy of each arm.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import ray
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from configs.algorithm import Correction, Proximal
+from configs.schema import Config, PauseMode
+from rollout.types import FloatArray, TrajectoryGroup
+from scripts import models
+from scripts.bench_common import show_table, write_line
+from scripts.cluster import cluster, output_to, resolve_device
+from scripts.data import load_rows
+from scripts.run import Parts, owner, start, train
+from trainer.console import PlainConsole
+from trainer.worker_group import TrainWorkerGroup
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import combine
+from weight_sync.transports.registry import make_sender, release_all
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    max_staleness: int
+    corrected: bool
+
+    @property
+    def name(self) -> str:
+        if self.max_staleness == 0:
+            return "synchronous"
+        return f"S={self.max_staleness} {'corrected' if self.corrected else 'uncorrected'}"
+
+
+@dataclass
+class Curve:
+    """One training: a `trainer.loop.Recorder` that keeps what the picture needs."""
+
+    samples: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    _num_samples: int = 0
+    _elapsed: float = 0.0
+
+    def record_step(
+        self,
+        global_steps: int,
+        metrics: dict[str, float],
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+    ) -> None:
+        self._num_samples += sum(len(group.trajectories) for group in groups)
+        self._elapsed += metrics["timing_s/step"]  # of the steps: evaluations in between are not counted
+
+    def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
+        self.samples.append(self._num_samples)
+        self.seconds.append(self._elapsed)
+        self.accuracy.append(evaluation.accuracy)
+
+    def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
+        return more
+
+
+async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
+    """New train workers on the seed's warm model; the replicas' caches of the arm before are emptied."""
+    await parts.fleet.pause(PauseMode.wait, clear_cache=True)
+    await parts.fleet.resume()
+    workers = TrainWorkerGroup(
+        config=config,
+        device="cpu",
+        make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
+        combine=combine,
+        on_start=output_to(run_dir),
+    )
+    try:
+        await workers.setup(policy_path)
+        curve = Curve()
+        manager = CheckpointManager(workers, parts.fleet, config.weight_sync)
+        await train(config, replace(parts, workers=workers, manager=manager), console, curve)  # pyright: ignore
+        return curve
+    finally:
+        workers.kill()
+
+
+async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[dict[Arm, Curve]]:
+    """Per seed, all arms one after the other, on the same replicas."""
+    results: list[dict[Arm, Curve]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        with (run_dir / "console.log").open("w") as log:
+            console = PlainConsole(base.trainer.total_steps, log)
+            async with cluster(base, resolve_device(base)):
+                try:
+                    parts = await start(base, "cpu", run_dir, load_rows(base), console)
+                    parts.workers.kill()
+                    for seed in range(num_seeds):
+                        config = replace(base, seed=seed)
+                        warm_up = ray.remote(num_cpus=1)(warm_model)
+                        policy_path = await warm_up.remote(config)
+                        results.append({})
+                        for arm in arms:
+                            curve = await train_arm(with_arm(config, arm), parts, run_dir, policy_path, console)
+                            results[-1][arm] = curve
+                            logger.info(
+                                "seed %d, %s: %.3f in %.1f s", seed, arm.name, curve.accuracy[-1], curve.seconds[-1]
+                            )
+                finally:
+                    release_all(base.weight_sync, owner(run_dir))
+    return results
+
+
+def warm_model(config: Config) -> str:
+    """The folder of the seed's warm model."""
+    return next(event for event in models.warm_tiny_model(config) if isinstance(event, str))
+
+
+def with_arm(config: Config, arm: Arm) -> Config:
+    algorithm = config.algorithm
+    if not arm.corrected:
+        algorithm = replace(algorithm, proximal=Proximal.current, correction=Correction.none)
+    rollout = replace(config.rollout, max_staleness=arm.max_staleness)
+    return replace(config, algorithm=algorithm, rollout=rollout)
+
+
+def summarize(results: Sequence[dict[Arm, Curve]]) -> dict[str, float]:
+    """Last line of the output: mean final accuracy of each arm over the seeds, and what the arms took."""
+    summary: dict[str, float] = {}
+    for arm in results[0]:
+        key = arm.name.replace(" ", "_").replace("=", "")
+        summary[f"accuracy_{key}"] = round(mean(curves[arm].accuracy[-1] for curves in results), 4)
+        summary[f"seconds_{key}"] = round(mean(curves[arm].seconds[-1] for curves in results), 1)
+    return summary
+
+
+def show(results: Sequence[dict[Arm, Curve]]) -> None:
+    header = ["arm", *(f"seed {seed}" for seed in range(len(results))), "mean", "seconds"]
+    rows = []
+    for arm in results[0]:
+        final = [curves[arm].accuracy[-1] for curves in results]
+        seconds = mean(curves[arm].seconds[-1] for curves in results)
+        rows.append([arm.name, *(f"{value:.3f}" for value in final), f"{mean(final):.3f}", f"{seconds:.1f}"])
+    show_table("held-out accuracy at the end", header, rows)
+
+
+def draw(results: Sequence[dict[Arm, Curve]], path: Path) -> None:
+    """Mean accuracy over the seeds, against samples and against seconds of training."""
+    figure = Figure(figsize=(11, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    for arm in results[0]:
+        curves = [of_seed[arm] for of_seed in results]
+        accuracy = [mean(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
+        style = {"linestyle": "-" if arm.corrected else ":", "marker": ".", "label": arm.name}
+        axes[0].plot(curves[0].samples, accuracy, **style)
+        seconds = [mean(values) for values in zip(*(curve.seconds for curve in curves), strict=True)]
+        axes[1].plot(seconds, accuracy, **style)
+    axes[0].set(xlabel="trajectories trained", ylabel="held-out accuracy")
+    axes[1].set(xlabel="seconds of training")
+    axes[1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--eval-every", type=int, default=20)
+    parser.add_argument("--picture", type=Path, default=None)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    base = Config()
+    trainer = replace(base.trainer, total_steps=options.steps, eval_every=options.eval_every)
+    base = replace(base, trainer=trainer)
+    arms = [Arm(0, True)]
+    arms += [Arm(bound, corrected) for bound in options.staleness for corrected in (True, False)]
+    results = asyncio.run(train_all(base, arms, options.seeds))
+    show(results)
+    if options.picture is not None:
+        draw(results, options.picture)
+    write_line(json.dumps(summarize(results)))
+
+
+if __name__ == "__main__":
+    main()

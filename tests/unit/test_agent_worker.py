@@ -271,6 +271,15 @@ def test_a_reward_that_tells_no_accuracy_is_the_accuracy() -> None:
     assert (sample.accuracy, sample.answer) == (3.0, None)
 
 
+def test_a_reward_that_failed_is_neither_right_nor_a_vote() -> None:
+    async def reward(prompt: Prompt, text: str) -> RewardResult:
+        return RewardResult(reward=0.0, accuracy=1.0, answer=text, error="gone")
+
+    part = run_virtual(make_worker(reward, r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
+    [[sample]] = part.samples
+    assert (sample.accuracy, sample.answer, part.errors) == (0.0, None, ("gone",))
+
+
 def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:
     replica = FakeReplica("a", "b")
     run_virtual(make_worker(r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 2))

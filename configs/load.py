@@ -37,6 +37,14 @@ def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> C
     return config
 
 
+def without_token(composed: DictConfig) -> DictConfig:
+    """For files: serve.token is shown to nobody who may read them."""
+    shown = composed.copy()
+    if shown.serve.token is not None:
+        OmegaConf.update(shown, "serve.token", "(not shown)")
+    return shown
+
+
 def key_docs() -> dict[str, tuple[str, str]]:
     """Every key of the schema by its dotted name: its default, as YAML, and its documentation."""
     defaults = OmegaConf.structured(Config)

@@ -35,7 +35,7 @@ def main() -> None:
 def _hydra_main(composed: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir).resolve()
     try:
-        sys.exit(launch(load(composed), run_dir))
+        sys.exit(launch(load(composed, needed_files=()), run_dir))
     except ConfigError as error:
         sys.exit(f"config error: {error}")
 

@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from configs.load import check_overrides, load, register
+from configs.load import check_overrides, load, register, without_token
 from configs.schema import Config
 from configs.validate import ConfigError
 
@@ -53,7 +53,7 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     if config.dry_run:
         sys.stdout.write(describe(config, device, run_dir) + "\n")
         return 0
-    OmegaConf.save(composed, run_dir / "config.yaml", resolve=True)
+    OmegaConf.save(without_token(composed), run_dir / "config.yaml", resolve=True)
     _point_latest_at(run_dir)
     return _run(config, device, run_dir)
 
@@ -70,7 +70,7 @@ def _run(config: Config, device: str, run_dir: Path) -> int:
     tracker = Tracker(
         [
             JsonlSink(run_dir / METRICS_FILE),
-            WandbSink(run_dir, wandb.mode.value, wandb.project, wandb.name, asdict(config, dict_factory=_plain)),
+            WandbSink(run_dir, wandb.mode.value, wandb.project, wandb.name, _plain(config)),
         ]
     )
     recorder = RunRecorder(run_dir, tracker, console)
@@ -123,8 +123,11 @@ def _point_latest_at(run_dir: Path) -> None:
     aside.replace(run_dir.parent / "latest")
 
 
-def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value.value if isinstance(value, Enum) else value for key, value in items}
+def _plain(config: Config) -> dict[str, Any]:
+    """For the dashboard: names for enums, and no serve.token."""
+    plain = asdict(config, dict_factory=lambda items: {k: v.value if isinstance(v, Enum) else v for k, v in items})
+    del plain["serve"]["token"]
+    return plain
 
 
 if __name__ == "__main__":

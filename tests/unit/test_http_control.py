@@ -9,10 +9,8 @@ import pytest
 from starlette.types import ASGIApp
 
 from configs.schema import WeightSyncConfig
-from configs.serve import ServeConfig, serve_problems
 from rollout.fleet import ReplicaFleet
-from rollout.http.auth import RequireToken
-from rollout.http.control import OPEN_PATHS, control_app
+from rollout.http.control import control_app
 from rollout.http.controlled import FleetControl, ReplicaControl
 from rollout.replica import RolloutReplica
 from rollout.request_names import client_names, response_name
@@ -286,38 +284,3 @@ def test_the_fleet_is_in_service_while_one_replica_is() -> None:
             assert (answer.status_code, answer.json()) == (503, {"error": "no replica is in service"})
 
     run_virtual(main())
-
-
-# -- who may -----------------------------------------------------------------------------------------------------------
-
-
-def test_with_a_token_only_probes_are_open() -> None:
-    async def main() -> None:
-        replica = make_replica(ClockedEngine())
-        app = RequireToken(control_app(ReplicaControl(replica), False), "s3cret", OPEN_PATHS)
-        calls = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/v1/pause")]
-        calls += [("POST", "/v1/resume"), ("GET", "/v1/is_paused"), ("POST", "/v1/abort_requests"), ("GET", "/docs")]
-        async with client_of(app) as client:
-            for method, path in calls:
-                for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
-                    refused = await client.request(method, path, headers=given)
-                    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer"), path
-            assert not replica.is_paused()
-            for path in OPEN_PATHS:
-                assert (await client.get(path)).status_code == 200, path
-            await client.post("/pause", headers={"authorization": "Bearer s3cret"})
-            assert replica.is_paused()
-
-    run_virtual(main())
-
-
-def test_a_token_is_required_to_listen_beyond_this_machine() -> None:
-    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-        assert serve_problems(ServeConfig(host=host)) == [], host
-    for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
-        ((key, value, allowed),) = serve_problems(ServeConfig(host=host))
-        assert (key, value) == ("serve.token", None) and host in allowed
-        assert serve_problems(ServeConfig(host=host, token="s3cret")) == []
-    for token in ("", "  ", "sch\u00f6n", "two\nlines"):
-        ((key, value, allowed),) = serve_problems(ServeConfig(token=token))
-        assert (key, "not shown" in str(value)) == ("serve.token", True), "an error must not print it"

@@ -6,9 +6,9 @@ publishes from a thread here. The arms of a size share one engine and take turns
 
 - `pause`: the pause window as a client sees it that reads one of the requests token by token: from the last token of
   the old weights to the first of the new ones (the tokens' versions say which), less the median gap of the same stream
-  outside of updates. `stop`, `swap` and `go` are its parts, `gap` the normal one; `frozen`, `stage`, `publish` and `update` are
-  seconds as the replica and the checkpoint manager report them. The floor is one memcpy of the weights' bytes, by one
-  thread into memory that has been touched, while the engine is idle (on a GPU, from pinned memory to it).
+  outside of updates. `stop`, `swap` and `go` are its parts, `gap` is the normal one; `frozen`, `stage`, `publish` and
+  `update` are what replica and checkpoint manager report. All in milliseconds. The floor is one memcpy of the weights'
+  bytes, by one thread into memory that has been touched, while the engine is idle (on a GPU, from pinned memory to it).
   What is inside the pause, besides the engine's stop and go:
     staged, any transport      a copy of the staged weights over the live ones; all else comes before
     inside, shared_memory      reading the file that was written before it: checksums and the model's loading code

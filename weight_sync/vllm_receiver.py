@@ -59,6 +59,7 @@ class WeightReceiver:
         if self.receiver_staging is not None and self.receiver_staging.thread.is_alive():
             busy = self.receiver_staging.manifest["global_steps"]
             raise RuntimeError(f"cannot stage version {manifest['global_steps']}: still receiving version {busy}")
+        self._receiver_refuse_transformed()
         if self.receiver_shadow is None:
             self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
         self.receiver_staging = Staging(
@@ -89,6 +90,7 @@ class WeightReceiver:
 
     def receiver_load(self, manifest: dict[str, Any]) -> tuple[int, int]:
         """While paused, and without staging memory: from the transport straight into the live parameters."""
+        self._receiver_refuse_transformed()
         self.receiver_tag = (-1, 0)
         manifest = self._receiver_locate(manifest)
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
@@ -108,6 +110,13 @@ class WeightReceiver:
             torch.cuda.synchronize()
         self.receiver_tag = (global_steps, checksum)
         return self.receiver_tag
+
+    def _receiver_refuse_transformed(self) -> None:
+        """Some models keep their weights in another form than they are loaded in: copies of those would be wrong."""
+        model = self.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue]
+        if model.quantization is not None or model.use_mla:
+            what = "multi-head latent attention" if model.use_mla else f"quantization={model.quantization}"
+            raise RuntimeError(f"weights of a model with {what} cannot be updated: it transforms them after loading")
 
     def _receiver_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]

@@ -159,6 +159,12 @@ class RolloutConfig:
     verify_processes: int = 2
     """reward=math_verify: processes per agent worker that compare answers. Waiting for one is within
     reward_timeout_s."""
+    max_group_retries: int = 1
+    """How often a group is tried again whose agent loop raised, or took longer than group_timeout_s."""
+    max_failed_groups: float = 0.01
+    """Share of the run's groups that may fail for good: other prompts take their places. One more ends the run."""
+    progress_interval_s: float = 1.0
+    """Seconds between two reports of what the trajectories under way have so far: the most that a loss costs."""
     agent_loop: str = "single_turn"
     """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
     num_agent_workers: int = 1

@@ -9,6 +9,7 @@ import numpy as np
 from configs.schema import Config
 from rollout.agent_loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, group_sampling
 from rollout.data.encoding import encode
+from rollout.progress import FIRST, Attempt, going_on
 from rollout.prompts import EncodedRow, Row
 from rollout.rewards.base import Reward, RewardResult
 from rollout.rewards.overlong import overlong_penalty
@@ -61,19 +62,24 @@ class AgentWorker:
         return encode(self._tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
     ) -> TrajectoryGroup:
-        """All trajectories of the prompt, on one replica, with their rewards; for remax a greedy one besides."""
+        """All trajectories of the prompt, on one replica, with their rewards; for remax a greedy one besides.
+
+        An agent loop runs from its beginning, also where the attempt has something to go on from: what it asks is then
+        answered with what was sampled before. An environment gets back into its state by hearing the same again; where
+        it answers otherwise, the trajectory goes on anew from there.
+        """
         sampling = self._with_stop(sampling)
         tasks = [
-            EpisodeTask(name=f"{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
+            EpisodeTask(name=attempt.episode_name(prompt.ordinal, index), prompt=prompt, index=index, sampling=params)
             for index, params in enumerate(group_sampling(sampling, group_size, prompt.ordinal))
         ]
         if self._config.algorithm.advantage == "remax":
             greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
-            name = f"{prompt.ordinal}-greedy"
+            name = attempt.episode_name(prompt.ordinal, "greedy")
             tasks.append(EpisodeTask(name=name, prompt=prompt, index=group_size, sampling=greedy))
-        scored = await self._run(tasks, replica)
+        scored = await self._run(tasks, going_on(attempt.so_far, self._replicas[replica]))
         trajectories = tuple(_trajectory(prompt, some, replica) for some in scored)
         return TrajectoryGroup(
             prompt=prompt,
@@ -91,7 +97,7 @@ class AgentWorker:
             for prompt in prompts
             for index, params in enumerate(group_sampling(sampling, num_samples, prompt.ordinal))
         ]
-        scored = await self._run(tasks, replica)
+        scored = await self._run(tasks, self._replicas[replica])
         samples = [_evaluated(some) for some in scored]
         return EvaluationPart(
             samples=tuple(tuple(samples[start : start + num_samples]) for start in range(0, len(samples), num_samples)),
@@ -99,9 +105,9 @@ class AgentWorker:
             errors=tuple(some.result.error for some in scored if some.result.error is not None),
         )
 
-    async def _run(self, tasks: Sequence[EpisodeTask], replica: str) -> list[_Scored]:
+    async def _run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[_Scored]:
         """Episodes with their rewards, in order: the environment's where it gives one, else the reward function's."""
-        episodes = await self._loop.run(tasks, self._replicas[replica])
+        episodes = await self._loop.run(tasks, generate)
         texts = [self._decode(episode.response_ids) for episode in episodes]
         to_score = [index for index, episode in enumerate(episodes) if episode.result is None]
         results = await score(

@@ -1,5 +1,6 @@
 """Agent workers in Ray actors, taken in turn."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from configs.schema import Config
 from rollout.agent_loop import AgentLoop, GenerateGroup, load_agent_loop
 from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.engines.base import EngineDiedError
+from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
 from rollout.rewards.registry import load_reward
@@ -50,9 +52,18 @@ class AgentWorkerActor(AgentWorker):
 
 async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
     try:
-        return await actor.generate_group.remote(requests)
+        return await cancelled_with_us(actor.generate_group.remote(requests))
     except (RayActorError, EngineDiedError) as error:
         raise ReplicaLostError(f"{name} died while it generated: {error}") from error
+
+
+async def cancelled_with_us(call: Any) -> Any:
+    """Whoever gives up waiting for an actor's answer ends the work on it too."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        ray.cancel(call)
+        raise
 
 
 class AgentWorkerGroup:
@@ -92,9 +103,10 @@ class AgentWorkerGroup:
         return await self.actors[0].encode.remote(list(rows), template, chat_template, max_tokens)
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
     ) -> TrajectoryGroup:
-        return await next(self._turns).run_group.remote(prompt, replica, sampling, group_size)
+        call = next(self._turns).run_group.remote(prompt, replica, sampling, group_size, attempt)
+        return await cancelled_with_us(call)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from configs.schema import Config, StalePolicy
-from rollout.rewards.budget import FailureBudget
+from rollout.rewards.budget import FailureBudget, GroupBudget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import Trajectory, TrajectoryGroup
 
@@ -37,13 +37,16 @@ class TrajectoryBuffer:
         batch_timeout_s: float,
         failures: FailureBudget | None = None,
         max_sample_batches: int | None = None,
+        group_failures: GroupBudget | None = None,
     ):
         """`failures`: how many rewards may fail; by default none. `max_sample_batches`: filter out groups whose rewards
-        are all equal, at most so many batches of them in a row (algorithm.max_sample_batches); None keeps them."""
+        are all equal, at most so many batches of them in a row (algorithm.max_sample_batches); None keeps them.
+        `group_failures`: shown among the gauges."""
         self.ledger = ledger
         self._batch_timeout_s = batch_timeout_s
         self._failures = failures or FailureBudget()
         self._max_sample_batches = max_sample_batches
+        self._group_failures = group_failures or GroupBudget()
         self._groups: dict[int, TrajectoryGroup] = {}
         self._changed = asyncio.Condition()
         self._closed: BaseException | bool = False
@@ -121,6 +124,7 @@ class TrajectoryBuffer:
             "rollout/filtered_groups": self.ledger.num_filtered,
             "staleness/dropped_groups": self.ledger.num_dropped,
             **self._failures.gauges(),
+            **self._group_failures.gauges(),
         }
 
     def _raise_if_failed(self) -> None:
@@ -159,7 +163,9 @@ class TrajectoryBuffer:
         return TrainBatch(groups=tuple(fresh_groups), masked_tokens=masked_tokens)
 
 
-def make_buffer(config: Config, failures: FailureBudget | None = None) -> TrajectoryBuffer:
+def make_buffer(
+    config: Config, failures: FailureBudget | None = None, group_failures: GroupBudget | None = None
+) -> TrajectoryBuffer:
     """For a whole run."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
@@ -172,6 +178,7 @@ def make_buffer(config: Config, failures: FailureBudget | None = None) -> Trajec
         trainer.batch_timeout_s,
         failures,
         algorithm.max_sample_batches if algorithm.filter_groups else None,
+        group_failures,
     )
 
 

@@ -84,6 +84,11 @@ class PauseControl:
         """No token moves, until a client resumes or an update is whole."""
         return self.mode is not None or self.torn
 
+    @property
+    def closed(self) -> bool:
+        """No new request gets in: paused, or in the midst of an update."""
+        return self._closed
+
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
         """Returns when it is complete. When it fails or is cancelled, the engine is as it was before."""
         if self._waiting is not None and mode is PauseMode.keep:

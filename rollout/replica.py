@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
 from rollout.continuation import generate_through, whole_id
 from rollout.engines.base import Engine, WeightTag
 from rollout.pause import PauseControl
+from rollout.progress import ProgressReport, Told
 from rollout.types import Completion, GenerationRequest
 
 
@@ -47,7 +48,7 @@ class RolloutReplica:
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
         self._interrupted: set[str] = set()  # requests that an update aborted, and that go on after it
-        self._part_of: dict[str, str] = {}  # trajectory -> the id of the request that it is in
+        self._told = Told()
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
@@ -71,27 +72,30 @@ class RolloutReplica:
         if self._running == 0:
             self._busy_since = time.monotonic()
         self._running += 1
+        self._told.begin(request)
+        completion = None
         try:
             completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
         except BaseException:
             self._aborted += 1
             raise
         finally:
-            self._part_of.pop(request.request_id, None)
+            self._told.end(request.request_id, completion)
             self._running -= 1
             if self._running == 0:
                 self._busy_s += time.monotonic() - self._busy_since
-        self._continued += parts - 1
+        self._continued += max(0, parts - 1)
         self._finished += 1
         self._aborted += completion.finish_reason == "abort"
-        self._tokens += len(completion.token_ids)
         self._prompt_tokens += len(request.prompt_ids)
         self._cached_tokens += completion.cached_tokens
         return completion
 
-    async def _generate_part(self, part: GenerationRequest) -> Completion:
-        self._part_of[whole_id(part.request_id)] = part.request_id
-        return await self._engine.generate(part)
+    async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
+        self._told.go_on(whole_id(part.request_id), part.request_id, before)
+        completion = await self._engine.generate(part)
+        self._tokens += len(completion.token_ids)
+        return completion
 
     def _was_interrupted(self, request_id: str) -> bool:
         if request_id not in self._interrupted:
@@ -110,7 +114,7 @@ class RolloutReplica:
     async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
         """End these requests, running, frozen or waiting, with the tokens they have; None is all of them."""
         if request_ids is not None:
-            request_ids = {self._part_of.get(name, name) for name in request_ids}
+            request_ids = {self._told.part_of(name) for name in request_ids}
         return [whole_id(name) for name in await self._control.abort(request_ids)]
 
     def is_paused(self) -> bool:
@@ -178,6 +182,17 @@ class RolloutReplica:
 
     async def wait_dead(self) -> BaseException:
         return await self._engine.wait_dead()
+
+    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
+        """`known`: request -> how many of its tokens the caller has been told."""
+        pieces = self._engine.partials(self._told.known_parts(known))
+        gauges = self._engine.gauges()
+        return ProgressReport(
+            tokens=self._tokens + int(gauges["running_tokens"]),
+            running=int(gauges["running_requests"]),
+            paused=self._control.closed,
+            partials=self._told.partials(known, pieces),
+        )
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start. `busy_s`: seconds with at least one request."""

@@ -1,27 +1,44 @@
 """The producing loop: prompts in, trajectory groups out, as fast as slots and replicas allow."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from configs.deadline import within
 from rollout.buffer import TrajectoryBuffer
+from rollout.progress import Attempt, Progress, SoFar
 from rollout.prompts import PromptStream
+from rollout.rewards.budget import GroupBudget
 from rollout.router import ReplicaLostError, ReplicaRouter
 from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 
 class GroupRunner(Protocol):
     """Runs the agent loop of a whole group on one replica, and its rewards, away from the driver."""
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup: ...
 
 
+@dataclass(slots=True, kw_only=True)
+class GroupUnderWay:
+    """A prompt that has been dispatched, and whose group has not come yet."""
+
+    slot: Slot
+    prompt: Prompt
+    attempt: Attempt = field(default_factory=Attempt)
+    failures: int = 0
+
+
 class Rollouter:
-    """Every prompt that is dispatched becomes exactly one group in the buffer, or the run ends with the error."""
+    """Every prompt that is dispatched becomes exactly one group in the buffer, or is counted as failed, or the run ends
+    with the error. What was sampled before a replica was lost, or the run ended, is never sampled again."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -34,8 +51,13 @@ class Rollouter:
         group_size: int,
         group_timeout_s: float,
         on_lost: Callable[[str, BaseException], Awaitable[None]],
+        progress: Progress | None = None,
+        failures: GroupBudget | None = None,
+        resumed: Sequence[GroupUnderWay] = (),
     ):
-        """`on_lost`: told of every replica that was lost with a group; raises when too few are left."""
+        """`on_lost`: told of every replica that was lost with a group; raises when too few are left. `progress`: filled
+        by whoever asks the replicas. `failures`: by default none may fail. `resumed`: what an earlier run had under way;
+        their slots are held."""
         self._stream = stream
         self._buffer = buffer
         self._router = router
@@ -44,12 +66,22 @@ class Rollouter:
         self._group_size = group_size
         self._group_timeout_s = group_timeout_s
         self._on_lost = on_lost
+        self._progress = progress or Progress()
+        self._failures = failures or GroupBudget()
+        self.under_way: dict[int, GroupUnderWay] = {group.prompt.ordinal: group for group in resumed}
+        """By ordinal."""
         self.trajectories_started = 0
-        self.restarted_groups = 0
+        self.moved_trajectories = 0
+        """Went on elsewhere from the tokens they had."""
+        self.restarted_trajectories = 0
+        """Were lost before anybody knew a token of theirs."""
 
     async def run(self) -> None:
         """Consumes free slots and room on replicas, produces groups, ends when the buffer needs no more."""
         async with asyncio.TaskGroup() as groups:
+            for group in list(self.under_way.values()):
+                replica = await self._router.acquire(self._group_size)
+                groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
                 replica = await self._router.acquire(self._group_size)
@@ -64,22 +96,50 @@ class Rollouter:
                 if replica not in self._router.healthy:  # ejected by the update that freed the slot
                     await self._router.release(replica, self._group_size)
                     replica = await self._router.acquire(self._group_size)
-                prompt = self._stream.next()
+                group = GroupUnderWay(slot=slot, prompt=self._stream.next())
+                self.under_way[group.prompt.ordinal] = group
                 self.trajectories_started += self._group_size
-                groups.create_task(self._produce(slot, prompt, replica), name=f"prompt-{prompt.ordinal}")
+                groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
 
-    async def _produce(self, slot: Slot, prompt: Prompt, replica: str) -> None:
-        """A group whose replica is lost starts again on another one, under the same slot: its staleness stays bound."""
+    async def _produce(self, group: GroupUnderWay, replica: str) -> None:
+        """A group that is lost or fails is tried again under the same slot, so that its staleness stays bound."""
+        ordinal = group.prompt.ordinal
         while True:
-            what = f"prompt {prompt.ordinal} on {replica}"
             try:
-                async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
-                    group = await self._runner.run_group(prompt, replica, self._sampling, self._group_size)
-                break
+                finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
                 await self._on_lost(replica, error)
-            finally:
-                await self._router.release(replica, self._group_size)
-            self.restarted_groups += 1
+                so_far = self._progress.so_far(ordinal)
+                self._count_lost(so_far)
+            except Exception as error:
+                group.failures += 1
+                logger.warning("prompt %d failed on %s (%d)", ordinal, replica, group.failures, exc_info=error)
+                if self._failures.gives_up(ordinal, group.failures, error):
+                    await self._buffer.fail(group.slot)
+                    return self._forget(ordinal)
+                so_far = self._progress.so_far(ordinal)
+            else:
+                await self._buffer.put(group.slot, finished)
+                return self._forget(ordinal)
+            group.attempt = Attempt(number=group.attempt.number + 1, so_far=so_far)
             replica = await self._router.acquire(self._group_size)
-        await self._buffer.put(slot, group)
+
+    async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
+        prompt = group.prompt
+        self._progress.begin(prompt.ordinal, group.attempt, replica)
+        try:
+            what = f"prompt {prompt.ordinal} on {replica}"
+            async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
+                return await self._runner.run_group(prompt, replica, self._sampling, self._group_size, group.attempt)
+        finally:
+            await self._router.release(replica, self._group_size)
+
+    def _forget(self, ordinal: int) -> None:
+        """Nothing can come in between since the buffer took it, so a checkpoint finds it in one of the two places."""
+        del self.under_way[ordinal]
+        self._progress.end(ordinal)
+
+    def _count_lost(self, so_far: dict[str, SoFar]) -> None:
+        known = {name.partition("-")[0] for name, known in so_far.items() if len(known.completion.token_ids)}
+        self.moved_trajectories += len(known)
+        self.restarted_trajectories += max(0, self._group_size - len(known))

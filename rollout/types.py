@@ -48,15 +48,6 @@ class SamplingParams:
     """Makes one request's sampling repeatable, whatever runs beside it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One trajectory's request to a replica: token ids in, token ids out."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Tokens [start, end) of a completion were sampled by the weights tagged `global_steps`.
@@ -81,6 +72,17 @@ class Completion:
     """"stop" (end-of-sequence), "length" (max_tokens) or "abort"."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One trajectory's request to a replica: token ids in, token ids out."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    so_far: Completion | None = None
+    """What was sampled already, elsewhere: the replica goes on from there, and answers with the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

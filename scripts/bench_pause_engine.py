@@ -63,6 +63,6 @@ class StreamedTrajectory:
 
     async def run(self) -> Completion:
         completion, _ = await generate_through(
-            self._request, lambda part: self._engine.stream(part, self.times), self._replica._was_interrupted
+            self._request, lambda part, _: self._engine.stream(part, self.times), self._replica._was_interrupted
         )
         return completion

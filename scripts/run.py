@@ -21,9 +21,10 @@ from rollout.fleet import ReplicaFleet
 from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
+from rollout.progress import Progress
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
-from rollout.rewards.budget import FailureBudget, failure_budget
+from rollout.rewards.budget import FailureBudget, failure_budget, group_budget
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import SamplingParams
@@ -134,7 +135,8 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
     """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
     rollout, trainer, algorithm, fleet = config.rollout, config.trainer, config.algorithm, parts.fleet
     failures = failure_budget(config)
-    buffer = make_buffer(config, failures)
+    group_failures = group_budget(config)
+    buffer = make_buffer(config, failures, group_failures)
     rollouter = Rollouter(
         stream=PromptStream(parts.train_rows, config.seed),
         buffer=buffer,
@@ -144,6 +146,8 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         group_size=algorithm.group_size,
         group_timeout_s=rollout.group_timeout_s,
         on_lost=fleet.lose,
+        progress=Progress(),
+        failures=group_failures,
     )
     evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures)
     loop = TrainLoop(
@@ -170,7 +174,9 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
             "engine_requests": int(totals["engine_requests"]) - evaluator.num_requests,
             "aborted": int(totals["aborted"]),
             "restarted": int(totals["engine_requests"] - totals["trajectories"] - totals["continued"])
-            + rollouter.restarted_groups * algorithm.group_size,
+            + rollouter.restarted_trajectories,
+            "moved": rollouter.moved_trajectories,
+            "failed_groups": len(group_failures.failed),
             "continued": int(totals["continued"]),
             "max_staleness": rollout.max_staleness,
         }

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from configs.schema import WeightSyncConfig
 from rollout.engines.base import WeightTag
 from rollout.engines.simulated import SimulatedEngine
+from rollout.progress import Attempt
 from rollout.replica import RolloutReplica
 from rollout.router import ReplicaLostError
 from rollout.types import (
@@ -71,6 +72,21 @@ def make_mixed_group(ordinal: int, *versions: int) -> TrajectoryGroup:
     return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(wrong, replace(wrong, reward=1.0)))
 
 
+def make_completion(
+    tokens: Sequence[int], versions: Sequence[int], finish_reason: str, cached_tokens: int = 0
+) -> Completion:
+    """Logprobs are a tenth of the token, below zero."""
+    starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
+    spans = [VersionSpan(a, b, versions[a]) for a, b in zip(starts, [*starts[1:], len(versions)], strict=False)]
+    return Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32) / 10,
+        spans=tuple(spans),
+        finish_reason=finish_reason,
+        cached_tokens=cached_tokens,
+    )
+
+
 # -- around the rollouter ----------------------------------------------------------------------------------------------
 
 
@@ -102,14 +118,17 @@ class FakeRunner:
         self._is_flat = is_flat
         self.live = 0
         self.events: list[tuple[str, int, str]] = []
+        self.attempts: list[Attempt] = []
+        self.errors_once: dict[int, BaseException] = {}
         self._seconds = seconds
         self._errors = errors or {}
         self._deaths = deaths or {}
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         ordinal, first = prompt.ordinal, self.live
+        self.attempts.append(attempt)
         self.events.append(("start", ordinal, replica))
         seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
         try:
@@ -121,6 +140,8 @@ class FakeRunner:
             self.events.append(("lost", ordinal, replica))
             raise ReplicaLostError(f"{replica} died while it generated")
         self.events.append(("end", ordinal, replica))
+        if ordinal in self.errors_once:
+            raise self.errors_once.pop(ordinal)
         if ordinal in self._errors:
             raise self._errors[ordinal]
         if self._is_flat(ordinal):

@@ -1,5 +1,6 @@
 """What a rollout engine is. `vllm.py` has the real one, `simulated.py` one with a clock and no model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,6 +55,11 @@ class Engine(Pausable, Protocol):
         """
         ...
 
+    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        """What these requests, where they run, have sampled after their first `known[request_id]` tokens; finish_reason
+        is "". Those that have nothing new may be left out."""
+        ...
+
     async def stage(self, manifest: dict[str, Any]) -> None:
         """Take the published weights into staging memory, while generating. Raises when they are not what was sent."""
         ...
@@ -81,7 +87,7 @@ class Engine(Pausable, Protocol):
 
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests`: how many requests the engine was given, any given twice counted twice;
-        `running_requests` and `waiting_requests` now."""
+        `running_requests`, `running_tokens` that they have sampled so far, and `waiting_requests` now."""
         ...
 
     def shutdown(self) -> None: ...

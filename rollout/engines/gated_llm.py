@@ -135,11 +135,13 @@ class GatedLLM(AsyncLLM):
 
     def output_counts(self) -> dict[str, int]:
         """Tokens sampled so far by each running request. Exact only while frozen."""
-        return {
-            state.external_req_id: state.detokenizer.num_output_tokens()
-            for state in self.output_processor.request_states.values()
-            if state.detokenizer is not None
-        }
+        return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
+
+    def running_states(self) -> dict[str, Any]:
+        """vLLM's record of every running request, by the name that its client knows."""
+        names = {inside: name for name, inside in self.attempts.items()}
+        states: dict[str | None, Any] = {s.external_req_id: s for s in self.output_processor.request_states.values()}
+        return {names.get(inside, inside): state for inside, state in states.items() if inside is not None}
 
     async def _finish_prefills(self) -> None:
         deadline = time.monotonic() + PREFILL_GRACE_S

@@ -4,7 +4,7 @@ Every running request gains one token per step. The token's id is the version th
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,10 @@ class SimulatedEngine:
         self._may_step.set()
         return asyncio.get_running_loop().time() - self._frozen_at
 
+    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        running = [name for name in known if name in self._running]
+        return {name: _completion(self._running[name].tokens[known[name] :], "") for name in running}
+
     async def stage(self, manifest: dict[str, Any]) -> None:
         self._staged = manifest
 
@@ -157,6 +161,7 @@ class SimulatedEngine:
             "engine_requests": self._num_submitted,
             "prefilled_tokens": self._num_prefilled,
             "running_requests": len(self._admission.inside),
+            "running_tokens": sum(len(sequence.tokens) for sequence in self._running.values()),
             "waiting_requests": len(self._admission.waiting),
         }
 

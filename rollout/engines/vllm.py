@@ -1,7 +1,7 @@
 """The vLLM engine: the `Engine` protocol over GatedLLM. With `gated_llm.py` the only user of vLLM's Python API."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout.continuation import spans_after
 from rollout.engines.base import EngineDiedError, EngineSpec, WeightTag
 from rollout.engines.gated_llm import HAS_NATIVE_VERSIONS, GatedLLM
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
@@ -73,6 +74,10 @@ class VllmEngine:
     async def thaw(self) -> float:
         return await self._llm.thaw()
 
+    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        states = self._llm.running_states()
+        return {name: self._piece(states[name], name, start) for name, start in known.items() if name in states}
+
     async def stage(self, manifest: dict[str, Any]) -> None:
         await self._llm.on_every_worker("receiver_stage", manifest, self._staging_on_device)
         wait_s = FIRST_STAGE_WAIT_S
@@ -118,6 +123,7 @@ class VllmEngine:
         return {
             "engine_requests": self._llm.num_submitted,
             "running_requests": len(admission.inside),
+            "running_tokens": sum(self._llm.output_counts().values()),
             "waiting_requests": len(admission.waiting),
         }
 
@@ -136,19 +142,36 @@ class VllmEngine:
         token_ids = np.asarray(sampled.token_ids, np.int32)
         assert sampled.finish_reason is not None
         assert isinstance(sampled.logprobs, FlatLogprobs) and len(sampled.logprobs.logprobs) == len(token_ids)
-        if self._native_versions:
-            spans = [VersionSpan(s.start, s.end, int(s.version)) for s in sampled.weight_versions or []]
-        else:
-            starts = boundaries or [(0, self._llm.global_steps)]
-            ends = [start for start, _ in starts[1:]] + [len(token_ids)]
-            spans = [VersionSpan(start, end, version) for (start, version), end in zip(starts, ends, strict=True)]
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray(sampled.logprobs.logprobs, np.float32),
-            spans=tuple(span for span in spans if span.end > span.start),
+            spans=self._spans(sampled.weight_versions, boundaries, len(token_ids)),
             finish_reason=sampled.finish_reason,
             cached_tokens=output.num_cached_tokens or 0,
         )
+
+    def _piece(self, state: Any, name: str, start: int) -> Completion:
+        """`state`: vLLM's of a running request. Tokens, logprobs and labels change together, between two awaits."""
+        token_ids = np.asarray(state.detokenizer.output_token_ids[start:], np.int32)
+        end = start + len(token_ids)
+        labels = state._weight_version_spans() if self._native_versions else None
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.asarray(state.logprobs_processor.logprobs.logprobs[start:end], np.float32),
+            spans=spans_after(self._spans(labels, self._boundaries.get(name, []), end), start),
+            finish_reason="",
+            cached_tokens=state.num_cached_tokens,
+        )
+
+    def _spans(self, labels: Any, boundaries: list[tuple[int, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
+        """From the engine core's labels, or, where it has none, from the counts at each update."""
+        if self._native_versions:
+            spans = [VersionSpan(s.start, s.end, int(s.version)) for s in labels or []]
+        else:
+            starts = boundaries or [(0, self._llm.global_steps)]
+            ends = [start for start, _ in starts[1:]] + [num_tokens]
+            spans = [VersionSpan(start, end, version) for (start, version), end in zip(starts, ends, strict=True)]
+        return tuple(span for span in spans if span.end > span.start)
 
 
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:

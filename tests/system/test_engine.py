@@ -70,6 +70,16 @@ def run(host: EngineHost, coroutine: Coroutine[Any, Any, Any]) -> Any:
     return host.runner.run(within_deadline())
 
 
+def assert_tokens_equal_tags(completion: Completion) -> None:
+    if len(completion.token_ids) == 0:
+        assert completion.spans == ()
+        return
+    assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
+    assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
+    for span in completion.spans:
+        assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
+
+
 @pytest.mark.parametrize("native", [True, False], ids=["labels-of-the-core", "counts-behind-the-barrier"])
 def test_every_token_equals_its_tag(host: EngineHost, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Version v always emits token 40 + v, so the tokens themselves say which weights sampled them."""
@@ -102,19 +112,28 @@ def test_every_token_equals_its_tag(host: EngineHost, native: bool, monkeypatch:
                 await asyncio.sleep(0.005)
                 time.sleep(0.03)
 
+        async def ask() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                pieces = host.engine.partials(dict.fromkeys(host.engine.running, 3))  # as if 3 of each were known
+                for piece in pieces.values():
+                    assert_tokens_equal_tags(piece)
+                partials.append(pieces)
+
+        partials: list[dict[str, Completion]] = []
+        asker = asyncio.create_task(ask())
         blocker = asyncio.create_task(block_the_loop())
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(index)) for index in range(5 * MAX_NUM_SEQS)]
             group.create_task(updates())
         blocker.cancel()
+        assert not asker.done() and sum(map(len, partials)) > MAX_NUM_SEQS
+        asker.cancel()
         return [task.result() for task in tasks]
 
     completions = run(host, scenario())
     for completion in completions:
-        assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
-        assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
-        for span in completion.spans:
-            assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
+        assert_tokens_equal_tags(completion)
     assert max(len(completion.spans) for completion in completions) >= 3
     assert sum(len(completion.spans) > 1 for completion in completions) >= MAX_NUM_SEQS
 

@@ -1,7 +1,6 @@
 """One trajectory out of several requests is the trajectory that one request would have given."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,29 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import PauseMode
-from rollout.continuation import generate_through, join
+from rollout.agent_loop import seeded
+from rollout.continuation import generate_through, join, tail
 from rollout.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
-from tests.fakes import ClockedEngine, now, run_virtual, start_group, update
+from tests.fakes import ClockedEngine, make_completion, now, run_virtual, start_group, update
 from tests.unit.test_commit import assert_serves, on_replica
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=10, stop_token_ids=(3,), seed=11)
 REQUEST = GenerationRequest(request_id="x", prompt_ids=(1, 2), sampling=SAMPLING)
 
 
-def make_completion(
-    tokens: Sequence[int], versions: Sequence[int], finish_reason: str, cached_tokens: int = 0
-) -> Completion:
-    """Logprobs are a tenth of the token, below zero."""
-    starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
-    spans = [VersionSpan(a, b, versions[a]) for a, b in zip(starts, [*starts[1:], len(versions)], strict=False)]
-    return Completion(
-        token_ids=np.array(tokens, np.int32),
-        logprobs=-np.array(tokens, np.float32) / 10,
-        spans=tuple(spans),
-        finish_reason=finish_reason,
-        cached_tokens=cached_tokens,
-    )
+def sampling_after(num_tokens: int) -> SamplingParams:
+    """A part draws other random numbers than the one before it."""
+    if num_tokens == 0:
+        return SAMPLING
+    return replace(seeded(SAMPLING, num_tokens), max_tokens=SAMPLING.max_tokens - num_tokens)
 
 
 class Engine:
@@ -41,7 +33,7 @@ class Engine:
         self.requests: list[GenerationRequest] = []
         self._completions = iter(completions)
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest, before: Completion | None) -> Completion:
         self.requests.append(request)
         return next(self._completions)
 
@@ -63,10 +55,8 @@ def test_a_trajectory_of_three_parts_by_hand() -> None:
     assert (completion.finish_reason, completion.cached_tokens) == ("stop", 2)
     assert engine.requests == [
         REQUEST,
-        GenerationRequest(request_id="x+part1", prompt_ids=(1, 2, 4, 5), sampling=replace(SAMPLING, max_tokens=8)),
-        GenerationRequest(
-            request_id="x+part2", prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=replace(SAMPLING, max_tokens=5)
-        ),
+        GenerationRequest(request_id="x+part1", prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2)),
+        GenerationRequest(request_id="x+part2", prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5)),
     ]
 
 
@@ -93,7 +83,7 @@ def test_however_it_is_cut_it_is_the_same_trajectory(versions: list[int], cuts: 
     assert (completion.spans, completion.finish_reason) == (whole.spans, finish_reason)
     for request, (start, _) in zip(engine.requests, pieces, strict=True):
         assert request.prompt_ids == (1, 2, *tokens[:start])
-        assert request.sampling == replace(SAMPLING, max_tokens=10 - start)
+        assert request.sampling == sampling_after(start)
     assert len({request.request_id for request in engine.requests}) == parts
 
 
@@ -207,3 +197,36 @@ def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id() ->
         assert (await group)[0].finish_reason == "abort"
 
     on_replica(test, pause_mode=PauseMode.abort)
+
+
+# -- from what was sampled elsewhere -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), max_size=10).map(sorted), st.data())
+def test_head_and_tail_make_the_whole(versions: list[int], data: st.DataObject) -> None:
+    tokens = list(range(20, 20 + len(versions)))
+    whole, start = make_completion(tokens, versions, "stop"), data.draw(st.integers(0, len(tokens)))
+    rest = tail(whole, start)
+    assert rest.token_ids.tolist() == tokens[start:]
+    assert rest.spans == make_completion(tokens[start:], versions[start:], "stop").spans
+    again = join([make_completion(tokens[:start], versions[:start], ""), rest])
+    assert again.token_ids.tolist() == tokens and again.logprobs.tolist() == whole.logprobs.tolist()
+    assert (again.spans, again.finish_reason) == (whole.spans, "stop")
+
+
+def test_a_request_goes_on_from_what_was_sampled_elsewhere() -> None:
+    engine = Engine(make_completion([6], [8], "abort"), make_completion([7], [9], "stop"))
+    request = replace(REQUEST, so_far=make_completion([4, 5], [7, 7], "", cached_tokens=2))
+    completion, sent = run_virtual(generate_through(request, engine.generate, lambda name: True))
+    assert completion.token_ids.tolist() == [4, 5, 6, 7] and sent == 2
+    assert completion.spans == (VersionSpan(0, 2, 7), VersionSpan(2, 3, 8), VersionSpan(3, 4, 9))
+    assert (completion.finish_reason, completion.cached_tokens) == ("stop", 2)
+    assert [sent.request_id for sent in engine.requests] == ["x", "x+part1"]
+    assert [sent.prompt_ids for sent in engine.requests] == [(1, 2, 4, 5), (1, 2, 4, 5, 6)]
+    assert [sent.sampling for sent in engine.requests] == [sampling_after(2), sampling_after(3)]
+
+
+def test_what_had_its_last_token_when_it_was_lost_is_not_sent_again() -> None:
+    request = replace(REQUEST, so_far=make_completion(range(10), [7] * 10, ""))
+    completion, sent = run_virtual(generate_through(request, Engine().generate, lambda name: True))
+    assert (len(completion.token_ids), completion.finish_reason, sent) == (10, "length", 0)

@@ -72,6 +72,19 @@ class TrajectoryBuffer:
                 self._groups[slot.slot_id] = group
             self._changed.notify_all()
 
+    @property
+    def ready(self) -> tuple[TrajectoryGroup, ...]:
+        """Groups that wait for the trainer, in the order in which they came."""
+        return tuple(self._groups[slot_id] for slot_id in self.ledger.ready_slots)
+
+    def adopt(self, group: TrajectoryGroup) -> bool:
+        """Before the run: a group that was ready in another run. False where it is too stale to be trained here."""
+        slot = self.ledger.adopt(group.min_version)
+        if slot is not None:
+            self.ledger.finish(slot, group.min_version)
+            self._groups[slot.slot_id] = group
+        return slot is not None
+
     async def fail(self, slot: Slot) -> None:
         """Give the slot back: its group will never come."""
         async with self._changed:
@@ -164,9 +177,12 @@ class TrajectoryBuffer:
 
 
 def make_buffer(
-    config: Config, failures: FailureBudget | None = None, group_failures: GroupBudget | None = None
+    config: Config,
+    failures: FailureBudget | None = None,
+    group_failures: GroupBudget | None = None,
+    global_steps: int = 0,
 ) -> TrajectoryBuffer:
-    """For a whole run."""
+    """For a whole run, or what is left of one after `global_steps`."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
         groups_per_step=trainer.prompts_per_step,
@@ -174,7 +190,7 @@ def make_buffer(
         update_interval=config.weight_sync.interval,
     )
     return TrajectoryBuffer(
-        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step),
+        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step, global_steps),
         trainer.batch_timeout_s,
         failures,
         algorithm.max_sample_batches if algorithm.filter_groups else None,

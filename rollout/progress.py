@@ -208,8 +208,9 @@ class Progress:
             del self._ordinals[group.attempt]
 
     def so_far(self, ordinal: int) -> dict[str, SoFar]:
-        """Of a group under way, by the name of the request within it."""
-        return {name: record.joined() for name, record in self._groups[ordinal].records.items()}
+        """By the name of the request within the group; nothing of a group that has not begun."""
+        records = self._groups[ordinal].records if ordinal in self._groups else {}
+        return {name: record.joined() for name, record in records.items()}
 
     def known(self, replica: str) -> dict[str, int]:
         """Request on this replica -> how many of its tokens are here."""

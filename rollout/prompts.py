@@ -1,6 +1,7 @@
 """The prompt stream: every prompt of an epoch once, reshuffled every epoch, resumable at any ordinal."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,29 +37,42 @@ class EncodedRow:
 
 
 class PromptStream:
-    """An endless stream. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so an ordinal is all its state.
+    """An endless stream. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so ordinals are all its state.
 
     Example: with 3 rows, ordinals 0-2 are one permutation of them, 3-5 another.
     """
 
-    def __init__(self, rows: Sequence[EncodedRow], seed: int, ordinal: int = 0):
-        """`ordinal`: where to go on from. Raises ValueError when there are no rows."""
+    def __init__(self, rows: Sequence[EncodedRow], seed: int, ordinal: int = 0, returned: Iterable[int] = ()):
+        """`ordinal`: where to go on from. `returned`: ordinals before it that come first, because what became of them
+        was given up. Raises ValueError when there are no rows."""
         if not rows:
             raise ValueError("a prompt stream needs at least one row")
         self._rows = rows
         self._seed = seed
         self.ordinal = ordinal
+        self.returned = sorted(returned)
         self._epoch = -1
         self._order: IntArray = np.empty(0, np.int32)
 
     def next(self) -> Prompt:
-        epoch, place = divmod(self.ordinal, len(self._rows))
+        if self.returned:
+            return self.at(self.returned.pop(0))
+        self.ordinal += 1
+        return self.at(self.ordinal - 1)
+
+    def at(self, ordinal: int) -> Prompt:
+        epoch, place = divmod(ordinal, len(self._rows))
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).astype(np.int32)
-        prompt = as_prompt(self._rows[self._order[place]], self.ordinal)
-        self.ordinal += 1
-        return prompt
+        return as_prompt(self._rows[self._order[place]], ordinal)
+
+    def checksum(self) -> int:
+        """Of everything that says which prompt an ordinal is: the seed, and the rows in their order."""
+        crc = zlib.crc32(f"{self._seed}/{len(self._rows)}".encode())
+        for row in self._rows:
+            crc = zlib.crc32(f"{row.text}\0{row.row.ground_truth}\0".encode(), crc)
+        return crc
 
 
 def as_prompt(encoded: EncodedRow, ordinal: int) -> Prompt:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,11 +53,9 @@ class Rollouter:
         on_lost: Callable[[str, BaseException], Awaitable[None]],
         progress: Progress | None = None,
         failures: GroupBudget | None = None,
-        resumed: Sequence[GroupUnderWay] = (),
     ):
         """`on_lost`: told of every replica that was lost with a group; raises when too few are left. `progress`: filled
-        by whoever asks the replicas. `failures`: by default none may fail. `resumed`: what an earlier run had under way;
-        their slots are held."""
+        by whoever asks the replicas. `failures`: by default none is allowed."""
         self._stream = stream
         self._buffer = buffer
         self._router = router
@@ -68,13 +66,11 @@ class Rollouter:
         self._on_lost = on_lost
         self._progress = progress or Progress()
         self._failures = failures or GroupBudget()
-        self.under_way: dict[int, GroupUnderWay] = {group.prompt.ordinal: group for group in resumed}
-        """By ordinal."""
-        self.trajectories_started = 0
-        self.moved_trajectories = 0
-        """Went on elsewhere from the tokens they had."""
-        self.restarted_trajectories = 0
-        """Were lost before anybody knew a token of theirs."""
+        self.under_way: dict[int, GroupUnderWay] = {}
+        """By ordinal. What is in here when the run starts, of another run, is dispatched first."""
+        self.counters = {"trajectories_started": 0, "moved": 0, "restarted": 0}
+        """Trajectories: those that went on elsewhere from the tokens they had are `moved`; `restarted` are those that
+        were lost before anybody knew a token of theirs."""
 
     async def run(self) -> None:
         """Consumes free slots and room on replicas, produces groups, ends when the buffer needs no more."""
@@ -98,7 +94,7 @@ class Rollouter:
                     replica = await self._router.acquire(self._group_size)
                 group = GroupUnderWay(slot=slot, prompt=self._stream.next())
                 self.under_way[group.prompt.ordinal] = group
-                self.trajectories_started += self._group_size
+                self.counters["trajectories_started"] += self._group_size
                 groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
 
     async def _produce(self, group: GroupUnderWay, replica: str) -> None:
@@ -141,5 +137,5 @@ class Rollouter:
 
     def _count_lost(self, so_far: dict[str, SoFar]) -> None:
         known = {name.partition("-")[0] for name, known in so_far.items() if len(known.completion.token_ids)}
-        self.moved_trajectories += len(known)
-        self.restarted_trajectories += max(0, self._group_size - len(known))
+        self.counters["moved"] += len(known)
+        self.counters["restarted"] += max(0, self._group_size - len(known))

@@ -61,13 +61,13 @@ class SlotLedger:
 
     def __init__(self, window: StalenessWindow, policy: StalePolicy, total_groups: int, global_steps: int = 0):
         """`total_groups` is how many groups the run trains in all; no more than that are ever claimed and kept. What
-        fails, is dropped or is filtered out is claimed besides."""
+        fails, is dropped or is filtered out is claimed besides. `global_steps`: steps that were taken already."""
         self.window = window
         self.policy = policy
         self.live_version = global_steps
         self.total_groups = total_groups
         self.num_claimed = 0
-        self.num_selected = 0
+        self.num_selected = global_steps * window.groups_per_step
         self.num_dropped = 0
         self.num_failed = 0
         self.num_filtered = 0
@@ -83,6 +83,11 @@ class SlotLedger:
     @property
     def num_ready(self) -> int:
         return len(self._ready)
+
+    @property
+    def ready_slots(self) -> list[int]:
+        """In the order of becoming ready."""
+        return list(self._ready)
 
     @property
     def num_free(self) -> int:
@@ -103,6 +108,21 @@ class SlotLedger:
         slot = Slot(self.num_claimed, self.live_version)
         self.num_claimed += 1
         self._in_flight[slot.slot_id] = slot
+        return slot
+
+    def adopt(self, version: int) -> Slot | None:
+        """A slot for a group that another run left, under way or ready, whose oldest token may be of `version`. None
+        where it does not fit: under `wait`, when not every group could be trained by its last step."""
+        slot = Slot(self.num_claimed, version)
+        self._in_flight[slot.slot_id] = slot
+        step, fits = self.live_version, self.num_free >= 0
+        if self.policy is StalePolicy.wait:
+            is_due = self.window.last_step(version) >= step
+            fits = fits and is_due and max(self._overdue(step)) <= self.window.groups_per_step
+        if not fits:
+            del self._in_flight[slot.slot_id]
+            return None
+        self.num_claimed += 1
         return slot
 
     def finish(self, slot: Slot, min_version: int) -> None:

@@ -169,13 +169,13 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
     totals = await fleet.totals()
     return recorder.write_summary(
         {
-            "trajectories_started": rollouter.trajectories_started,
+            "trajectories_started": rollouter.counters["trajectories_started"],
             "evaluation_requests": evaluator.num_requests,
             "engine_requests": int(totals["engine_requests"]) - evaluator.num_requests,
             "aborted": int(totals["aborted"]),
             "restarted": int(totals["engine_requests"] - totals["trajectories"] - totals["continued"])
-            + rollouter.restarted_trajectories,
-            "moved": rollouter.moved_trajectories,
+            + rollouter.counters["restarted"],
+            "moved": rollouter.counters["moved"],
             "failed_groups": len(group_failures.failed),
             "continued": int(totals["continued"]),
             "max_staleness": rollout.max_staleness,

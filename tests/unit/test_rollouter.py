@@ -101,8 +101,8 @@ def test_every_prompt_is_dispatched_and_trained_once_whatever_dies(
     started, lost, ended = setup.ordinals("start"), setup.ordinals("lost"), setup.ordinals("end")
     assert list(dict.fromkeys(started)) == everything, "in the order of the stream, and no prompt more than it trains"
     assert sorted(ended) == everything and sorted(started) == sorted(everything + lost)
-    assert setup.rollouter.restarted_trajectories == GROUP_SIZE * len(lost)
-    assert setup.rollouter.trajectories_started == GROUP_SIZE * len(everything)
+    assert setup.rollouter.counters["restarted"] == GROUP_SIZE * len(lost)
+    assert setup.rollouter.counters["trajectories_started"] == GROUP_SIZE * len(everything)
     assert setup.reserved == 0
     assert {told[0] for told in setup.told} == {name for event, _, name in setup.runner.events if event == "lost"}
 

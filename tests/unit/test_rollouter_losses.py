@@ -31,8 +31,8 @@ def test_a_group_whose_replica_is_lost_runs_again_elsewhere_under_the_same_slot(
             ("end", 0, "b"),
         ]
         assert asyncio.get_running_loop().time() == 8
-        assert setup.rollouter.restarted_trajectories == GROUP_SIZE
-        assert setup.rollouter.trajectories_started == 2 * GROUP_SIZE
+        assert setup.rollouter.counters["restarted"] == GROUP_SIZE
+        assert setup.rollouter.counters["trajectories_started"] == 2 * GROUP_SIZE
         assert setup.told == ["a is given up: a died while it generated"]
         await setup.buffer.advance(1)
         await run
@@ -69,8 +69,8 @@ def test_a_group_goes_on_elsewhere_from_what_its_replica_told() -> None:
         first, _, second = setup.runner.attempts
         assert (first.number, first.so_far, second.number) == (0, {}, 1)
         assert {name: so_far.completion for name, so_far in second.so_far.items()} == {"1": had}
-        assert setup.rollouter.moved_trajectories == 1
-        assert setup.rollouter.restarted_trajectories == GROUP_SIZE - 1
+        assert setup.rollouter.counters["moved"] == 1
+        assert setup.rollouter.counters["restarted"] == GROUP_SIZE - 1
         await setup.buffer.advance(1)
         await run
         assert setup.progress.known("a") == setup.progress.known("b") == {} and not setup.rollouter.under_way
@@ -88,7 +88,9 @@ def test_a_group_that_fails_is_tried_again_under_the_same_slot() -> None:
     async def main() -> None:
         _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
         assert sorted(trained) == [0, 1] and setup.reserved == 0
-        assert setup.ordinals("start") == [0, 1, 1] and setup.rollouter.trajectories_started == 2 * GROUP_SIZE
+        assert (
+            setup.ordinals("start") == [0, 1, 1] and setup.rollouter.counters["trajectories_started"] == 2 * GROUP_SIZE
+        )
         assert setup.buffer.ledger.num_failed == 0 and setup.runner.attempts[-1].number == 1
 
     run_virtual(main())

@@ -38,7 +38,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, batch_size: int, max_staleness: int, interval: int, num_steps: int, start: int) -> None:
         self.window = StalenessWindow(groups_per_step=batch_size, max_staleness=max_staleness, update_interval=interval)
         self.step = start * interval
-        self.total = num_steps * interval * batch_size
+        self.total = (start + num_steps) * interval * batch_size
         self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
         self.versions = [self.step]  # on the replicas, of which the ledger may not know the newest yet
         self.in_flight: list[Slot] = []
@@ -107,6 +107,22 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.advance(self.versions[-1]) == len(gone)
         for slot_id in gone:
             del self.trained[slot_id]
+
+    @precondition(lambda self: self.step == self.versions[-1])
+    @rule()
+    def resume(self) -> None:
+        """The run ends right after an update, and another goes on with all it had: everything fits."""
+        self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
+        versions, self.ready, self.trained = list(self.ready.values()), {}, {}
+        for version in versions:
+            slot = self.ledger.adopt(version)
+            assert slot is not None
+            self.ledger.finish(slot, version)
+            self.ready[slot.slot_id] = version
+        adopted = [self.ledger.adopt(slot.claimed_version) for slot in self.in_flight]
+        assert None not in adopted
+        self.in_flight = [slot for slot in adopted if slot is not None]
+        self.num_dropped = self.num_filtered = self.num_filtered_since_batch = 0
 
     def drop(self) -> None:
         expired = [i for i, v in self.ready.items() if self.window.staleness(v, self.step) > self.window.max_staleness]

@@ -1,6 +1,7 @@
 """What one rank must keep to go on training, on disk by torch.distributed.checkpoint (DCP): sharded, written beside the
 training, readable by any number of ranks."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 POLICY = "policy"
 CRITIC = "critic"
@@ -49,7 +52,7 @@ class StateWriter:
         # The thread's messages must not mix with those of training. A new group each time: one that failed is no use.
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         state = _state(trained, global_steps) | {"rng": {str(dist.get_rank()): _random_state()}}
-        writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
+        writing = async_save(state, checkpoint_id=folder, process_group=self._group)
         assert isinstance(writing, Future)
         self._writing = writing
 
@@ -71,12 +74,12 @@ def load(folder: Path, trained: Mapping[str, Trained]) -> int:
     another model, or has not all that is needed.
     """
     rank = str(dist.get_rank())
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     random_state = _random_state()
     kept = {rank: {name: value for name, value in random_state.items() if f"rng.{rank}.{name}" in saved}}
-    state = _state(trained, 0) | {"rng": kept}
+    state: dict[str, Any] = _state(trained, 0) | {"rng": kept}
     try:
-        dcp.load(state, checkpoint_id=folder)
+        dcp_load(state, checkpoint_id=folder)
     except (CheckpointException, ValueError) as error:
         raise RuntimeError(f"{folder} cannot be loaded into these train workers: {error}") from None
     for name, part in trained.items():
@@ -93,13 +96,13 @@ def load(folder: Path, trained: Mapping[str, Trained]) -> int:
 def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The whole policy by Hugging Face names, in this process: no process group is needed."""
     prefix = f"{POLICY}.{WEIGHTS}."
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp_load(state, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(prefix).removeprefix("causal_lm."): tensor for name, tensor in state.items()}
 
 
@@ -110,10 +113,8 @@ def model_files(model_path: str) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.from_pretrained(model_path).save_pretrained(folder)
         AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)
-        try:
+        with contextlib.suppress(OSError):  # not every model has one
             GenerationConfig.from_pretrained(model_path).save_pretrained(folder)
-        except OSError:
-            pass  # not every model has one
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
         return {os.path.relpath(path, folder): path.read_bytes() for path in files}
 

@@ -1,14 +1,15 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts. The keys of data, algorithm and HTTP server are
-in data.py, algorithm.py and serve.py.
+that are out of range or contradict one another, before anything starts. Some sections are in files of their
+own: algorithm.py, checkpoint.py, data.py and serve.py.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from configs.algorithm import AlgorithmConfig, CriticConfig
+from configs.checkpoint import CheckpointConfig
 from configs.data import DataConfig
 from configs.serve import ServeConfig
 
@@ -217,6 +218,8 @@ class TrainerConfig:
     """Deadline of the wait for a batch."""
     step_timeout_s: float = 1800.0
     """Deadline of one optimizer step on the workers."""
+    max_restarts: int = 3
+    """How often the train workers may start again from the newest checkpoint after one died or hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +289,8 @@ class Config:
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False
     """One line per step, also on a terminal."""
+    resume: str = "never"
+    """Go on from a checkpoint: never, auto (the newest good one of the run folder), or the path of one."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -294,6 +299,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     ray: RayConfig = field(default_factory=RayConfig)

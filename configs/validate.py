@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.algorithm_problems import Problem, algorithm_problems
+from configs.checkpoint import checkpoint_problems
 from configs.data_source import parse_sources
 from configs.dotted import dotted_problems
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
@@ -32,6 +33,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
         *_data_problems(config, needed_files),
         *([] if config.dry_run else missing_data(config, needed_files)),
         *serve_problems(config.serve),
+        *checkpoint_problems(config.checkpoint, config.weight_sync.interval),
         *_reward_problems(config),
         *dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
         *algorithm_problems(config),
@@ -106,6 +108,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.eval_every": (0, None),
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
+    "trainer.max_restarts": (0, None),
     "evaluation.samples": (1, None),
     "evaluation.temperature": (0, None),
     "evaluation.top_p": (1e-6, 1),
@@ -115,6 +118,10 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "weight_sync.stage_timeout_s": (0.1, None),
     "weight_sync.pause_timeout_s": (0.1, None),
     "weight_sync.swap_timeout_s": (0.1, None),
+    "checkpoint.every": (0, None),
+    "checkpoint.keep_last": (1, None),
+    "checkpoint.keep_every": (1, None),
+    "checkpoint.timeout_s": (1, None),
     "serve.port": (0, 65535),
     "ray.start_timeout_s": (1, None),
 }

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,18 +29,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from configs.algorithm import Correction, Proximal
+from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, PauseMode
 from rollout.types import FloatArray, TrajectoryGroup
 from scripts import models
 from scripts.bench_common import show_table, write_line
-from scripts.cluster import cluster, output_to, resolve_device
+from scripts.cluster import cluster, resolve_device
 from scripts.data import load_rows
 from scripts.run import Parts, owner, start, train
+from scripts.workers import make_workers
 from trainer.console import PlainConsole
-from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import combine
-from weight_sync.transports.registry import make_sender, release_all
+from weight_sync.transports.registry import release_all
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +82,9 @@ class Curve:
         self.seconds.append(self._elapsed)
         self.accuracy.append(evaluation.accuracy)
 
+    def snapshot(self) -> bytes:
+        return b""
+
     def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         return more
 
@@ -91,13 +93,7 @@ async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: st
     """New train workers on the seed's warm model; the replicas' caches of the arm before are emptied."""
     await parts.fleet.pause(PauseMode.wait, clear_cache=True)
     await parts.fleet.resume()
-    workers = TrainWorkerGroup(
-        config=config,
-        device="cpu",
-        make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
-        combine=combine,
-        on_start=output_to(run_dir),
-    )
+    workers = make_workers(config, "cpu", run_dir, parts.store, console)
     try:
         await workers.setup(policy_path)
         curve = Curve()
@@ -198,7 +194,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     base = Config()
     trainer = replace(base.trainer, total_steps=options.steps, eval_every=options.eval_every)
-    base = replace(base, trainer=trainer)
+    base = replace(base, trainer=trainer, checkpoint=CheckpointConfig(every=0))
     arms = [Arm(0, True)]
     arms += [Arm(bound, corrected) for bound in options.staleness for corrected in (True, False)]
     results = asyncio.run(train_all(base, arms, options.seeds))

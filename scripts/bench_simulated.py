@@ -131,6 +131,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         held_out=nothing,
         fleet=nothing,
         recorder=nothing,
+        checkpointer=NoCheckpoints(),
     )
     await manager.update_weights(0)
     started, busy_before = clock(), [replica.busy_s for replica in replicas]
@@ -221,6 +222,9 @@ class SimulatedTrainer:
         await asyncio.sleep(self._train_s)
         return {"perf/trainer_busy_s": Max(self._train_s)}
 
+    def gauges(self) -> dict[str, float]:
+        return {}
+
     async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
         return {"global_steps": global_steps, "nbytes": 0, "checksum": 0}
 
@@ -252,3 +256,18 @@ class Nothing:
     def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None: ...
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
+
+    def snapshot(self) -> bytes:
+        return b""
+
+
+class NoCheckpoints:
+    def is_due(self, global_steps: int) -> bool:
+        return False
+
+    async def stage(self, global_steps: int) -> None: ...
+
+    def commit(self, files: dict[str, bytes]) -> None: ...
+
+    def gauges(self) -> dict[str, float]:
+        return {}

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
@@ -46,6 +47,7 @@ def vllm_config(num_steps: int) -> Config:
         model=ModelConfig(warmup_steps=0),
         data=DataConfig(num_train=512, num_val=1),
         rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward="scripts.bench_common:coin_reward"),
+        checkpoint=CheckpointConfig(every=0),
         trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.padded),
     )
 

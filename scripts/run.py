@@ -1,10 +1,8 @@
 """One run: starts what it needs in the order that overlaps the most, trains, and ends everything."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,14 @@ from scripts import models
 from scripts.cluster import cluster, output_to
 from scripts.data import encode_rows, load_rows
 from scripts.supervision import until_first_ends
+from scripts.workers import make_checkpointer, make_workers, owner
+from trainer.checkpoint_store import CheckpointStore
 from trainer.console import Console
 from trainer.loop import TrainLoop
 from trainer.recorder import RunRecorder
-from trainer.worker_group import TrainWorkerGroup
+from trainer.recovering_workers import RecoveringUpdater, RecoveringWorkers
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import combine
-from weight_sync.transports.registry import make_sender, release_all
+from weight_sync.transports.registry import release_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,8 @@ class Parts:
     router: ReplicaRouter
     fleet: ReplicaFleet
     agents: AgentWorkerGroup
-    workers: TrainWorkerGroup
+    workers: RecoveringWorkers
+    store: CheckpointStore
     train_rows: list[EncodedRow]
     val_rows: list[EncodedRow]
     manager: CheckpointManager
@@ -98,13 +98,8 @@ async def start(
         on_start=on_start,
         agent_loop=agent_loop,
     )
-    workers = TrainWorkerGroup(
-        config=config,
-        device=device,
-        make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
-        combine=combine,
-        on_start=on_start,
-    )
+    store = CheckpointStore(run_dir / "checkpoints")
+    workers = make_workers(config, device, run_dir, store, console)
     console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
     async with deadline, asyncio.TaskGroup() as starting:
@@ -124,6 +119,7 @@ async def start(
         replicas=replicas,
         agents=agents,
         workers=workers,
+        store=store,
         train_rows=train_rows,
         val_rows=val_rows,
         fleet=fleet,
@@ -150,20 +146,24 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         failures=group_failures,
     )
     evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures)
+    checkpointer = make_checkpointer(config, parts.store, parts.workers, {}, console)
+    manager = RecoveringUpdater(parts.manager, parts.workers)
     loop = TrainLoop(
         config=config,
         buffer=buffer,
         workers=parts.workers,
-        manager=parts.manager,
+        manager=manager,
         held_out=evaluator,
         fleet=fleet,
         recorder=recorder,
+        checkpointer=checkpointer,
     )
     console.stage("evaluating before the first step")
-    await parts.manager.update_weights(0)
+    await manager.update_weights(0)
     recorder.record_evaluation(0, await evaluator.evaluate())
     console.stage("training")
-    await until_first_ends(loop.run(), beside=[rollouter.run(), fleet.watch()])
+    async with checkpointer:
+        await until_first_ends(loop.run(), beside=[rollouter.run(), fleet.watch()])
     console.stage("evaluating after the last step")
     recorder.record_evaluation(trainer.total_steps, await evaluator.evaluate())
     totals = await fleet.totals()
@@ -236,11 +236,6 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
     )
 
 
-def owner(run_dir: Path) -> str:
-    """Names this run's files in shared memory."""
-    return f"{run_dir.name}-{os.getpid()}"
-
-
 async def boot_model(config: Config, run_dir: Path) -> str:
     """What engines start on: the policy itself, or, of the tiny model, one of the same shape."""
     if config.model.kind is ModelKind.hf:
@@ -264,7 +259,7 @@ async def policy_model(config: Config, boot_path: str, console: Console) -> str:
     return policy_path
 
 
-async def _start_workers(config: Config, workers: TrainWorkerGroup, boot_path: str, console: Console) -> int:
+async def _start_workers(config: Config, workers: RecoveringWorkers, boot_path: str, console: Console) -> int:
     return await workers.setup(await policy_model(config, boot_path, console))
 
 

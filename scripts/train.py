@@ -47,6 +47,8 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     from scripts.plan import describe  # noqa: PLC0415
     from scripts.plot_curve import METRICS_FILE  # noqa: PLC0415
 
+    if config.resume != "never":
+        raise ConfigError(f"resume={config.resume}: must be never: resuming is not there yet")
     device = resolve_device(config)
     if (run_dir / METRICS_FILE).exists():
         raise ConfigError(f"hydra.run.dir={run_dir}: holds a run already; name a folder that does not exist")

@@ -11,6 +11,7 @@ from trainer.batch import MicroBatch
 from trainer.metrics import Last, Mean, Metric, Sum
 from trainer.model import load_causal_lm, shard, target_states
 from trainer.optimizer import Optimizer
+from trainer.worker_state import Trained
 
 
 class ValueModel(nn.Module):
@@ -48,6 +49,10 @@ class Critic:
         self._clip = config.critic.value_clip
         self._device = device
         self._world_size = mesh.size()
+
+    @property
+    def trained(self) -> Trained:
+        return Trained(self._model, self._optimizer.adamw)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """[T], without gradient."""

@@ -38,6 +38,8 @@ class Workers(Protocol):
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
 
+    def gauges(self) -> dict[str, float]: ...
+
 
 class UpdateReport(Protocol):
     def gauges(self) -> dict[str, float]: ...
@@ -45,6 +47,22 @@ class UpdateReport(Protocol):
 
 class WeightUpdater(Protocol):
     async def update_weights(self, global_steps: int) -> UpdateReport: ...
+
+
+class Saver(Protocol):
+    """The checkpointer."""
+
+    def is_due(self, global_steps: int) -> bool: ...
+
+    async def stage(self, global_steps: int) -> None:
+        """Takes what is of this moment, while nothing trains and before slots are freed."""
+        ...
+
+    def commit(self, files: dict[str, bytes]) -> None:
+        """Writes the rest beside the training, once the step is recorded. `files`: more to save, by name."""
+        ...
+
+    def gauges(self) -> dict[str, float]: ...
 
 
 class HeldOut(Protocol):
@@ -68,9 +86,11 @@ class Recorder(Protocol):
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
 
+    def snapshot(self) -> bytes: ...
+
 
 class TrainLoop:
-    """For every optimizer step: wait for a batch, train on it, make the weights live, free the slots.
+    """For every optimizer step: wait for a batch, train on it, make the weights live, save where it is due, free slots.
 
     Consumes groups of the buffer. Produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s), the
     workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while.
@@ -86,6 +106,7 @@ class TrainLoop:
         held_out: HeldOut,
         fleet: Fleet,
         recorder: Recorder,
+        checkpointer: Saver,
     ):
         self._config = config
         self._buffer = buffer
@@ -94,6 +115,7 @@ class TrainLoop:
         self._held_out = held_out
         self._fleet = fleet
         self._recorder = recorder
+        self._checkpointer = checkpointer
         self._started = time.perf_counter()
 
     async def run(self) -> None:
@@ -111,6 +133,7 @@ class TrainLoop:
     async def _step(self, global_steps: int) -> None:
         timings: dict[str, Metric] = {}
         sync = self._config.weight_sync
+        is_due = self._checkpointer.is_due(global_steps + 1)
         with timed(timings, "step"):
             with timed(timings, "wait_batch"):
                 batch = await self._buffer.next_batch(global_steps)
@@ -124,6 +147,9 @@ class TrainLoop:
                 with timed(timings, "update_weights"):
                     report = await self._manager.update_weights(global_steps + 1)
                 update = report.gauges()
+                if is_due:
+                    with timed(timings, "checkpoint"):
+                        await self._checkpointer.stage(global_steps + 1)
                 await self._buffer.advance(global_steps + 1)
         metrics = {
             **group_metrics(batch.groups, credit.advantages, global_steps, sync.interval),
@@ -133,11 +159,15 @@ class TrainLoop:
             **update,
             **self._buffer.gauges(),
             **fleet,
+            **self._workers.gauges(),
+            **self._checkpointer.gauges(),
             "staleness/masked_tokens": float(batch.masked_tokens),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }
         metrics = _with_rates(metrics, len(batch.groups))
         self._recorder.record_step(global_steps + 1, metrics, batch.groups, credit.advantages)
+        if is_due:
+            self._checkpointer.commit({"recorder": self._recorder.snapshot()})
 
     async def _prepare(
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]

@@ -14,7 +14,7 @@ class Optimizer:
         self._parameters = list(module.parameters())
         self._lr = lr
         self._trainer = trainer
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             self._parameters,
             lr=lr,
             betas=(trainer.adam_beta1, trainer.adam_beta2),
@@ -27,13 +27,13 @@ class Optimizer:
         Raises FloatingPointError if the gradient is broken; then no step is taken.
         """
         lr = self._lr * min(1.0, (global_steps + 1) / max(1, self._trainer.lr_warmup_steps))
-        for group in self._adamw.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = lr
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._trainer.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if not norm.isfinite():
             raise FloatingPointError(f"gradient norm {norm.item()} at optimizer step {global_steps}: no step is taken")
-        self._adamw.step()
-        self._adamw.zero_grad()
+        self.adamw.step()
+        self.adamw.zero_grad()
         return norm.item(), lr

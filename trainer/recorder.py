@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,10 @@ class RunRecorder:
             },
         )
         self._console.evaluation(global_steps, evaluation.accuracy)
+
+    def snapshot(self) -> bytes:
+        """The counts so far, as JSON: `RunCounts(**json.loads(...))` has them back."""
+        return json.dumps(asdict(self.counts)).encode()
 
     def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         """summary.json from the counts and what only the caller knows. Returns its content."""

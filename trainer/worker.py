@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
 from trainer.model import Policy, load_policy, local_shards, parameter_specs, shard
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer
+from trainer.worker_state import CRITIC, POLICY, StateWriter, Trained, load, model_files
 
 Specs = list[tuple[str, torch.dtype, list[int]]]
 Shards = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -46,11 +48,13 @@ class TrainWorker:
         self._device_type = device
         self._make_sender = make_sender
         self._global_steps = 0
+        self._writer = StateWriter(config.checkpoint.timeout_s)
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
         """Joins the process group at `master` (host:port), loads and shards the model. Returns its parameter count."""
         trainer = self._config.trainer
         self._rank, self._world_size = rank, world_size
+        self._model_path = model_path
         if self._device_type == "cpu":
             torch.set_num_threads(1)
         self._device = torch.device("cuda", 0) if self._device_type == "cuda" else torch.device("cpu")
@@ -141,11 +145,36 @@ class TrainWorker:
     def send(self, manifest: dict[str, Any]) -> list[int]:
         return self._sender.send(self._shards, manifest)
 
+    def stage_checkpoint(self, folder: str) -> None:
+        """Copies all that training needs to go on from here into host memory, and begins to write it. All ranks call.
+
+        The reference is not in it: it is the first policy, which `setup` loads.
+        """
+        self._writer.stage(Path(folder), self._trained, self._global_steps)
+
+    def finish_checkpoint(self) -> None:
+        """Waits until all ranks have written what is staged. The only method that may run beside the others."""
+        self._writer.finish()
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Returns its global_steps. All ranks must call; it does not matter how many wrote it."""
+        self._global_steps = load(Path(folder), self._trained)
+        return self._global_steps
+
+    def model_files(self) -> dict[str, bytes]:
+        """Config and tokenizer of the policy, by file name."""
+        return model_files(self._model_path)
+
     def close(self) -> None:
         self._sender.close()
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         return local_shards(self._policy, self._rollout_dtype)
+
+    @property
+    def _trained(self) -> dict[str, Trained]:
+        critic = {} if self._critic is None else {CRITIC: self._critic.trained}
+        return {POLICY: Trained(self._policy, self._optimizer.adamw), **critic}
 
     @property
     def _rollout_dtype(self) -> torch.dtype:

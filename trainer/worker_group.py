@@ -4,20 +4,25 @@ import asyncio
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from configs.deadline import within
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
+from trainer.checkpoint_store import CheckpointError
 from trainer.metrics import Metric, merge_metrics
 
 if TYPE_CHECKING:
     from trainer.worker import MakeSender
 
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ANSWER_TIMEOUT_S = 10.0
+"""A train worker that gives no sign of life for so long has died, or might as well have."""
 
 
 class TrainWorkerActor:
@@ -36,8 +41,17 @@ class TrainWorkerActor:
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def call(self, method: str, *args: Any) -> Any:
-        """Any method of TrainWorker."""
+        """Any method of TrainWorker, one at a time and always in the same thread: CUDA's device belongs to a thread."""
         return getattr(self._worker, method)(*args)
+
+    @ray.method(concurrency_group="beside")
+    def finish_checkpoint(self) -> None:
+        """Beside whatever `call` does."""
+        self._worker.finish_checkpoint()
+
+    @ray.method(concurrency_group="beside")
+    def is_alive(self) -> bool:
+        return True
 
 
 class TrainWorkerGroup:
@@ -51,20 +65,32 @@ class TrainWorkerGroup:
         make_sender: "MakeSender",
         combine: Callable[[Sequence[Sequence[int]]], int],
         on_start: Callable[[str], Callable[[], None]],
+        release: Callable[[], None] = lambda: None,
     ):
+        """`release`: removes what dead workers have published."""
         self._step_timeout_s = config.trainer.step_timeout_s
         self._stage_timeout_s = config.weight_sync.stage_timeout_s
+        self._start_timeout_s = config.rollout.start_timeout_s
+        self._checkpoint_timeout_s = config.checkpoint.timeout_s
         self._combine = combine
-        remote_class = ray.remote(
-            num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": ENV if device == "cpu" else {}}
-        )(TrainWorkerActor)
-        self.actors: list[Any] = [
+        self._release = release
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "num_gpus": 1 if device == "cuda" else 0,
+            "runtime_env": {"env_vars": ENV if device == "cpu" else {}},
+            "concurrency_groups": {"beside": 2},
+        }
+        remote_class: Any = ray.remote(**options)(TrainWorkerActor)
+        self._make_actors = lambda: [
             remote_class.remote(on_start(f"trainer-{rank}"), config=config, device=device, make_sender=make_sender)
             for rank in range(config.trainer.num_ranks)
         ]
+        self.actors: list[Any] = self._make_actors()
+        self._model_path = ""
 
     async def setup(self, model_path: str) -> int:
         """Loads the model on every rank. Returns its parameter count."""
+        self._model_path = model_path
         master = await self.actors[0].find_address.remote()
         world_size = len(self.actors)
         counts = await asyncio.gather(
@@ -74,6 +100,57 @@ class TrainWorkerGroup:
             )
         )
         return counts[0]
+
+    async def start_again(self, checkpoint: Path | None) -> None:
+        """New processes, from the checkpoint or, if None, from the first policy. TimeoutError past the deadline."""
+        self.kill()
+        self._release()
+        self.actors = self._make_actors()
+        what = "starting the train workers again"
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", what):
+            await self.setup(self._model_path)
+            if checkpoint is not None:
+                await self._on_all("load_checkpoint", str(checkpoint))
+
+    async def load_checkpoint(self, checkpoint: Path) -> None:
+        """Into the ranks that `setup` made."""
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"loading {checkpoint}"):
+            await self._on_all("load_checkpoint", str(checkpoint))
+
+    async def find_lost(self) -> str | None:
+        """Which train worker has died or does not answer, and how; None: all are there."""
+        for rank, actor in enumerate(self.actors):
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await actor.is_alive.remote()
+            except RayActorError as error:
+                return f"train worker {rank} died ({' '.join(str(error).split())[:200]})"
+            except TimeoutError:
+                return f"train worker {rank} does not answer for {ANSWER_TIMEOUT_S:g} s"
+        return None
+
+    async def stage_checkpoint(self, folder: Path) -> None:
+        """Copies the state of all ranks into host memory, and begins to write it. CheckpointError: it cannot be now;
+        TimeoutError past the deadline."""
+        async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "staging the checkpoint"):
+            try:
+                await self._on_all("stage_checkpoint", str(folder))
+            except RuntimeError as error:
+                raise CheckpointError(f"the train workers cannot stage: {error}") from error
+
+    async def finish_checkpoint(self) -> None:
+        """Returns when all ranks have written what was staged; beside training. Raises CheckpointError."""
+        calls = [actor.finish_checkpoint.remote() for actor in self.actors]
+        try:
+            async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "writing the checkpoint"):
+                await asyncio.gather(*calls)
+        except Exception as error:
+            raise CheckpointError(f"the train workers could not write: {error}") from error
+
+    async def model_files(self) -> dict[str, bytes]:
+        """Config and tokenizer of the policy, by file name."""
+        async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "reading the model's config"):
+            return await self.actors[0].call.remote("model_files")
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """What `TrainWorker.score` says, per name [T] over the step's loss tokens. TimeoutError past the deadline."""
@@ -103,7 +180,7 @@ class TrainWorkerGroup:
             "base": base,
             "timeout_s": self._stage_timeout_s,
         }
-        parts = await asyncio.gather(*(actor.call.remote("publish", order) for actor in self.actors))
+        parts = await self._on_all("publish", order)
         manifest = parts[0] | {"locations": [part["location"] for part in parts]}
         if "checksums" in manifest:
             manifest["checksums"] = [part["checksums"] for part in parts]
@@ -112,9 +189,11 @@ class TrainWorkerGroup:
     async def send(self, manifest: dict[str, Any]) -> int:
         """The checksum of what was sent."""
         if "checksums" not in manifest:
-            calls = (actor.call.remote("send", manifest) for actor in self.actors)
-            return self._combine(await asyncio.gather(*calls))
+            return self._combine(await self._on_all("send", manifest))
         return self._combine(manifest["checksums"])
+
+    async def _on_all(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(actor.call.remote(method, *args) for actor in self.actors))
 
     def kill(self) -> None:
         for actor in self.actors:

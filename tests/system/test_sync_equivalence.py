@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,15 @@ from configs.load import load, register
 from configs.schema import Config
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
-from scripts.cluster import output_to
 from scripts.data import load_rows
 from scripts.run import Parts, owner, start, train, training_sampling
+from scripts.workers import make_workers
 from trainer.batch import assemble
 from trainer.console import PlainConsole
 from trainer.credit import assign_credit
 from trainer.signals import sampled_tokens
-from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import combine
-from weight_sync.transports.registry import make_sender, release_all
+from weight_sync.transports.registry import release_all
 
 STEPS = 4
 OVERRIDES = [
@@ -33,6 +30,7 @@ OVERRIDES = [
     f"trainer.total_steps={STEPS}",
     "trainer.prompts_per_step=4",
     "trainer.eval_every=0",
+    "checkpoint.every=0",
     "algorithm.group_size=4",
     "model.warmup_steps=0",
     "data.num_train=50",
@@ -65,15 +63,9 @@ class Recorded:
         return more
 
 
-async def with_new_workers(config: Config, parts: Parts, run_dir: Path) -> Parts:
+async def with_new_workers(config: Config, parts: Parts, run_dir: Path, console: PlainConsole) -> Parts:
     """The same replicas, and workers that start from the first weights again."""
-    workers = TrainWorkerGroup(
-        config=config,
-        device="cpu",
-        make_sender=partial(make_sender, config.weight_sync, "equivalence"),
-        combine=combine,
-        on_start=output_to(run_dir),
-    )
+    workers = make_workers(config, "cpu", run_dir, parts.store, console)
     await workers.setup(str(run_dir / "untrained_model"))
     return replace(parts, workers=workers, manager=CheckpointManager(workers, parts.fleet, config.weight_sync))
 
@@ -122,15 +114,14 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
                 summary = await train(config, parts, console, asynchronous)  # pyright: ignore[reportArgumentType]
                 return (
                     asynchronous,
-                    await synchronous_run(config, await with_new_workers(config, parts, tmp_path)),
+                    await synchronous_run(config, await with_new_workers(config, parts, tmp_path, console)),
                     summary,
                 )
 
         try:
             asynchronous, synchronous, summary = asyncio.run(scenario())
         finally:
-            for name in ("equivalence", owner(tmp_path)):
-                release_all(config.weight_sync, name)
+            release_all(config.weight_sync, owner(tmp_path))
 
     assert summary["trajectories_started"] == summary["engine_requests"] == STEPS * 4 * 4
     for step in range(STEPS):

@@ -39,6 +39,8 @@ class World:
 
     events: list[str] = field(default_factory=list)
     fails: str = ""
+    due: tuple[int, ...] = ()
+    """Steps with a checkpoint."""
     finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
     batches: list[StepBatch] = field(default_factory=list)
     scored: list[StepBatch] = field(default_factory=list)
@@ -100,6 +102,18 @@ class World:
         self.events.append(f"record_evaluation {global_steps}")
         self.evaluations.append((global_steps, evaluation.accuracy))
 
+    def snapshot(self) -> bytes:
+        return f"after {self.events[-1]}".encode()
+
+    def is_due(self, global_steps: int) -> bool:
+        return global_steps in self.due
+
+    async def stage(self, global_steps: int) -> None:
+        await self.happen(f"stage {global_steps}")
+
+    def commit(self, files: dict[str, bytes]) -> None:
+        self.events.append(f"commit {files}")
+
     def gauges(self) -> dict[str, float]:
         return {"rollout/ready_groups": 7.0}
 
@@ -130,7 +144,14 @@ def run(
         weight_sync=WeightSyncConfig(interval=interval),
     )
     loop = TrainLoop(
-        config=config, buffer=world, workers=world, manager=world, held_out=world, fleet=Fleet(), recorder=world
+        config=config,
+        buffer=world,
+        workers=world,
+        manager=world,
+        held_out=world,
+        fleet=Fleet(),
+        recorder=world,
+        checkpointer=world,
     )
     asyncio.run(loop.run())
     return world
@@ -184,9 +205,11 @@ def test_the_evaluation_is_of_the_weights_that_have_just_gone_live() -> None:
     ]
 
 
-@pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "update_weights 2", "advance 2", "evaluate"])
+@pytest.mark.parametrize(
+    "fails", ["next_batch 1", "train_step 1", "update_weights 2", "stage 2", "advance 2", "evaluate"]
+)
 def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
-    world = World(fails=fails)
+    world = World(fails=fails, due=(2,))
     with pytest.raises(RuntimeError, match=f"{fails} broke"):
         run(world, total_steps=4, eval_every=2)
     assert world.events[-1] == fails

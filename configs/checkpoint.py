@@ -1,0 +1,28 @@
+"""Keys of checkpoints on disk."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    every: int = 20
+    """Optimizer steps between checkpoints, a multiple of weight_sync.interval; the last step has one too. 0: none."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = None
+    """Checkpoints of steps that are multiples of this are kept for good; null: none."""
+    timeout_s: float = 1800.0
+    """Deadline of staging one checkpoint, of the workers' writing it, and of what the driver adds."""
+
+
+def checkpoint_problems(checkpoint: CheckpointConfig, update_interval: int) -> list[tuple[str, object, str]]:
+    """(key, value, what is allowed) of what cannot work."""
+    problems: list[tuple[str, object, str]] = []
+    every, keep_every = checkpoint.every, checkpoint.keep_every
+    if every > 0 and update_interval > 0 and every % update_interval:
+        allowed = f"must be a multiple of weight_sync.interval={update_interval}, or 0: a checkpoint follows an update"
+        problems.append(("checkpoint.every", every, allowed))
+    if every > 0 and keep_every is not None and keep_every % every:
+        allowed = f"must be a multiple of checkpoint.every={every}: no other step has a checkpoint"
+        problems.append(("checkpoint.keep_every", keep_every, allowed))
+    return problems

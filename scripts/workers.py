@@ -1,0 +1,49 @@
+"""The train workers of a run and what saves them."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+from configs.schema import Config
+from scripts.cluster import output_to
+from trainer.checkpoint_store import CheckpointStore
+from trainer.checkpointer import Checkpointer, Snapshots
+from trainer.console import Console
+from trainer.recovering_workers import RecoveringWorkers
+from trainer.worker_group import TrainWorkerGroup
+from weight_sync.protocol import combine
+from weight_sync.transports.registry import make_sender, release_all
+
+
+def owner(run_dir: Path) -> str:
+    """Names this run's files in shared memory."""
+    return f"{run_dir.name}-{os.getpid()}"
+
+
+def make_workers(
+    config: Config, device: str, run_dir: Path, store: CheckpointStore, console: Console
+) -> RecoveringWorkers:
+    """`store`: where they start again from when one dies."""
+    group = TrainWorkerGroup(
+        config=config,
+        device=device,
+        make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
+        combine=combine,
+        on_start=output_to(run_dir),
+        release=partial(release_all, config.weight_sync, owner(run_dir)),
+    )
+    return RecoveringWorkers(group=group, store=store, config=config, report=console.message)
+
+
+def make_checkpointer(
+    config: Config, store: CheckpointStore, workers: RecoveringWorkers, snapshots: Snapshots, console: Console
+) -> Checkpointer:
+    """`snapshots`: what else to save, by name."""
+    return Checkpointer(
+        store=store,
+        workers=workers,
+        snapshots=snapshots,
+        config=config.checkpoint,
+        total_steps=config.trainer.total_steps,
+        report=console.message,
+    )

@@ -1,0 +1,141 @@
+"""What one rank must keep to go on training, on disk by torch.distributed.checkpoint (DCP): sharded, written beside the
+training, readable by any number of ranks."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+POLICY = "policy"
+CRITIC = "critic"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A sharded module and what trains it."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+class StateWriter:
+    """Writes one checkpoint at a time, from a copy in host memory, in a thread of its own."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout = timedelta(seconds=timeout_s)
+        self._writing: Future[Any] | None = None
+        self._group: Any = None
+
+    def stage(self, folder: Path, trained: Mapping[str, Trained], global_steps: int) -> None:
+        """Returns when everything is copied to host memory: then training may go on. All ranks must call.
+
+        Raises RuntimeError while the checkpoint before is still being written.
+        """
+        if self._writing is not None and not self._writing.done():
+            raise RuntimeError("the checkpoint before is still being written")
+        # The thread's messages must not mix with those of training. A new group each time: one that failed is no use.
+        self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        state = _state(trained, global_steps) | {"rng": {str(dist.get_rank()): _random_state()}}
+        writing = async_save(state, checkpoint_id=folder, process_group=self._group)
+        assert isinstance(writing, Future)
+        self._writing = writing
+
+    def finish(self) -> None:
+        """Waits until all ranks have written. Raises RuntimeError when one could not. From any thread."""
+        assert self._writing is not None, "nothing is staged"
+        try:
+            self._writing.result(self._timeout.total_seconds())
+        except CheckpointException as error:  # a BaseException, which tells in how many words it can
+            causes = {f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()}
+            raise RuntimeError(", ".join(sorted(causes))) from None
+        dist.destroy_process_group(self._group)
+
+
+def load(folder: Path, trained: Mapping[str, Trained]) -> int:
+    """Into the present ranks, however many wrote it. Returns global_steps. All ranks must call.
+
+    A rank that the checkpoint has no random state of keeps its own. Raises RuntimeError when the checkpoint is of
+    another model, or has not all that is needed.
+    """
+    rank = str(dist.get_rank())
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    random_state = _random_state()
+    kept = {rank: {name: value for name, value in random_state.items() if f"rng.{rank}.{name}" in saved}}
+    state: dict[str, Any] = _state(trained, 0) | {"rng": kept}
+    try:
+        dcp_load(state, checkpoint_id=folder)
+    except (CheckpointException, ValueError) as error:
+        raise RuntimeError(f"{folder} cannot be loaded into these train workers: {error}") from None
+    for name, part in trained.items():
+        set_state_dict(
+            part.module,
+            part.optimizer,
+            model_state_dict=state[name][WEIGHTS],
+            optim_state_dict=state[name]["optimizer"],
+        )
+    _set_random_state(kept[rank])
+    return state["global_steps"]
+
+
+def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole policy by Hugging Face names, in this process: no process group is needed."""
+    prefix = f"{POLICY}.{WEIGHTS}."
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp_load(state, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(prefix).removeprefix("causal_lm."): tensor for name, tensor in state.items()}
+
+
+def model_files(model_path: str) -> dict[str, bytes]:
+    """What makes weights a Hugging Face folder: config, generation config and tokenizer, by file name."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415  (seconds to import)
+
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.from_pretrained(model_path).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)
+        with contextlib.suppress(OSError):  # not every model has one
+            GenerationConfig.from_pretrained(model_path).save_pretrained(folder)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {os.path.relpath(path, folder): path.read_bytes() for path in files}
+
+
+def _state(trained: Mapping[str, Trained], global_steps: int) -> dict[str, Any]:
+    state: dict[str, Any] = {"global_steps": global_steps}
+    for name, part in trained.items():
+        weights, moments = get_state_dict(part.module, part.optimizer)
+        state[name] = {WEIGHTS: weights, "optimizer": moments}
+    return state
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

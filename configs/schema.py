@@ -1,8 +1,8 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts. The keys of data, algorithm and HTTP server are
-in data.py, algorithm.py and serve.py.
+that are out of range or contradict one another, before anything starts. The keys of data, algorithm, HTTP server and
+replicas that are lost are in data.py, algorithm.py, serve.py and fleet.py.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from enum import Enum
 
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.data import DataConfig
+from configs.fleet import FleetKeys
 from configs.serve import ServeConfig
 
 # Enum members are lower-case because their names are what a user types.
@@ -119,11 +120,9 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(FleetKeys):
     num_replicas: int = 1
     """vLLM engines, each in a Ray actor of its own."""
-    min_replicas: int = 1
-    """The run ends when fewer replicas than this can serve."""
     tensor_parallel_size: int = 1
     """GPUs over which a replica's model is split."""
     data_parallel_size: int = 1

@@ -1,5 +1,6 @@
 """Agent workers in Ray actors, taken in turn."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -47,6 +48,10 @@ class AgentWorkerActor(AgentWorker):
     async def ready(self) -> None:
         """Returns once the constructor has."""
 
+    async def connect(self, name: str, actor: Any) -> None:
+        """From now on it can generate on this replica too."""
+        self._replicas[name] = partial(_generate, name, actor)
+
 
 async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
     try:
@@ -85,6 +90,10 @@ class AgentWorkerGroup:
     async def ready(self) -> None:
         for actor in self.actors:
             await actor.ready.remote()
+
+    async def connect(self, replica: ReplicaHandle) -> None:
+        """Returns when every worker can generate on it."""
+        await asyncio.gather(*(actor.connect.remote(replica.name, replica.actor) for actor in self.actors))
 
     async def encode(
         self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int

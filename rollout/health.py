@@ -79,13 +79,13 @@ class HealthMonitor:
     def last(self, name: str) -> ProgressReport | None:
         return self._watches[name].report if name in self._watches else None
 
-    def speed(self, name: str, now: float) -> Speed | None:
-        """Over the last WINDOW_S; None when it generated in less than half of it."""
+    def speed(self, name: str, now: float, least_s: float = WINDOW_S / 2) -> Speed | None:
+        """Over the last WINDOW_S; None when it generated for less than `least_s` of it."""
         if name not in self._watches:
             return None
         intervals = [i for i in self._watches[name].intervals if i.end - i.seconds >= now - WINDOW_S]
         seconds = sum(interval.seconds for interval in intervals)
-        if seconds < WINDOW_S / 2:
+        if seconds < least_s:
             return None
         tokens = sum(interval.tokens for interval in intervals)
         return Speed(tokens / seconds, tokens / sum(interval.request_seconds for interval in intervals))

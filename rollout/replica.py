@@ -1,8 +1,9 @@
 """A rollout replica: one engine, its state, and its counters. A plain class; `replica_group.py` puts it into Ray."""
 
 import asyncio
+import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
 from rollout.continuation import generate_through, whole_id
 from rollout.engines.base import Engine, WeightTag
 from rollout.pause import PauseControl
+from rollout.progress import ProgressReport
 from rollout.types import Completion, GenerationRequest
 
 
@@ -43,6 +45,8 @@ class RolloutReplica:
 
     def __init__(self, name: str, engine: Engine, config: WeightSyncConfig):
         self.name = name
+        self.node = socket.gethostname()
+        """Where it runs."""
         self._engine = engine
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
@@ -175,6 +179,16 @@ class RolloutReplica:
         if not tags or any(tag != (manifest["global_steps"], checksum) for tag in found):
             expected = (manifest["global_steps"], checksum)
             raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
+
+    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
+        """How far it is. `known`: request -> tokens that the caller has already."""
+        is_updating = self._commit_task is not None and not self._commit_task.done()
+        return ProgressReport(
+            tokens=self._tokens + int(self._engine.gauges()["unfinished_tokens"]),
+            running=len(self._engine.running),
+            paused=self._control.paused or is_updating,
+            partials=(),
+        )
 
     async def wait_dead(self) -> BaseException:
         return await self._engine.wait_dead()

@@ -33,7 +33,7 @@ class Membership(Protocol):
         """Nothing more is routed to it for now. What it is doing goes on."""
         ...
 
-    async def admit(self, name: str) -> None:
+    async def admit(self, name: str, global_steps: int) -> None:
         """It serves the version that was just verified. Idempotent."""
         ...
 
@@ -69,11 +69,11 @@ class UpdateReport:
     """Attempts that failed, on any replica."""
 
     def gauges(self) -> dict[str, float]:
-        """Metrics of the slowest replica, in milliseconds."""
+        """Metrics of the slowest replica, in milliseconds; 0 where there was none, for all had been lost."""
         return {
-            "weight_sync/pause_ms": 1e3 * max(update.pause_s for update in self.replicas),
-            "weight_sync/swap_ms": 1e3 * max(update.swap_s for update in self.replicas),
-            "weight_sync/stage_ms": 1e3 * max(update.stage_s for update in self.replicas),
+            "weight_sync/pause_ms": 1e3 * max((update.pause_s for update in self.replicas), default=0.0),
+            "weight_sync/swap_ms": 1e3 * max((update.swap_s for update in self.replicas), default=0.0),
+            "weight_sync/stage_ms": 1e3 * max((update.stage_s for update in self.replicas), default=0.0),
             "weight_sync/publish_ms": 1e3 * self.publish_s,
             "weight_sync/total_ms": 1e3 * self.total_s,
             "weight_sync/megabytes": self.nbytes / 1e6,
@@ -137,7 +137,7 @@ class CheckpointManager:
                         await self._give_up_unless_whole(target, second.failed[target.name])
         for update in done:
             self._held[update.name] = version
-            await self._fleet.admit(update.name)
+            await self._fleet.admit(update.name, version)
         if failures:
             self._fleet.require_enough(next(iter(first.failed.values())))
         return UpdateReport(

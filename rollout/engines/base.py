@@ -81,7 +81,7 @@ class Engine(Pausable, Protocol):
 
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests`: how many requests the engine was given, any given twice counted twice;
-        `running_requests` and `waiting_requests` now."""
+        `running_requests` and `waiting_requests` now; `unfinished_tokens`: sampled for those that run."""
         ...
 
     def shutdown(self) -> None: ...

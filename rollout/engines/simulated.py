@@ -158,6 +158,7 @@ class SimulatedEngine:
             "prefilled_tokens": self._num_prefilled,
             "running_requests": len(self._admission.inside),
             "waiting_requests": len(self._admission.waiting),
+            "unfinished_tokens": sum(len(sequence.tokens) for sequence in self._running.values()),
         }
 
     def shutdown(self) -> None:

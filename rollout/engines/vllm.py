@@ -119,6 +119,7 @@ class VllmEngine:
             "engine_requests": self._llm.num_submitted,
             "running_requests": len(admission.inside),
             "waiting_requests": len(admission.waiting),
+            "unfinished_tokens": sum(self._llm.output_counts().values()),
         }
 
     async def openai_app(self, chat_template: str | None) -> Any:

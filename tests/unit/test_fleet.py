@@ -287,7 +287,7 @@ def test_gauges_are_of_the_time_since_the_last_call(monkeypatch: pytest.MonkeyPa
             "rollout/aborted": 2,
             "rollout/continued": 0,
             "rollout/prefix_hit_rate": 0.5,
-            "rollout/healthy_replicas": 2,
+            "rollout/replicas_ready": 2,
             "rollout/inflight_trajectories": 0,
         }
         await asyncio.gather(*groups)

@@ -211,17 +211,19 @@ class FleetMembers:
     async def retire(self, name: str, why: str) -> None:
         """End it in good order: what it is generating goes on elsewhere. Nothing replaces it. Idempotent."""
         self._require_spare(name)
-        await self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"), replace=False)
+        if self._lives[name].state is not ReplicaState.DEAD:
+            self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"))
+        await asyncio.shield(self._endings[name])
 
     async def give_up(self, name: str, error: BaseException) -> None:
         """End it for good. Who else tells of the same loss waits until it has been dealt with."""
-        is_leaving = self._lives[name].state is ReplicaState.DRAINING
-        await self._end(name, f"{name} is given up: {error}", error, replace=not is_leaving)
+        await asyncio.shield(self._loss(name, error))
 
     async def lose(self, name: str, error: BaseException) -> None:
         """It died. Raises TooFewReplicasError."""
-        await self.give_up(name, error)
+        ending = self._loss(name, error)
         self.require_enough(error)
+        await asyncio.shield(ending)
 
     def require_enough(self, cause: BaseException) -> None:
         """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or on their way there."""
@@ -244,16 +246,21 @@ class FleetMembers:
                 f"{name} cannot go: {len(left)} replicas would be left, rollout.min_replicas={self._min_replicas}"
             )
 
-    async def _end(self, name: str, text: str, error: BaseException, *, replace: bool) -> None:
-        life = self._lives[name]
-        if life.state is not ReplicaState.DEAD:
-            life.die()
-            self._report(text)
-            if replace:
-                self._num_lost += 1
+    def _loss(self, name: str, error: BaseException) -> asyncio.Task[None]:
+        """What deals with it. A loss that is told twice is one."""
+        state = self._lives[name].state
+        if state is not ReplicaState.DEAD:
+            self._num_lost += 1
+            self._end(name, f"{name} is given up: {error}", error)
+            if state is not ReplicaState.DRAINING:
                 self._replace(name)
-            self._endings[name] = asyncio.create_task(self._bury(name, error))
-        await asyncio.shield(self._endings[name])
+        return self._endings[name]
+
+    def _end(self, name: str, text: str, error: BaseException) -> None:
+        self._lives[name].die()
+        self._report(text)
+        self._router.expect(name, error)
+        self._endings[name] = asyncio.create_task(self._bury(name, error), name=f"end-{name}")
 
     def _replace(self, name: str) -> None:
         if self._replacements_left > 0:

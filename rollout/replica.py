@@ -184,7 +184,7 @@ class RolloutReplica:
         """How far it is. `known`: request -> tokens that the caller has already."""
         is_updating = self._commit_task is not None and not self._commit_task.done()
         return ProgressReport(
-            tokens=self._tokens + int(self._engine.gauges()["unfinished_tokens"]),
+            tokens=self._tokens + self._engine.unfinished_tokens,
             running=len(self._engine.running),
             paused=self._control.paused or is_updating,
             partials=(),

@@ -1,6 +1,6 @@
 """A run's fleet that heals and changes: who watches it, who starts its replicas, and the socket of scripts/fleet.py."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from rollout.health import HealthMonitor
 from rollout.http.fleet_app import fleet_app
 from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
+from rollout.members import FleetMember
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
-from rollout.router import ReplicaRouter
+from rollout.router import ReplicaRouter, max_inflight
 from scripts.fleet import SOCKET_FILE
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -58,15 +59,27 @@ def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, Hea
     return FleetMonitor(fleet, health, rollout.progress_interval_s), health
 
 
-def make_operator(
+def make_fleet(
+    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None]
+) -> tuple[ReplicaFleet, ReplicaRouter]:
+    """Of replicas that wait for their first weights."""
+    rollout = config.rollout
+    inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
+    router = ReplicaRouter([replica.name for replica in replicas], inflight)
+    return ReplicaFleet(
+        replicas, router, rollout.min_replicas, report, max_replacements=rollout.max_replacements
+    ), router
+
+
+def make_monitor_and_operator(
     config: Config,
     fleet: ReplicaFleet,
     router: ReplicaRouter,
-    health: HealthMonitor,
     manager: CheckpointManager,
-    start: ReplicaStarter,
-) -> FleetOperator:
-    return FleetOperator(
+    start: Callable[[str], Awaitable[FleetMember]],
+) -> tuple[FleetMonitor, FleetOperator]:
+    monitor, health = make_monitor(config, fleet)
+    operator = FleetOperator(
         fleet=fleet,
         router=router,
         health=health,
@@ -74,6 +87,7 @@ def make_operator(
         catch_up=manager.catch_up,
         drain_timeout_s=config.rollout.group_timeout_s,
     )
+    return monitor, operator
 
 
 @asynccontextmanager

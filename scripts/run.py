@@ -27,12 +27,12 @@ from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.rewards.budget import FailureBudget, failure_budget
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter, max_inflight
+from rollout.router import ReplicaRouter
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
 from scripts.data import encode_rows, load_rows
-from scripts.elastic import ReplicaStarter, fleet_socket, make_monitor, make_operator
+from scripts.elastic import ReplicaStarter, fleet_socket, make_fleet, make_monitor_and_operator
 from scripts.supervision import until_first_ends
 from trainer.console import Console
 from trainer.loop import TrainLoop
@@ -118,23 +118,13 @@ async def start(
         data = starting.create_task(_encode(config, agents, rows, console))
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     train_rows, val_rows = data.result()
-    inflight = max_inflight(
-        config.rollout.max_num_seqs * config.rollout.data_parallel_size, config.algorithm.group_size
-    )
-    router = ReplicaRouter([replica.name for replica in replicas], inflight)
-    fleet = ReplicaFleet(
-        replicas,
-        router,
-        config.rollout.min_replicas,
-        console.message,
-        max_replacements=config.rollout.max_replacements,
-    )
+    fleet, router = make_fleet(config, replicas, console.message)
     manager = CheckpointManager(workers, fleet, config.weight_sync)
-    monitor, health = make_monitor(config, fleet)
     starter = ReplicaStarter(config, spec, agents, on_start, actor_class)
+    monitor, operator = make_monitor_and_operator(config, fleet, router, manager, starter)
     return Parts(
         monitor=monitor,
-        operator=make_operator(config, fleet, router, health, manager, starter),
+        operator=operator,
         router=router,
         replicas=replicas,
         agents=agents,

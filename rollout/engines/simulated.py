@@ -152,13 +152,16 @@ class SimulatedEngine:
                 sequence.done.set_exception(error)
         self._running.clear()
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._running.values())
+
     def gauges(self) -> dict[str, float]:
         return {
             "engine_requests": self._num_submitted,
             "prefilled_tokens": self._num_prefilled,
             "running_requests": len(self._admission.inside),
             "waiting_requests": len(self._admission.waiting),
-            "unfinished_tokens": sum(len(sequence.tokens) for sequence in self._running.values()),
         }
 
     def shutdown(self) -> None:

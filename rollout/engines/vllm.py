@@ -113,13 +113,16 @@ class VllmEngine:
         await asyncio.wait([self._llm.output_handler])
         return EngineDiedError("the vLLM engine core died")
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return sum(self._llm.output_counts().values())
+
     def gauges(self) -> dict[str, float]:
         admission = self._llm.admission
         return {
             "engine_requests": self._llm.num_submitted,
             "running_requests": len(admission.inside),
             "waiting_requests": len(admission.waiting),
-            "unfinished_tokens": sum(self._llm.output_counts().values()),
         }
 
     async def openai_app(self, chat_template: str | None) -> Any:

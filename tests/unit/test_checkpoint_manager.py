@@ -92,6 +92,9 @@ class FakeTarget(FakePart):
         await self._do("status")
         return self.state
 
+    async def progress(self, known: object) -> None:
+        raise OSError("it tells nothing")
+
     def kill(self) -> None:
         self._events.append(f"{self.name}.kill")
 
@@ -104,7 +107,7 @@ class Scene:
         self.source = FakeSource("trainer", self.events)
         self.a, self.b = FakeTarget("a", self.events), FakeTarget("b", self.events)
         self.router = ReplicaRouter(["a", "b"], max_inflight=8)
-        self.fleet = ReplicaFleet([self.a, self.b], self.router, 1, self.events.append)  # pyright: ignore
+        self.fleet = ReplicaFleet([self.a, self.b], self.router, 1, self.events.append, serving=0)  # pyright: ignore
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(staging=staging, **DEADLINES))
 
     def update(self, *versions: int | None) -> list[UpdateReport]:
@@ -173,7 +176,7 @@ def test_without_a_version_it_is_the_trainers_latest(scene: Scene) -> None:
 def test_real_replicas_generate_through_an_update_and_then_serve_the_new_version(scene: Scene) -> None:
     async def main() -> None:
         replicas = [make_replica(name, ClockedEngine()) for name in ("a", "b")]
-        fleet = ReplicaFleet(replicas, scene.router, 1, scene.events.append)
+        fleet = ReplicaFleet(replicas, scene.router, 1, scene.events.append, serving=0)
         manager = CheckpointManager(scene.source, fleet, WeightSyncConfig())
         await manager.update_weights(0)
         groups = [start_group(replica, 5, 3) for replica in replicas]

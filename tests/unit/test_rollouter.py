@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from configs.schema import StalePolicy
 from rollout.buffer import TooFewGroupsError, TrajectoryBuffer
-from rollout.fleet import ReplicaFleet, TooFewReplicasError
+from rollout.fleet import ReplicaFleet
+from rollout.members import TooFewReplicasError
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
 from rollout.staleness import SlotLedger, StalenessWindow
@@ -18,6 +19,10 @@ from rollout.types import SamplingParams
 from tests.fakes import FakeRunner, FakeStream, make_prompt, run_virtual, settle
 
 GROUP_SIZE = 4
+
+
+async def no_progress(known: object) -> None:
+    raise OSError("it is gone")
 
 
 @dataclass
@@ -40,8 +45,8 @@ class Setup:
         self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
         self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
         self.told: list[str] = []
-        members = [SimpleNamespace(name=name, kill=lambda: None) for name in self.replicas]
-        fleet = ReplicaFleet(members, self.router, 1, self.told.append)  # pyright: ignore
+        members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in self.replicas]
+        fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
         self.runner = FakeRunner(self.seconds, self.errors, self.deaths, lambda ordinal: flat[ordinal % len(flat)])
         self.stream = FakeStream()
         self.rollouter = Rollouter(

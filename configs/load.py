@@ -100,6 +100,9 @@ def _writable(node: DictConfig) -> DictConfig:
 def _field_docs(section: type) -> dict[str, str]:
     """Field -> the string literal under it; a field without one maps to ''."""
     docs: dict[str, str] = {}
+    for base in section.__bases__:
+        if base is not object:
+            docs |= _field_docs(base)
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):

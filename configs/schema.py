@@ -2,7 +2,7 @@
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
 that are out of range or contradict one another, before anything starts. Some sections are in files of their
-own: algorithm.py, checkpoint.py, data.py and serve.py.
+own: algorithm.py, checkpoint.py, data.py, fleet.py (replicas that are lost) and serve.py.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from enum import Enum
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.checkpoint import CheckpointConfig
 from configs.data import DataConfig
+from configs.fleet import FleetKeys
 from configs.serve import ServeConfig
 
 # Enum members are lower-case because their names are what a user types.
@@ -120,11 +121,9 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(FleetKeys):
     num_replicas: int = 1
     """vLLM engines, each in a Ray actor of its own."""
-    min_replicas: int = 1
-    """The run ends when fewer replicas than this can serve."""
     tensor_parallel_size: int = 1
     """GPUs over which a replica's model is split."""
     data_parallel_size: int = 1
@@ -160,12 +159,6 @@ class RolloutConfig:
     verify_processes: int = 2
     """reward=math_verify: processes per agent worker that compare answers. Waiting for one is within
     reward_timeout_s."""
-    max_group_retries: int = 1
-    """How often a group is tried again whose agent loop raised, or took longer than group_timeout_s."""
-    max_failed_groups: float = 0.01
-    """Share of the run's groups that may fail for good: other prompts take their places. One more ends the run."""
-    progress_interval_s: float = 1.0
-    """Seconds between two reports of what the trajectories under way have so far: the most that a loss costs."""
     agent_loop: str = "single_turn"
     """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
     num_agent_workers: int = 1

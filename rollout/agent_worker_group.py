@@ -49,6 +49,10 @@ class AgentWorkerActor(AgentWorker):
     async def ready(self) -> None:
         """Returns once the constructor has."""
 
+    async def connect(self, name: str, actor: Any) -> None:
+        """From now on it can generate on this replica too."""
+        self._replicas[name] = partial(_generate, name, actor)
+
 
 async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
     try:
@@ -96,6 +100,10 @@ class AgentWorkerGroup:
     async def ready(self) -> None:
         for actor in self.actors:
             await actor.ready.remote()
+
+    async def connect(self, replica: ReplicaHandle) -> None:
+        """Returns when every worker can generate on it."""
+        await asyncio.gather(*(actor.connect.remote(replica.name, replica.actor) for actor in self.actors))
 
     async def encode(
         self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int

@@ -1,20 +1,22 @@
-"""The replicas as one: who is in service, pause and resume over all of them, their counters, and their deaths."""
+"""The replicas as one: pause and resume over all of them, and their counters."""
 
 import asyncio
+import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from configs.deadline import within
 from configs.schema import PauseMode
-from rollout.replica import CommitReport, ReplicaStatus
+from rollout.members import FleetMember, FleetMembers, ProgressStore
+from rollout.replica import ReplicaStatus
 from rollout.router import ReplicaRouter
 
+logger = logging.getLogger(__name__)
 STATS_TIMEOUT_S = 30.0
-
-
-class TooFewReplicasError(RuntimeError):
-    """Fewer replicas are left than rollout.min_replicas. The message says which were lost, and why."""
+GAUGES_TIMEOUT_S = 2.0
+"""Metrics of a step are not worth waiting for a replica that hangs."""
 
 
 class FleetPauseError(RuntimeError):
@@ -25,102 +27,32 @@ class FleetPauseError(RuntimeError):
         self.errors = errors
 
 
-class FleetMember(Protocol):
-    @property
-    def name(self) -> str: ...
+class ReplicaFleet(FleetMembers):
+    """Its members, see rollout.members, and what is done to all of them at once."""
 
-    @property
-    def num_workers(self) -> int: ...
-
-    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None: ...
-
-    async def resume(self) -> float: ...
-
-    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]: ...
-
-    async def status(self) -> ReplicaStatus: ...
-
-    async def stage(self, manifest: dict[str, Any]) -> None: ...
-
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport: ...
-
-    async def stats(self) -> dict[str, float]: ...
-
-    async def wait_dead(self) -> BaseException: ...
-
-    def kill(self) -> None: ...
-
-
-class ReplicaFleet:
-    """A replica is in service, ejected (it goes on with what it has, and may come back) or gone."""
-
-    def __init__(
-        self, replicas: Sequence[FleetMember], router: ReplicaRouter, min_replicas: int, report: Callable[[str], None]
+    def __init__(  # noqa: PLR0913
+        self,
+        replicas: Sequence[FleetMember],
+        router: ReplicaRouter,
+        min_replicas: int,
+        report: Callable[[str], None],
+        *,
+        serving: int | None = None,
+        max_replacements: int = 0,
+        progress: ProgressStore | None = None,
     ):
-        """`report`: told in a sentence who leaves and who comes back."""
-        self._replicas = {replica.name: replica for replica in replicas}
-        self._router = router
-        self._min_replicas = min_replicas
-        self._report = report
-        self._gone: dict[str, BaseException] = {}
+        super().__init__(
+            replicas,
+            router,
+            min_replicas,
+            report,
+            serving=serving,
+            max_replacements=max_replacements,
+            progress=progress,
+        )
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
         self._last_busy_s = 0.0
-
-    # -- membership ----------------------------------------------------------------------------------------------------
-
-    @property
-    def targets(self) -> list[FleetMember]:
-        """Every replica that is not gone, in service or not."""
-        return [replica for name, replica in self._replicas.items() if name not in self._gone]
-
-    async def eject(self, name: str, error: BaseException) -> None:
-        """Route nothing more to it for now. What it is doing goes on."""
-        self._report(f"{name} is out of service: {error}")
-        await self._router.eject(name, error)
-
-    async def admit(self, name: str) -> None:
-        """Route to it (again). The caller has verified its weights."""
-        if name not in self._router.healthy and name not in self._gone:
-            self._report(f"{name} is back in service")
-        await self._router.admit(name)
-
-    async def give_up(self, name: str, error: BaseException) -> None:
-        """End it for good. What it was generating is lost, and starts again elsewhere."""
-        if name in self._gone:
-            return
-        self._report(f"{name} is given up: {error}")
-        self._gone[name] = error
-        await self._router.remove(name, error)
-        self._replicas[name].kill()
-
-    async def lose(self, name: str, error: BaseException) -> None:
-        """It died. Raises TooFewReplicasError."""
-        await self.give_up(name, error)
-        self.require_enough(error)
-
-    def require_enough(self, cause: BaseException) -> None:
-        """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service."""
-        in_service = self._router.healthy
-        if len(in_service) < self._min_replicas:
-            raise TooFewReplicasError(
-                f"{len(in_service)} replicas are left in service, rollout.min_replicas={self._min_replicas}: {cause}"
-            ) from cause
-
-    async def watch(self) -> None:
-        """Never returns. Raises TooFewReplicasError when a death leaves too few, also while nobody calls the engine."""
-        async with asyncio.TaskGroup() as watchers:
-            for replica in self.targets:
-                watchers.create_task(self._watch(replica), name=f"watch-{replica.name}")
-            await asyncio.get_running_loop().create_future()
-
-    async def _watch(self, replica: FleetMember) -> None:
-        try:
-            reason = await replica.wait_dead()
-        except Exception as error:  # its whole process went, so that nobody was left to answer
-            reason = error
-        log = f"its log is logs/{replica.name}.log in the run folder"
-        await self.lose(replica.name, RuntimeError(f"{replica.name} died: {reason}; {log}"))
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -130,7 +62,7 @@ class ReplicaFleet:
         before = {status.name: status for status in await self.statuses()}
         errors = await self._on_all(lambda r: r.pause(mode, clear_cache), timeout_s, f"pause({mode.value})")
         if errors:
-            undo = [r for r in self.targets if r.name not in errors and before[r.name].pause_mode is None]
+            undo = [r for r in self.running if r.name not in errors and before[r.name].pause_mode is None]
             errors |= await self._on_all(lambda r: r.resume(), timeout_s, "resume", undo)
             raise FleetPauseError(f"pause({mode.value})", errors)
 
@@ -143,7 +75,7 @@ class ReplicaFleet:
     async def abort(self, request_ids: Collection[str] | None = None, timeout_s: float = 60.0) -> list[str]:
         """End these requests wherever they are; None is all. Returns those that there were."""
         async with within(timeout_s, "timeout_s", "abort"):
-            answers = await asyncio.gather(*(replica.abort(request_ids) for replica in self.targets))
+            answers = await asyncio.gather(*(replica.abort(request_ids) for replica in self.running))
         return [name for ended in answers for name in ended]
 
     async def is_paused(self) -> bool:
@@ -154,9 +86,9 @@ class ReplicaFleet:
         return all(paused.values())
 
     async def statuses(self) -> list[ReplicaStatus]:
-        """Of every replica that is not gone: the version it serves, and whether it is paused."""
+        """Of every replica that runs: the version it serves, and whether it is paused."""
         async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' state"):
-            return await asyncio.gather(*(replica.status() for replica in self.targets))
+            return await asyncio.gather(*(replica.status() for replica in self.running))
 
     async def _on_all(
         self,
@@ -171,35 +103,39 @@ class ReplicaFleet:
             async with within(timeout_s, "timeout_s", f"{what} on {replica.name}"):
                 await call(replica)
 
-        chosen = self.targets if replicas is None else replicas
+        chosen = self.running if replicas is None else replicas
         results = await asyncio.gather(*(one(replica) for replica in chosen), return_exceptions=True)
         return {r.name: error for r, error in zip(chosen, results, strict=True) if error is not None}
 
     # -- counters ------------------------------------------------------------------------------------------------------
 
-    async def totals(self) -> dict[str, float]:
-        """The replicas' counters since their start, summed; of those that died, what they said last. Raises
-        TimeoutError when one does not answer."""
-        targets = self.targets
-        async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' counters"):
-            answers = await asyncio.gather(*(replica.stats() for replica in targets), return_exceptions=True)
-        for replica, answer in zip(targets, answers, strict=True):
-            if isinstance(answer, dict):
-                self._last_stats[replica.name] = answer
-            elif replica.name not in self._last_stats:
-                raise answer  # who died before it said anything; other deaths are `watch`'s to tell
-        stats = list(self._last_stats.values())
-        return {key: sum(s[key] for s in stats) for key in stats[0]}
+    async def totals(self, timeout_s: float = STATS_TIMEOUT_S) -> dict[str, float]:
+        """The replicas' counters since their start, summed; of those that died, or do not answer in time, what they
+        said last."""
+
+        async def one(replica: FleetMember) -> None:
+            async with asyncio.timeout(timeout_s):
+                self._last_stats[replica.name] = await replica.stats()
+
+        answers = await asyncio.gather(*(one(replica) for replica in self.running), return_exceptions=True)
+        for error in filter(None, answers):  # who is lost is the monitor's to tell
+            logger.info("counters as they were last: %r", error)
+        totals: defaultdict[str, float] = defaultdict(float)
+        for stats in self._last_stats.values():
+            for key, value in stats.items():
+                totals[key] += value
+        return totals
 
     async def gauges(self) -> dict[str, float]:
         """Metrics since the last call."""
-        totals = await self.totals()
+        totals = await self.totals(GAUGES_TIMEOUT_S)
         now = time.monotonic()
         busy_s = totals["busy_s"] - self._last_busy_s
-        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self.targets)))
+        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self.running)))
         self._last_time, self._last_busy_s = now, totals["busy_s"]
         return {
             **self._router.gauges(),
+            **self.member_gauges(),
             "perf/replica_idle": max(0.0, idle),
             "rollout/engine_requests": totals["engine_requests"],
             "rollout/aborted": totals["aborted"],

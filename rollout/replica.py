@@ -1,6 +1,7 @@
 """A rollout replica: one engine, its state, and its counters. A plain class; `replica_group.py` puts it into Ray."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class RolloutReplica:
 
     def __init__(self, name: str, engine: Engine, config: WeightSyncConfig):
         self.name = name
+        self.node = socket.gethostname()
+        """Where it runs."""
         self._engine = engine
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
@@ -180,16 +183,12 @@ class RolloutReplica:
             expected = (manifest["global_steps"], checksum)
             raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
 
-    async def wait_dead(self) -> BaseException:
-        return await self._engine.wait_dead()
-
     async def progress(self, known: Mapping[str, int]) -> ProgressReport:
         """`known`: request -> how many of its tokens the caller has been told."""
         pieces = self._engine.partials(self._told.known_parts(known))
-        gauges = self._engine.gauges()
         return ProgressReport(
-            tokens=self._tokens + int(gauges["running_tokens"]),
-            running=int(gauges["running_requests"]),
+            tokens=self._tokens + self._engine.unfinished_tokens,
+            running=len(self._engine.running),
             paused=self._control.closed,
             partials=self._told.partials(known, pieces),
         )

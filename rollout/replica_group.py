@@ -1,7 +1,9 @@
 """Replicas in Ray actors: where they are placed, and how the driver and the agent workers call them."""
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+import os
+import socket
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from rollout.engines.base import EngineSpec
 from rollout.http.controlled import ReplicaControl
 from rollout.http.replica_app import replica_app
 from rollout.http.server import listen, serve, url_of
+from rollout.processes import ProcessId, kill_processes, process_tree
+from rollout.progress import ProgressReport
 from rollout.replica import CommitReport, ReplicaStatus, RolloutReplica
 from rollout.types import Completion, GenerationRequest
 
@@ -57,6 +61,14 @@ class ReplicaActor:
         self._replica = RolloutReplica(self._name, self._engine, config)
         return self._replica.num_workers
 
+    async def place(self) -> tuple[str, str]:
+        """Id and name of the node that it was placed on."""
+        return ray.get_runtime_context().get_node_id(), socket.gethostname()
+
+    async def processes(self) -> list[ProcessId]:
+        """Its own, and those of the engine."""
+        return process_tree(os.getpid())
+
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
         """Starts its HTTP server, on the engine's loop: on 127.0.0.1, or on this node's address. Returns its URL."""
         host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
@@ -85,9 +97,19 @@ class ReplicaHandle:
         self.actor = actor
         self.num_workers = 0
         """Known once it has started."""
+        self.node = ""
+        """Known once it has been placed."""
+        self._node_id = ""
+        self._processes: list[ProcessId] = []
+
+    async def placed(self) -> None:
+        """Returns when Ray has found room for it and its process runs: maybe only when a node joins."""
+        self._node_id, self.node = await self.actor.place.remote()
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> None:
+        await self.placed()
         self.num_workers = await self.actor.start.remote(spec, config)
+        self._processes = await self.actor.processes.remote()
 
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
         return await self.actor.serve.remote(on_loopback, token, chat_template)
@@ -122,8 +144,14 @@ class ReplicaHandle:
     async def shutdown(self) -> None:
         await self._control("shutdown")
 
+    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
+        return await self._control("progress", known)
+
     def kill(self) -> None:
-        """Ends the actor and, with it, the engine's processes."""
+        """Ends the actor and the engine's processes, stopped ones too. Ray asks an actor to end, and kills it only
+        when 5 s have passed; those on this node are killed at once."""
+        if self._node_id == ray.get_runtime_context().get_node_id():
+            kill_processes(self._processes)
         ray.kill(self.actor)
 
     async def _control(self, method: str, *args: Any) -> Any:

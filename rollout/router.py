@@ -61,6 +61,15 @@ class ReplicaRouter:
             load.in_flight -= count
             self._changed.notify_all()
 
+    def expect(self, name: str, error: BaseException) -> None:
+        """Nothing is routed to `name`, which may be new, before it is admitted. It may be waited for."""
+        self._loads.setdefault(name, _Load()).error = error
+
+    async def emptied(self, name: str) -> None:
+        """Returns when no trajectory is in flight there."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._loads[name].in_flight == 0)
+
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to `name` for now."""
         async with self._changed:
@@ -81,10 +90,7 @@ class ReplicaRouter:
                 self._changed.notify_all()
 
     def gauges(self) -> dict[str, float]:
-        return {
-            "rollout/inflight_trajectories": sum(load.in_flight for load in self._loads.values()),
-            "rollout/healthy_replicas": len(self.healthy),
-        }
+        return {"rollout/inflight_trajectories": sum(load.in_flight for load in self._loads.values())}
 
     def _least_loaded(self, count: int) -> str | None:
         if all(load.removed for load in self._loads.values()):

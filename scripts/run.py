@@ -16,6 +16,8 @@ from rollout.buffer import make_buffer
 from rollout.engines.base import EngineSpec
 from rollout.evaluation import Evaluator, InService
 from rollout.fleet import ReplicaFleet
+from rollout.fleet_monitor import FleetMonitor
+from rollout.fleet_operator import FleetOperator
 from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
@@ -24,11 +26,12 @@ from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.rewards.budget import FailureBudget, failure_budget, group_budget
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter, max_inflight
+from rollout.router import ReplicaRouter
 from rollout.types import SamplingParams
 from scripts import models
 from scripts.cluster import cluster, output_to
 from scripts.data import encode_rows, load_rows
+from scripts.elastic import ReplicaStarter, fleet_socket, make_fleet, make_monitor_and_operator
 from scripts.supervision import until_first_ends
 from scripts.workers import make_checkpointer, make_workers, owner
 from trainer.checkpoint_store import CheckpointStore
@@ -47,6 +50,8 @@ class Parts:
     replicas: list[ReplicaHandle]
     router: ReplicaRouter
     fleet: ReplicaFleet
+    monitor: FleetMonitor
+    operator: FleetOperator
     agents: AgentWorkerGroup
     workers: RecoveringWorkers
     store: CheckpointStore
@@ -63,12 +68,13 @@ async def run(config: Config, device: str, run_dir: Path, console: Console, reco
     async with cluster(config, device):
         try:
             parts = await start(config, device, run_dir, rows, console)
-            if listener is None:
-                return await train(config, parts, console, recorder)
-            control = gateway_app(FleetControl(parts.fleet, parts.router), None, config.serve.token)
-            async with served(control, listener):
-                console.message(f"control routes: {url_of(listener)}")
-                return await train(config, parts, console, recorder)
+            async with fleet_socket(parts.operator, run_dir):
+                if listener is None:
+                    return await train(config, parts, console, recorder)
+                control = gateway_app(FleetControl(parts.fleet, parts.router), None, config.serve.token)
+                async with served(control, listener):
+                    console.message(f"control routes: {url_of(listener)}")
+                    return await train(config, parts, console, recorder)
         finally:
             release_all(config.weight_sync, owner(run_dir))
 
@@ -88,9 +94,8 @@ async def start(
     """
     on_start = output_to(run_dir)
     boot_path = await boot_model(config, run_dir)
-    replicas = create_replicas(
-        config.rollout.num_replicas, engine_spec(config, device, boot_path), on_start, actor_class
-    )
+    spec = engine_spec(config, device, boot_path)
+    replicas = create_replicas(config.rollout.num_replicas, spec, on_start, actor_class)
     agents = AgentWorkerGroup(
         config=config,
         tokenizer_path=boot_path,
@@ -104,17 +109,18 @@ async def start(
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
     async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
-            starting.create_task(replica.start(engine_spec(config, device, boot_path), config.weight_sync))
+            starting.create_task(replica.start(spec, config.weight_sync))
         policy = starting.create_task(_start_workers(config, workers, boot_path, console))
         data = starting.create_task(_encode(config, agents, rows, console))
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     train_rows, val_rows = data.result()
-    inflight = max_inflight(
-        config.rollout.max_num_seqs * config.rollout.data_parallel_size, config.algorithm.group_size
-    )
-    router = ReplicaRouter([replica.name for replica in replicas], inflight)
-    fleet = ReplicaFleet(replicas, router, config.rollout.min_replicas, console.message)
+    fleet, router = make_fleet(config, replicas, console.message)
+    manager = CheckpointManager(workers, fleet, config.weight_sync)
+    starter = ReplicaStarter(config, spec, agents, on_start, actor_class)
+    monitor, operator = make_monitor_and_operator(config, fleet, router, manager, starter)
     return Parts(
+        monitor=monitor,
+        operator=operator,
         router=router,
         replicas=replicas,
         agents=agents,
@@ -123,7 +129,7 @@ async def start(
         train_rows=train_rows,
         val_rows=val_rows,
         fleet=fleet,
-        manager=CheckpointManager(workers, fleet, config.weight_sync),
+        manager=manager,
     )
 
 
@@ -163,7 +169,7 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
     recorder.record_evaluation(0, await evaluator.evaluate())
     console.stage("training")
     async with checkpointer:
-        await until_first_ends(loop.run(), beside=[rollouter.run(), fleet.watch()])
+        await until_first_ends(loop.run(), beside=[rollouter.run(), parts.monitor.run(), parts.operator.run()])
     console.stage("evaluating after the last step")
     recorder.record_evaluation(trainer.total_steps, await evaluator.evaluate())
     totals = await fleet.totals()

@@ -17,6 +17,7 @@ from rollout.replica_group import ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from scripts import run
 from scripts.cluster import cluster, output_to
+from scripts.elastic import make_monitor
 from trainer.console import Console, PlainConsole
 
 UNBOUNDED = sys.maxsize
@@ -33,13 +34,15 @@ async def serve_model(config: Config, device: str, run_dir: Path) -> None:
         model_path = await run.policy_model(config, await run.boot_model(config, run_dir), console)
         replicas = await _start_replicas(config, device, run_dir, model_path, console)
         router = ReplicaRouter([replica.name for replica, _ in replicas], UNBOUNDED)
-        fleet = ReplicaFleet([replica for replica, _ in replicas], router, config.rollout.min_replicas, console.message)
+        handles = [replica for replica, _ in replicas]
+        fleet = ReplicaFleet(handles, router, config.rollout.min_replicas, console.message, serving=0)
+        monitor, _ = make_monitor(config, fleet)
         proxy = Proxy(client, router, {replica.name: url for replica, url in replicas})
         async with served(gateway_app(FleetControl(fleet, router), proxy, config.serve.token), listener):
             for replica, url in replicas:
                 console.message(f"{replica.name}: {url}")
             console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")
-            await fleet.watch()
+            await monitor.run()
 
 
 async def _start_replicas(

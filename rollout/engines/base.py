@@ -85,9 +85,14 @@ class Engine(Pausable, Protocol):
         """Returns when the engine has died, with the reason."""
         ...
 
+    @property
+    def unfinished_tokens(self) -> int:
+        """Sampled so far for the requests that run."""
+        ...
+
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests`: how many requests the engine was given, any given twice counted twice;
-        `running_requests`, `running_tokens` that they have sampled so far, and `waiting_requests` now."""
+        `running_requests` and `waiting_requests` now."""
         ...
 
     def shutdown(self) -> None: ...

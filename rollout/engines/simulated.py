@@ -156,12 +156,15 @@ class SimulatedEngine:
                 sequence.done.set_exception(error)
         self._running.clear()
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._running.values())
+
     def gauges(self) -> dict[str, float]:
         return {
             "engine_requests": self._num_submitted,
             "prefilled_tokens": self._num_prefilled,
             "running_requests": len(self._admission.inside),
-            "running_tokens": sum(len(sequence.tokens) for sequence in self._running.values()),
             "waiting_requests": len(self._admission.waiting),
         }
 

@@ -118,12 +118,15 @@ class VllmEngine:
         await asyncio.wait([self._llm.output_handler])
         return EngineDiedError("the vLLM engine core died")
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return sum(self._llm.output_counts().values())
+
     def gauges(self) -> dict[str, float]:
         admission = self._llm.admission
         return {
             "engine_requests": self._llm.num_submitted,
             "running_requests": len(admission.inside),
-            "running_tokens": sum(self._llm.output_counts().values()),
             "waiting_requests": len(admission.waiting),
         }
 

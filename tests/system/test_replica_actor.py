@@ -13,7 +13,8 @@ from ray.exceptions import ActorDiedError
 
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineDiedError, EngineSpec
-from rollout.fleet import ReplicaFleet, TooFewReplicasError
+from rollout.fleet import ReplicaFleet
+from rollout.members import TooFewReplicasError
 from rollout.replica_group import ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams

@@ -1,4 +1,4 @@
-"""The replicas as one: paused and resumed together, counted together, and each of them may go."""
+"""The replicas as one: paused and resumed together, counted together, and who serves."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,8 @@ import pytest
 
 from configs.schema import PauseMode
 from rollout.engines.base import EngineDiedError
-from rollout.fleet import FleetPauseError, ReplicaFleet, TooFewReplicasError
+from rollout.fleet import FleetPauseError, ReplicaFleet
+from rollout.members import TooFewReplicasError
 from rollout.replica import ReplicaStatus, RolloutReplica
 from rollout.router import ReplicaRouter
 from tests.fakes import ClockedEngine, answer, make_replica, now, run_virtual, settle, start_group, update
@@ -24,7 +25,7 @@ class Setup:
         self.router = ReplicaRouter(list(names), max_inflight=8)
         self.engines = {name: ClockedEngine() for name in names}
         self.replicas = {name: make_replica(name, engine) for name, engine in self.engines.items()}
-        self.fleet = ReplicaFleet(list(self.replicas.values()), self.router, min_replicas, self.told.append)
+        self.fleet = ReplicaFleet(list(self.replicas.values()), self.router, min_replicas, self.told.append, serving=0)
 
     def start(self, *lengths: int, prefix: str = "") -> dict[str, asyncio.Task[Any]]:
         """A group on every replica; its requests are a0, a1, ..."""
@@ -170,7 +171,7 @@ def test_an_ejected_replica_goes_on_with_what_it_has_and_comes_back() -> None:
         assert setup.router.healthy == ["a"] and [replica.name for replica in setup.fleet.targets] == ["a", "b"]
         assert answer((await groups["b"])[0]) == (5, "stop")
         for _ in range(2):
-            await setup.fleet.admit("b")
+            await setup.fleet.admit("b", 1)
         assert setup.router.healthy == ["a", "b"]
         assert setup.told == ["b is out of service: not verified", "b is back in service"]
 
@@ -185,7 +186,7 @@ def test_a_replica_that_is_given_up_is_ended_with_what_it_generates_and_never_co
             await setup.fleet.give_up("b", OSError("torn"))
         with pytest.raises(EngineDiedError):
             await groups["b"]
-        await setup.fleet.admit("b")
+        await setup.fleet.admit("b", 1)
         assert setup.router.healthy == ["a"] and [replica.name for replica in setup.fleet.targets] == ["a"]
         assert setup.told == ["b is given up: torn"]
         await setup.fleet.pause(PauseMode.keep)
@@ -209,35 +210,6 @@ def test_a_loss_that_leaves_too_few_is_an_error(min_replicas: int, enough: bool)
         assert setup.told == ["b is given up: out of memory"]
 
     on_fleet(test, min_replicas=min_replicas)
-
-
-@pytest.mark.parametrize("process_is_gone", [False, True])
-def test_the_watch_goes_on_after_a_death_until_too_few_are_left(
-    process_is_gone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def gone(replica: RolloutReplica) -> BaseException:
-        raise OSError(f"the process ended: {await replica._engine.wait_dead()}")
-
-    if process_is_gone:
-        monkeypatch.setattr(RolloutReplica, "wait_dead", gone)
-
-    async def test(setup: Setup) -> None:
-        watch = asyncio.create_task(setup.fleet.watch())
-        await settle()
-        setup.engines["b"].kill()
-        await settle()
-        assert not watch.done() and setup.router.healthy == ["a"]
-        setup.engines["a"].kill()
-        with pytest.raises(ExceptionGroup) as raised:
-            await watch
-        [error] = raised.value.exceptions
-        assert isinstance(error, TooFewReplicasError)
-        reason = f"{'the process ended: ' if process_is_gone else ''}the simulated engine was killed"
-        died = f"died: {reason}; its log is logs/a.log in the run folder"
-        assert str(error) == f"0 replicas are left in service, rollout.min_replicas=1: a {died}"
-        assert setup.told[0].startswith(f"b is given up: b died: {reason}; its log is logs/b.log")
-
-    on_fleet(test)
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------
@@ -275,7 +247,7 @@ def test_gauges_are_of_the_time_since_the_last_call(monkeypatch: pytest.MonkeyPa
         clock = SimpleNamespace(monotonic=now)
         monkeypatch.setattr("rollout.replica.time", clock)
         monkeypatch.setattr("rollout.fleet.time", clock)
-        fleet = ReplicaFleet(list(setup.replicas.values()), setup.router, 1, setup.told.append)
+        fleet = ReplicaFleet(list(setup.replicas.values()), setup.router, 1, setup.told.append, serving=0)
         groups = [start_group(setup.replicas["a"], 10, 9), start_group(setup.replicas["b"], 5, 9)]
         await asyncio.sleep(4.5)
         await fleet.abort({"1"})
@@ -287,7 +259,10 @@ def test_gauges_are_of_the_time_since_the_last_call(monkeypatch: pytest.MonkeyPa
             "rollout/aborted": 2,
             "rollout/continued": 0,
             "rollout/prefix_hit_rate": 0.5,
-            "rollout/healthy_replicas": 2,
+            "rollout/replicas_ready": 2,
+            "rollout/replicas_lost": 0,
+            "rollout/replicas_replaced": 0,
+            "rollout/recovery_s": 0,
             "rollout/inflight_trajectories": 0,
         }
         await asyncio.gather(*groups)

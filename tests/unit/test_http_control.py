@@ -43,7 +43,7 @@ async def fleet_client(
 ) -> AsyncIterator[tuple[list[RolloutReplica], httpx.AsyncClient, ReplicaRouter]]:
     replicas = [make_replica(engine, f"r{index}") for index, engine in enumerate(engines)]
     router = ReplicaRouter([replica.name for replica in replicas], 99)
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda _: None)
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda _: None, serving=3)
     for replica in replicas:
         await replica.tag_loaded(3)
     async with client_of(control_app(FleetControl(fleet, router), with_engine_metrics=False)) as client:

@@ -129,7 +129,6 @@ def test_counters_add_up() -> None:
             "engine_requests": 5,
             "prefilled_tokens": 10,
             "running_requests": 3,
-            "running_tokens": 3,
             "waiting_requests": 0,
         }
         group.cancel()

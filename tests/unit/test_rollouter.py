@@ -22,6 +22,10 @@ from tests.fakes import FakeRunner, FakeStream, run_virtual, settle
 GROUP_SIZE = 4
 
 
+async def no_progress(known: object) -> None:
+    raise OSError("it is gone")
+
+
 @dataclass
 class Setup:
     """A rollouter on replicas with room for two groups each, for runs of `num_steps` steps of two groups."""
@@ -43,8 +47,8 @@ class Setup:
         self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
         self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
         self.told: list[str] = []
-        members = [SimpleNamespace(name=name, kill=lambda: None) for name in self.replicas]
-        fleet = ReplicaFleet(members, self.router, 1, self.told.append)  # pyright: ignore
+        members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in self.replicas]
+        fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
         self.runner = FakeRunner(self.seconds, self.errors, self.deaths, lambda ordinal: flat[ordinal % len(flat)])
         self.stream = FakeStream()
         self.progress = Progress()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout.fleet import TooFewReplicasError
+from rollout.members import TooFewReplicasError
 from rollout.progress import Attempt, Partial, ProgressReport
 from rollout.rewards.budget import GroupBudget, GroupFailuresError
 from rollout.rollouter import GroupUnderWay

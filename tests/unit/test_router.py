@@ -98,7 +98,7 @@ def test_nothing_is_routed_to_an_ejected_replica_until_it_is_admitted() -> None:
     async def main() -> None:
         router = ReplicaRouter(["a", "b"], max_inflight=8)
         await router.eject("a", RuntimeError("out of memory"))
-        assert router.healthy == ["b"] and router.gauges()["rollout/healthy_replicas"] == 1
+        assert router.healthy == ["b"]
         assert [await router.acquire(4), await router.acquire(4)] == ["b", "b"]
         waiter = asyncio.create_task(router.acquire(4))
         await settle()

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from configs.schema import WeightSyncConfig
-from rollout.fleet import ReplicaFleet, TooFewReplicasError
+from rollout.fleet import ReplicaFleet
+from rollout.members import TooFewReplicasError
 from rollout.types import VersionSpan
 from tests.fakes import ClockedEngine, make_replica, run_virtual, start_group
 from tests.unit.test_checkpoint_manager import HANGS, WHOLE, Scene
@@ -98,9 +99,9 @@ def test_a_replica_that_does_not_even_tell_its_state_is_given_up(fault: Any, sce
         scene.b.faults = {"stage": [BROKEN, BROKEN], "status": [fault]}
         await scene.manager.update_weights(1)
         assert scene.fleet.targets == [scene.a]
-        error = scene.fleet._gone["b"]
+        error = scene.router._loads["b"].error
         reason = "failed: OSError: broken" if fault is BROKEN else f"took longer than {DEADLINE_OF['status']}"
-        assert str(error) == "stage on b failed: OSError: broken"
+        assert error is not None and str(error) == "stage on b failed: OSError: broken"
         assert error.__notes__ == [f"then: status on b {reason}"]
 
     run_virtual(main())
@@ -227,7 +228,7 @@ def test_a_driver_that_goes_away_leaves_real_replicas_open_and_whole() -> None:
     async def main() -> None:
         scene, engines = Scene(), [ClockedEngine(), ClockedEngine()]
         replicas = [make_replica(name, engine) for name, engine in zip("ab", engines, strict=True)]
-        fleet = ReplicaFleet(replicas, scene.router, 1, scene.events.append)
+        fleet = ReplicaFleet(replicas, scene.router, 1, scene.events.append, serving=0)
         manager = CheckpointManager(scene.source, fleet, WeightSyncConfig())
         await manager.update_weights(0)
         groups = [start_group(replica, 9) for replica in replicas]

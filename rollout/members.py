@@ -1,0 +1,304 @@
+"""Who is in the fleet, in which state, and who takes the place of those that are lost."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from configs.deadline import within
+from configs.schema import PauseMode
+from rollout.lifecycle import Lifecycle, ReplicaState
+from rollout.progress import ProgressReport
+from rollout.replica import CommitReport, ReplicaStatus
+from rollout.router import ReplicaRouter
+
+logger = logging.getLogger(__name__)
+LAST_PROGRESS_S = 2.0
+"""A lost replica is given so long to tell how far its trajectories are. Where only the engine died, it can."""
+STAYS = (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+
+
+class TooFewReplicasError(RuntimeError):
+    """Fewer replicas are left than rollout.min_replicas. The message says which were lost, and why."""
+
+
+class NoProgressError(RuntimeError):
+    """A replica could not say how far it is. The message names it, the cause says why."""
+
+
+class FleetRefusalError(ValueError):
+    """What was asked of the fleet cannot be. The message says what is allowed."""
+
+
+class FleetMember(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def node(self) -> str:
+        """Where it runs."""
+        ...
+
+    @property
+    def num_workers(self) -> int: ...
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None: ...
+
+    async def resume(self) -> float: ...
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]: ...
+
+    async def status(self) -> ReplicaStatus: ...
+
+    async def progress(self, known: Mapping[str, int]) -> ProgressReport: ...
+
+    async def stage(self, manifest: dict[str, Any]) -> None: ...
+
+    async def commit(self, manifest: dict[str, Any]) -> CommitReport: ...
+
+    async def stats(self) -> dict[str, float]: ...
+
+    async def wait_dead(self) -> BaseException: ...
+
+    def kill(self) -> None:
+        """For sure, whatever state its processes are in. Returns at once."""
+        ...
+
+
+class ProgressStore(Protocol):
+    """Keeps what is known of every trajectory under way."""
+
+    def known(self, name: str) -> Mapping[str, int]:
+        """request -> tokens of it that are known, on that replica."""
+        ...
+
+    def take(self, name: str, report: ProgressReport) -> None: ...
+
+
+class NoStore:
+    """Keeps nothing: trajectories of lost replicas start again."""
+
+    def known(self, name: str) -> Mapping[str, int]:
+        return {}
+
+    def take(self, name: str, report: ProgressReport) -> None:
+        pass
+
+
+class FleetMembers:
+    """Owns one `Lifecycle` per replica; the router follows it."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        replicas: Sequence[FleetMember],
+        router: ReplicaRouter,
+        min_replicas: int,
+        report: Callable[[str], None],
+        *,
+        serving: int | None = None,
+        max_replacements: int = 0,
+        progress: ProgressStore | None = None,
+    ):
+        """`replicas`: started. `serving`: the version they serve already; None: nothing is routed to them before their
+        first update. `report`: told in a sentence who leaves and who comes. `max_replacements`: how many of those that
+        are lost are put into `wanted` again."""
+        self._router = router
+        self._min_replicas = min_replicas
+        self._report = report
+        self._max_replacements = self._replacements_left = max_replacements
+        self._progress = progress or NoStore()
+        self._lives: dict[str, Lifecycle] = {}
+        self._replicas: dict[str, FleetMember] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
+        self._endings: dict[str, asyncio.Task[None]] = {}
+        self._lost_at: dict[str, float] = {}  # replacement -> when the one that it replaces was lost
+        self._recovery_s = 0.0
+        self._num_lost = self._num_replaced = 0
+        self._next_number = len(replicas)
+        self.wanted: asyncio.Queue[str] = asyncio.Queue()
+        """Names of replicas that are to be started."""
+        for replica in replicas:
+            self._lives[replica.name] = Lifecycle(replica.name)
+            self._joined(replica)
+            if serving is None:
+                router.expect(replica.name, RuntimeError("no weights yet"))
+            else:
+                self._lives[replica.name].verified(serving)
+
+    @property
+    def lives(self) -> Mapping[str, Lifecycle]:
+        """Of every replica there ever was."""
+        return self._lives
+
+    @property
+    def running(self) -> list[FleetMember]:
+        """Those whose engine runs, in service or not."""
+        return self._in(ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE, ReplicaState.DRAINING)
+
+    @property
+    def targets(self) -> list[FleetMember]:
+        """What updates of the weights go to."""
+        return self._in(ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+
+    def _in(self, *states: ReplicaState) -> list[FleetMember]:
+        return [replica for name, replica in self._replicas.items() if self._lives[name].state in states]
+
+    def node_of(self, name: str) -> str | None:
+        """None while it waits for a place."""
+        return self._replicas[name].node if name in self._replicas else None
+
+    # -- who comes -----------------------------------------------------------------------------------------------------
+
+    def want(self) -> str:
+        """One more replica: its name, under which it is to be started."""
+        name = f"replica-{self._next_number}"
+        self._next_number += 1
+        self._lives[name] = Lifecycle(name)
+        self._router.expect(name, RuntimeError("starting"))
+        self.wanted.put_nowait(name)
+        return name
+
+    def joined(self, replica: FleetMember) -> bool:
+        """Its engine runs. False when it is not wanted any more."""
+        if self._lives[replica.name].state is not ReplicaState.STARTING:
+            return False
+        self._joined(replica)
+        return True
+
+    def _joined(self, replica: FleetMember) -> None:
+        self._lives[replica.name].started()
+        self._replicas[replica.name] = replica
+        self._asking[replica.name] = asyncio.Lock()
+
+    async def admit(self, name: str, global_steps: int) -> None:
+        """Route to it (again). The caller has verified that its weights are those of `global_steps`."""
+        life = self._lives[name]
+        if life.state not in (ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE):
+            return  # it was lost, or began to drain, while it took the update
+        before, was_new = life.state, life.global_steps < 0
+        if before is not ReplicaState.SYNCING:
+            life.sync()
+        life.verified(global_steps)
+        if name in self._lost_at:
+            self._num_replaced += 1
+            self._recovery_s = time.monotonic() - self._lost_at.pop(name)
+            self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
+        elif before is ReplicaState.STALE:
+            self._report(f"{name} is back in service")
+        elif was_new and global_steps > 0:
+            self._report(f"{name} is in service")
+        await self._router.admit(name)
+
+    # -- who leaves ----------------------------------------------------------------------------------------------------
+
+    async def eject(self, name: str, error: BaseException) -> None:
+        """Route nothing more to it for now. What it is doing goes on."""
+        life = self._lives[name]
+        if life.state in (ReplicaState.SYNCING, ReplicaState.READY):
+            life.miss()
+            self._report(f"{name} is out of service: {error}")
+            await self._router.eject(name, error)
+
+    async def drain(self, name: str) -> None:
+        """Route nothing more to it, for good: it finishes what it has. Raises IllegalTransitionError, and
+        FleetRefusalError when too few would be left."""
+        self._require_spare(name)
+        self._lives[name].drain()
+        self._report(f"{name} drains")
+        await self._router.eject(name, RuntimeError("draining"))
+
+    async def retire(self, name: str, why: str) -> None:
+        """End it in good order: what it is generating goes on elsewhere. Nothing replaces it. Idempotent."""
+        self._require_spare(name)
+        if self._lives[name].state is not ReplicaState.DEAD:
+            self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"))
+        await asyncio.shield(self._endings[name])
+
+    async def give_up(self, name: str, error: BaseException) -> None:
+        """End it for good. Who else tells of the same loss waits until it has been dealt with."""
+        await asyncio.shield(self._loss(name, error))
+
+    async def lose(self, name: str, error: BaseException) -> None:
+        """It died. Raises TooFewReplicasError."""
+        ending = self._loss(name, error)
+        self.require_enough(error)
+        await asyncio.shield(ending)
+
+    def require_enough(self, cause: BaseException) -> None:
+        """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or on their way there."""
+        in_service = len(self._in(ReplicaState.READY))
+        states = [life.state for life in self._lives.values()]
+        coming = states.count(ReplicaState.STARTING) + states.count(ReplicaState.SYNCING)
+        if in_service + coming < self._min_replicas:
+            left = f"{in_service} replicas are left in service, rollout.min_replicas={self._min_replicas}"
+            if self._max_replacements:
+                left += f", and rollout.max_replacements={self._max_replacements} are used up"
+            raise TooFewReplicasError(f"{left}: {cause}") from cause
+
+    def _require_spare(self, name: str) -> None:
+        if name not in self._lives:
+            names = ", ".join(known for known, life in self._lives.items() if life.state is not ReplicaState.DEAD)
+            raise FleetRefusalError(f"{name}: there is no such replica; there are {names}")
+        left = [other for other, life in self._lives.items() if other != name and life.state in STAYS]
+        if self._lives[name].state in STAYS and len(left) < self._min_replicas:
+            raise FleetRefusalError(
+                f"{name} cannot go: {len(left)} replicas would be left, rollout.min_replicas={self._min_replicas}"
+            )
+
+    def _loss(self, name: str, error: BaseException) -> asyncio.Task[None]:
+        """What deals with it. A loss that is told twice is one."""
+        state = self._lives[name].state
+        if state is not ReplicaState.DEAD:
+            self._num_lost += 1
+            self._end(name, f"{name} is given up: {error}", error)
+            if state is not ReplicaState.DRAINING:
+                self._replace(name)
+        return self._endings[name]
+
+    def _end(self, name: str, text: str, error: BaseException) -> None:
+        self._lives[name].die()
+        self._report(text)
+        self._router.expect(name, error)
+        self._endings[name] = asyncio.create_task(self._bury(name, error), name=f"end-{name}")
+
+    def _replace(self, name: str) -> None:
+        if self._replacements_left > 0:
+            self._replacements_left -= 1
+            replacement = self.want()
+            self._lost_at[replacement] = self._lost_at.pop(name, time.monotonic())
+            self._report(f"{replacement} is to replace {name}")
+
+    async def _bury(self, name: str, error: BaseException) -> None:
+        """Whoever was waiting for its answers is told by its death, so what it knows is asked for before."""
+        await self._router.remove(name, error)
+        if name not in self._replicas:  # it was still starting
+            return
+        try:
+            async with within(LAST_PROGRESS_S, "LAST_PROGRESS_S", f"asking {name} for its last progress"):
+                await self.take_progress(name)
+        except (NoProgressError, TimeoutError) as unanswered:  # of most that are lost: the report before counts
+            logger.info("%s", unanswered)
+        finally:
+            self._replicas[name].kill()
+
+    async def take_progress(self, name: str) -> ProgressReport:
+        """Asks the replica, and hands what it says to the store. Raises NoProgressError when it cannot tell."""
+        async with self._asking[name]:  # what is known must not change between the question and the answer
+            try:
+                report = await self._replicas[name].progress(self._progress.known(name))
+            except Exception as error:
+                raise NoProgressError(f"{name} told no progress: {error!r}") from error
+            self._progress.take(name, report)
+            return report
+
+    # -- gauges --------------------------------------------------------------------------------------------------------
+
+    def member_gauges(self) -> dict[str, float]:
+        """`rollout/recovery_s`: from the last loss that was made good to its replacement's being in service."""
+        return {
+            "rollout/replicas_ready": float(len(self._in(ReplicaState.READY))),
+            "rollout/replicas_lost": float(self._num_lost),
+            "rollout/replicas_replaced": float(self._num_replaced),
+            "rollout/recovery_s": self._recovery_s,
+        }

@@ -1,0 +1,98 @@
+"""Replicas of a running run that come and go: `python -m scripts.fleet add [N] | drain NAME | remove NAME | status`.
+
+    add       starts N more replicas; each serves once it has the current weights
+    drain     no new work goes to the replica; it ends when it has finished what it has
+    remove    the replica ends now; what it was generating goes on elsewhere
+    status    a line per replica
+
+To be called on the machine on which the run was started.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SOCKET_FILE = "fleet.sock"
+TIMEOUT_S = 60.0
+COLUMNS = {
+    "name": "name",
+    "state": "state",
+    "global_steps": "version",
+    "running": "running",
+    "tokens_per_s": "tokens/s",
+    "node": "node",
+}
+
+
+class FleetError(RuntimeError):
+    """Nothing was done. The message says why."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    try:
+        sys.stdout.write(run(_parse(arguments)) + "\n")
+    except FleetError as error:
+        sys.exit(f"fleet error: {error}")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts.fleet", description="Replicas of a running run.")
+    parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="folder of the run [runs/latest]")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("add", help="start N more replicas").add_argument("count", nargs="?", type=int, default=1)
+    for command, text in (("drain", "let it finish what it has, then end it"), ("remove", "end it now")):
+        commands.add_parser(command, help=text).add_argument("name", help="as status shows it, such as replica-1")
+    commands.add_parser("status", help="a line per replica")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> str:
+    """What is to be told. Raises FleetError."""
+    link = options.run / SOCKET_FILE
+    if not link.is_symlink():
+        raise FleetError(f"--run {options.run}: no {SOCKET_FILE} there: the run has ended, or is not training yet")
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(link.resolve())), base_url="http://fleet", timeout=TIMEOUT_S
+    ) as client:
+        match options.command:
+            case "add":
+                names = _call(client, "POST", "/replicas", count=options.count)
+                return f"starting {', '.join(names)}; status tells when they serve"
+            case "status":
+                return table(_call(client, "GET", "/replicas"))
+            case command:
+                _call(client, "POST", f"/replicas/{options.name}/{command}")
+                return f"{options.name} {'drains' if command == 'drain' else 'is removed'}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    cells = [list(COLUMNS.values())]
+    cells += [["waits for a place" if row[key] is None else str(row[key]) for key in COLUMNS] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def _call(client: httpx.Client, method: str, path: str, **query: Any) -> Any:
+    try:
+        answer = client.request(method, path, params=query)
+    except httpx.ConnectError as error:
+        raise FleetError(f"the run does not answer, so it has ended: {error}") from None
+    except httpx.TimeoutException:
+        raise FleetError(f"the run did not answer within {TIMEOUT_S:g} s") from None
+    if answer.status_code == httpx.codes.CONFLICT:
+        raise FleetError(answer.json()["error"])
+    if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+        problems = (f"{problem['loc'][-1]}={problem['input']}: {problem['msg']}" for problem in answer.json()["detail"])
+        raise FleetError("; ".join(problems))
+    if answer.is_error:
+        raise FleetError(f"{answer.status_code}: {answer.text}")
+    return answer.json()
+
+
+if __name__ == "__main__":
+    main()

@@ -193,6 +193,9 @@ class RolloutReplica:
             partials=self._told.partials(known, pieces),
         )
 
+    async def wait_dead(self) -> BaseException:
+        return await self._engine.wait_dead()
+
     async def stats(self) -> dict[str, float]:
         """Counters since the start. `busy_s`: seconds with at least one request."""
         running_s = time.monotonic() - self._busy_since if self._running else 0.0

@@ -7,7 +7,7 @@ still whole it may come back with the next update, else it is given up. Too few 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -90,7 +90,7 @@ class _Attempt:
 
 
 class CheckpointManager:
-    """Brings every replica to a version of the weights. One update at a time."""
+    """Brings replicas to a version of the weights. One update at a time."""
 
     def __init__(self, source: WeightSource, fleet: Membership, config: WeightSyncConfig):
         self._source = source
@@ -105,34 +105,49 @@ class CheckpointManager:
         Raises WeightUpdateError when the trainer cannot publish, and what the fleet raises when too few are left.
         """
         async with self._updating:
-            started = time.perf_counter()
-            first = await self._attempt(self._fleet.targets, global_steps)
-            done, failures = list(first.done), len(first.failed)
-            version = first.manifest["global_steps"]
-            if first.failed:
-                for name, error in first.failed.items():
-                    await self._fleet.eject(name, error)
-                again = [target for target in self._fleet.targets if target.name in first.failed]
-                second = await self._attempt(again, version) if again else None
-                if second is not None:
-                    done += second.done
-                    failures += len(second.failed)
-                    for target in again:
-                        if target.name in second.failed:
-                            await self._give_up_unless_whole(target, second.failed[target.name])
-            for update in done:
-                self._held[update.name] = version
-                await self._fleet.admit(update.name)
-            if failures:
-                self._fleet.require_enough(next(iter(first.failed.values())))
-            return UpdateReport(
-                global_steps=version,
-                nbytes=first.manifest["nbytes"],
-                publish_s=first.publish_s,
-                total_s=time.perf_counter() - started,
-                replicas=tuple(done),
-                failures=failures,
-            )
+            return await self._transact(self._fleet.targets, global_steps)
+
+    async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
+        """Bring only these of the fleet's targets to the trainer's present weights, and admit them. The transaction is
+        that of `update_weights`, with its second try and its errors; it waits for an update that is under way.
+
+        Nothing is assumed of what they hold. None when none of them is there any more.
+        """
+        async with self._updating:
+            targets = [target for target in self._fleet.targets if target.name in names]
+            for target in targets:
+                self._held.pop(target.name, None)
+            return await self._transact(targets, None) if targets else None
+
+    async def _transact(self, targets: Sequence[WeightTarget], global_steps: int | None) -> UpdateReport:
+        started = time.perf_counter()
+        first = await self._attempt(targets, global_steps)
+        done, failures = list(first.done), len(first.failed)
+        version = first.manifest["global_steps"]
+        if first.failed:
+            for name, error in first.failed.items():
+                await self._fleet.eject(name, error)
+            again = [target for target in self._fleet.targets if target.name in first.failed]
+            second = await self._attempt(again, version) if again else None
+            if second is not None:
+                done += second.done
+                failures += len(second.failed)
+                for target in again:
+                    if target.name in second.failed:
+                        await self._give_up_unless_whole(target, second.failed[target.name])
+        for update in done:
+            self._held[update.name] = version
+            await self._fleet.admit(update.name)
+        if failures:
+            self._fleet.require_enough(next(iter(first.failed.values())))
+        return UpdateReport(
+            global_steps=version,
+            nbytes=first.manifest["nbytes"],
+            publish_s=first.publish_s,
+            total_s=time.perf_counter() - started,
+            replicas=tuple(done),
+            failures=failures,
+        )
 
     async def _attempt(self, targets: Sequence[WeightTarget], global_steps: int | None) -> _Attempt:
         """Returns or raises only when no replica's part is under way any more."""

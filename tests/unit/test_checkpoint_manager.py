@@ -187,6 +187,51 @@ def test_real_replicas_generate_through_an_update_and_then_serve_the_new_version
     run_virtual(main())
 
 
+# -- catching up -------------------------------------------------------------------------------------------------------
+
+
+def test_catching_up_brings_only_those_named_to_the_trainers_present_weights_and_admits_them(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.manager.update_weights(1)
+        await scene.fleet.eject("b", OSError("out"))
+        scene.events.clear()
+        report = await scene.manager.catch_up(["b"])
+        assert report is not None and report.global_steps == scene.source.latest == 7
+        assert [update.name for update in report.replicas] == ["b"]
+
+    run_virtual(main())
+    assert (scene.of("a"), scene.of("b")) == ([], WHOLE) and scene.router.healthy == ["a", "b"]
+    assert (scene.a.state.global_steps, scene.b.state.global_steps) == (1, 7)
+    assert scene.source.orders[1:] == [({"b": 1}, None)], "a replica may be new under an old name: no base"
+
+
+def test_catching_up_waits_for_an_update_under_way_and_the_next_update_for_it(scene: Scene) -> None:
+    scene.b.seconds["stage"] = 5
+
+    async def main() -> None:
+        updates = scene.manager.update_weights(6), scene.manager.catch_up(["b"]), scene.manager.update_weights(8)
+        await asyncio.gather(*updates)
+
+    run_virtual(main())
+    assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 3
+    assert (scene.of("a"), scene.of("b")) == (WHOLE * 2, WHOLE * 3)
+    assert [base for _, base in scene.source.orders] == [None, None, None], "before the last, a has 6 and b 7"
+
+
+def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.fleet.eject("b", OSError("out"))
+        scene.b.faults["stage"] = [OSError(), OSError()]
+        report = await scene.manager.catch_up(["b"])
+        assert report is not None and (report.failures, report.replicas) == (2, ())
+        assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
+        await scene.fleet.lose("b", OSError("died"))
+        assert await scene.manager.catch_up(["b"]) is None
+        assert len(scene.source.orders) == 2
+
+    run_virtual(main())
+
+
 # -- who receives, and on top of which version -------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """Every key of a run, with its type, default and meaning. Hydra refuses any other key.
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
-that are out of range or contradict one another, before anything starts. The keys of data, algorithm and HTTP server are
-in data.py, algorithm.py and serve.py.
+that are out of range or contradict one another, before anything starts. The keys of data, algorithm, evaluation and
+HTTP server are in data.py, algorithm.py, evaluation.py and serve.py.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from enum import Enum
 
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.data import DataConfig
+from configs.evaluation import EvaluationConfig
 from configs.serve import ServeConfig
 
 # Enum members are lower-case because their names are what a user types.
@@ -211,18 +212,6 @@ class TrainerConfig:
     """Deadline of the wait for a batch."""
     step_timeout_s: float = 1800.0
     """Deadline of one optimizer step on the workers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig:
-    samples: int = 1
-    """Responses per held-out prompt. Of k > 1, avg@k, pass@k and maj@k are reported."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
-    """Nucleus."""
-    timeout_s: float = 1200.0
-    """Deadline of one evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

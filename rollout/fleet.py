@@ -52,7 +52,8 @@ class FleetMember(Protocol):
 
 
 class ReplicaFleet:
-    """A replica is in service, ejected (it goes on with what it has, and may come back) or gone."""
+    """A replica is in service, ejected (it goes on with what it has, and may come back) or gone. One that is pinned is
+    ejected on purpose, and keeps its version until it is not."""
 
     def __init__(
         self, replicas: Sequence[FleetMember], router: ReplicaRouter, min_replicas: int, report: Callable[[str], None]
@@ -63,6 +64,7 @@ class ReplicaFleet:
         self._min_replicas = min_replicas
         self._report = report
         self._gone: dict[str, BaseException] = {}
+        self._pinned: set[str] = set()
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
         self._last_busy_s = 0.0
@@ -70,9 +72,27 @@ class ReplicaFleet:
     # -- membership ----------------------------------------------------------------------------------------------------
 
     @property
-    def targets(self) -> list[FleetMember]:
+    def members(self) -> list[FleetMember]:
         """Every replica that is not gone, in service or not."""
         return [replica for name, replica in self._replicas.items() if name not in self._gone]
+
+    @property
+    def targets(self) -> list[FleetMember]:
+        """Those that updates go to: the members that are not pinned."""
+        return [replica for replica in self.members if replica.name not in self._pinned]
+
+    async def pin(self, count: int, why: str) -> list[str]:
+        """Take up to `count` replicas out of service and out of updates; one is left in service. What they are doing
+        goes on. Their names. The caller sees to it that no update is under way."""
+        names = self._router.healthy[1:][-count:] if count else []
+        for name in names:
+            self._pinned.add(name)
+            await self.eject(name, RuntimeError(why))
+        return names
+
+    def unpin(self, names: Collection[str]) -> None:
+        """Updates go to them again. The next one, or catching up, brings them back into service."""
+        self._pinned.difference_update(names)
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to it for now. What it is doing goes on."""
@@ -100,17 +120,17 @@ class ReplicaFleet:
         self.require_enough(error)
 
     def require_enough(self, cause: BaseException) -> None:
-        """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service."""
-        in_service = self._router.healthy
-        if len(in_service) < self._min_replicas:
+        """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or pinned."""
+        left = len(self._router.healthy) + len(self._pinned - self._gone.keys())  # the pinned come back
+        if left < self._min_replicas:
             raise TooFewReplicasError(
-                f"{len(in_service)} replicas are left in service, rollout.min_replicas={self._min_replicas}: {cause}"
+                f"{left} replicas are left in service, rollout.min_replicas={self._min_replicas}: {cause}"
             ) from cause
 
     async def watch(self) -> None:
         """Never returns. Raises TooFewReplicasError when a death leaves too few, also while nobody calls the engine."""
         async with asyncio.TaskGroup() as watchers:
-            for replica in self.targets:
+            for replica in self.members:
                 watchers.create_task(self._watch(replica), name=f"watch-{replica.name}")
             await asyncio.get_running_loop().create_future()
 
@@ -130,7 +150,7 @@ class ReplicaFleet:
         before = {status.name: status for status in await self.statuses()}
         errors = await self._on_all(lambda r: r.pause(mode, clear_cache), timeout_s, f"pause({mode.value})")
         if errors:
-            undo = [r for r in self.targets if r.name not in errors and before[r.name].pause_mode is None]
+            undo = [r for r in self.members if r.name not in errors and before[r.name].pause_mode is None]
             errors |= await self._on_all(lambda r: r.resume(), timeout_s, "resume", undo)
             raise FleetPauseError(f"pause({mode.value})", errors)
 
@@ -143,7 +163,7 @@ class ReplicaFleet:
     async def abort(self, request_ids: Collection[str] | None = None, timeout_s: float = 60.0) -> list[str]:
         """End these requests wherever they are; None is all. Returns those that there were."""
         async with within(timeout_s, "timeout_s", "abort"):
-            answers = await asyncio.gather(*(replica.abort(request_ids) for replica in self.targets))
+            answers = await asyncio.gather(*(replica.abort(request_ids) for replica in self.members))
         return [name for ended in answers for name in ended]
 
     async def is_paused(self) -> bool:
@@ -156,7 +176,7 @@ class ReplicaFleet:
     async def statuses(self) -> list[ReplicaStatus]:
         """Of every replica that is not gone: the version it serves, and whether it is paused."""
         async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' state"):
-            return await asyncio.gather(*(replica.status() for replica in self.targets))
+            return await asyncio.gather(*(replica.status() for replica in self.members))
 
     async def _on_all(
         self,
@@ -171,7 +191,7 @@ class ReplicaFleet:
             async with within(timeout_s, "timeout_s", f"{what} on {replica.name}"):
                 await call(replica)
 
-        chosen = self.targets if replicas is None else replicas
+        chosen = self.members if replicas is None else replicas
         results = await asyncio.gather(*(one(replica) for replica in chosen), return_exceptions=True)
         return {r.name: error for r, error in zip(chosen, results, strict=True) if error is not None}
 
@@ -180,7 +200,7 @@ class ReplicaFleet:
     async def totals(self) -> dict[str, float]:
         """The replicas' counters since their start, summed; of those that died, what they said last. Raises
         TimeoutError when one does not answer."""
-        targets = self.targets
+        targets = self.members
         async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' counters"):
             answers = await asyncio.gather(*(replica.stats() for replica in targets), return_exceptions=True)
         for replica, answer in zip(targets, answers, strict=True):
@@ -196,7 +216,7 @@ class ReplicaFleet:
         totals = await self.totals()
         now = time.monotonic()
         busy_s = totals["busy_s"] - self._last_busy_s
-        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self.targets)))
+        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self.members)))
         self._last_time, self._last_busy_s = now, totals["busy_s"]
         return {
             **self._router.gauges(),

@@ -16,11 +16,12 @@ from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import make_buffer
 from rollout.engines.base import EngineSpec
-from rollout.evaluation import Evaluator, InService
+from rollout.evaluation import Evaluator, InService, OnLost
 from rollout.fleet import ReplicaFleet
 from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
+from rollout.pinned_evaluation import PinnedEvaluator
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.rewards.budget import FailureBudget, failure_budget
@@ -145,13 +146,14 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         group_timeout_s=rollout.group_timeout_s,
         on_lost=fleet.lose,
     )
-    evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures)
+    evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures, fleet.lose)
+    beside = PinnedEvaluator(evaluator, fleet, parts.manager, config.evaluation.replicas, console.message)
     loop = TrainLoop(
         config=config,
         buffer=buffer,
         workers=parts.workers,
         manager=parts.manager,
-        held_out=evaluator,
+        held_out=beside,
         fleet=fleet,
         recorder=recorder,
     )
@@ -194,6 +196,7 @@ def make_evaluator(
     replicas: InService,
     agents: AgentWorkerGroup,
     failures: FailureBudget,
+    on_lost: OnLost,
 ) -> Evaluator:
     evaluation = config.evaluation
     return Evaluator(
@@ -209,6 +212,7 @@ def make_evaluator(
         num_samples=evaluation.samples,
         timeout_s=evaluation.timeout_s,
         failures=failures,
+        on_lost=on_lost,
     )
 
 

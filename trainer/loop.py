@@ -44,11 +44,18 @@ class UpdateReport(Protocol):
 
 
 class WeightUpdater(Protocol):
+    @property
+    def publishing(self) -> asyncio.Lock:
+        """Held while the weights are read."""
+        ...
+
     async def update_weights(self, global_steps: int) -> UpdateReport: ...
 
 
 class HeldOut(Protocol):
-    async def evaluate(self) -> Any: ...
+    async def evaluate(self) -> Any:
+        """The result has `versions`: `global_steps` of all its tokens, in order."""
+        ...
 
 
 class Fleet(Protocol):
@@ -73,7 +80,8 @@ class TrainLoop:
     """For every optimizer step: wait for a batch, train on it, make the weights live, free the slots.
 
     Consumes groups of the buffer. Produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s), the
-    workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while.
+    workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while, and
+    so do evaluations.
     """
 
     def __init__(  # noqa: PLR0913
@@ -94,19 +102,37 @@ class TrainLoop:
         self._held_out = held_out
         self._fleet = fleet
         self._recorder = recorder
+        self._evaluating: asyncio.Task[None] | None = None
+        self._skipped_evaluations = 0
         self._started = time.perf_counter()
 
     async def run(self) -> None:
         """Steps 0 .. total_steps - 1. Replicas already serve version 0."""
         total_steps = self._config.trainer.total_steps
-        eval_every = self._config.trainer.eval_every
         self._started = time.perf_counter()
-        for global_steps in range(total_steps):
-            await self._step(global_steps)
-            done = global_steps + 1
-            if eval_every and done % eval_every == 0 and done < total_steps:
-                # Inline, so that no update comes in between: one version answers all. Rollouts go on beside it.
-                self._recorder.record_evaluation(done, await self._held_out.evaluate())
+        async with asyncio.TaskGroup() as beside:  # its end waits for an evaluation, whose error ends the steps
+            for global_steps in range(total_steps):
+                await self._step(global_steps)
+                if self._is_evaluated(global_steps + 1):
+                    self._start_evaluation(beside)
+
+    def _is_evaluated(self, done: int) -> bool:
+        """The first update at or after every `eval_every` steps; what comes before and after all is the caller's."""
+        every, interval = self._config.trainer.eval_every, self._config.weight_sync.interval
+        is_due = every > 0 and done // every > (done - interval) // every
+        return is_due and done % interval == 0 and done < self._config.trainer.total_steps
+
+    def _start_evaluation(self, beside: asyncio.TaskGroup) -> None:
+        """Training never waits for an evaluation. One that is due while another goes on is skipped and counted: later
+        it would be of another version than the one that was asked for."""
+        if self._evaluating is None or self._evaluating.done():
+            self._evaluating = beside.create_task(self._evaluate(), name="evaluation")
+        else:
+            self._skipped_evaluations += 1
+
+    async def _evaluate(self) -> None:
+        evaluation = await self._held_out.evaluate()
+        self._recorder.record_evaluation(min(evaluation.versions), evaluation)
 
     async def _step(self, global_steps: int) -> None:
         timings: dict[str, Metric] = {}
@@ -115,10 +141,11 @@ class TrainLoop:
             with timed(timings, "wait_batch"):
                 batch = await self._buffer.next_batch(global_steps)
             credit, step_batch = await self._prepare(batch.groups, global_steps, timings)
-            with timed(timings, "train_step"):
-                actor, fleet = await asyncio.gather(
-                    self._workers.train_step(step_batch, global_steps), self._fleet.gauges()
-                )
+            async with self._manager.publishing:
+                with timed(timings, "train_step"):
+                    actor, fleet = await asyncio.gather(
+                        self._workers.train_step(step_batch, global_steps), self._fleet.gauges()
+                    )
             update: dict[str, float] = {}
             if (global_steps + 1) % sync.interval == 0:
                 with timed(timings, "update_weights"):
@@ -134,6 +161,7 @@ class TrainLoop:
             **self._buffer.gauges(),
             **fleet,
             "staleness/masked_tokens": float(batch.masked_tokens),
+            "eval/skipped": float(self._skipped_evaluations),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }
         metrics = _with_rates(metrics, len(batch.groups))

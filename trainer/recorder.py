@@ -67,7 +67,10 @@ class RunRecorder:
                 "eval/accuracy": evaluation.accuracy,
                 "eval/response_length": evaluation.mean_response_tokens,
                 "eval/num_prompts": evaluation.num_prompts,
+                "eval/pinned": float(evaluation.pinned),
                 "eval/num_versions": len(evaluation.versions),
+                "eval/min_version": min(evaluation.versions),
+                "eval/max_version": max(evaluation.versions),
                 **evaluation.metrics,
             },
         )

@@ -118,6 +118,8 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         "model.warmup_steps=60",
         f"model.cache_dir={tmp_path / 'cache'}",
         "rollout.max_response_tokens=64",
+        "evaluation.samples=8",
+        "evaluation.temperature=1.0",
     ) as run:
         assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
         assert run.survivors() == []
@@ -131,6 +133,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
         assert 0 < summary["pause_ms_p50"] <= summary["pause_ms_p99"]
         check_files(run)
+        check_pinned_evaluation(run)
         metrics = read_metrics(run.run_dir / "metrics.jsonl")
         assert [record["step"] for record in metrics if "eval/accuracy" in record] == [0, 6, 12]
         steps = [record for record in metrics if "critic/rewards/mean" in record]
@@ -148,6 +151,27 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
                 "response_length/",
             ):
                 assert any(key.startswith(family) for key in record), family
+
+
+def check_pinned_evaluation(run: Run) -> None:
+    """replica-1 held version 6 until its evaluation was over, beside updates, and was then trained with again."""
+    records = read_metrics(run.run_dir / "metrics.jsonl")
+    (place,) = [index for index, record in enumerate(records) if record["step"] == 6 and "eval/accuracy" in record]
+    before = [record for record in records[:place] if record["step"] > 6]
+    assert len(before) >= 2, "steps and updates went on meanwhile"
+    assert all("weight_sync/pause_ms" in record for record in before)
+    assert before[0]["rollout/healthy_replicas"] == 1 and records[-2]["rollout/healthy_replicas"] == 2
+    assert {key: records[place][f"eval/{key}"] for key in ("pinned", "num_versions", "min_version", "max_version")} == {
+        "pinned": 1,
+        "num_versions": 1,
+        "min_version": 6,
+        "max_version": 6,
+    }
+    last = (run.run_dir / "trajectories" / "step_000012.jsonl").read_text().splitlines()
+    of_pinned = [record for record in map(json.loads, last) if record["replica"] == "replica-1"]
+    assert any(record["versions"][0][2] > before[0]["step"] for record in of_pinned)
+    output = run.output.read_text()
+    assert "replica-1 is out of service: it evaluates" in output and "replica-1 is back in service" in output
 
 
 def check_files(run: Run) -> None:

@@ -131,6 +131,7 @@ class Evaluated:
     mean_response_tokens: float = 11.5
     num_prompts: int = 256
     versions: tuple[int, ...] = (0,)
+    pinned: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -180,7 +181,10 @@ def test_steps_and_evaluations_reach_the_metrics_file_and_the_console(tmp_path: 
         "eval/accuracy": 0.75,
         "eval/response_length": 11.5,
         "eval/num_prompts": 256,
+        "eval/pinned": 1,
         "eval/num_versions": 1,
+        "eval/min_version": 2,
+        "eval/max_version": 2,
     }
     assert records[3]["val/aime/avg@32"] == 0.75
     assert screen.events == ["evaluation 0 0.25", "step 1 0.5", "step 2 1", "evaluation 2 0.75"]

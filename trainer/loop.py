@@ -115,6 +115,7 @@ class TrainLoop:
                 await self._step(global_steps)
                 if self._is_evaluated(global_steps + 1):
                     self._start_evaluation(beside)
+                    await asyncio.sleep(0)  # it takes its replicas before the next step begins
 
     def _is_evaluated(self, done: int) -> bool:
         """The first update at or after every `eval_every` steps; what comes before and after all is the caller's."""

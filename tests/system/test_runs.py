@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,7 +119,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         "model.warmup_steps=60",
         f"model.cache_dir={tmp_path / 'cache'}",
         "rollout.max_response_tokens=64",
-        "evaluation.samples=8",
+        "evaluation.samples=4",
         "evaluation.temperature=1.0",
     ) as run:
         assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
@@ -167,11 +168,15 @@ def check_pinned_evaluation(run: Run) -> None:
         "min_version": 6,
         "max_version": 6,
     }
-    last = (run.run_dir / "trajectories" / "step_000012.jsonl").read_text().splitlines()
-    of_pinned = [record for record in map(json.loads, last) if record["replica"] == "replica-1"]
-    assert any(record["versions"][0][2] > before[0]["step"] for record in of_pinned)
+    lines = (line for step in (11, 12) for line in trajectories_of(run, step))
+    assert any(line["replica"] == "replica-1" and line["versions"][0][2] > 6 for line in lines)
     output = run.output.read_text()
     assert "replica-1 is out of service: it evaluates" in output and "replica-1 is back in service" in output
+
+
+def trajectories_of(run: Run, step: int) -> list[dict[str, Any]]:
+    path = run.run_dir / "trajectories" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check_files(run: Run) -> None:
@@ -182,8 +187,7 @@ def check_files(run: Run) -> None:
     assert (run.run_dir.parent / "latest").resolve() == run.run_dir.resolve()
     ordinals = []
     for step in range(1, 13):
-        lines = (run.run_dir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        records = trajectories_of(run, step)
         assert len(records) == 32
         ordinals += [record["ordinal"] for record in records if record["index"] == 0]
         for record in records:

@@ -208,6 +208,8 @@ class TrainerConfig:
     """Recompute activations in the backward pass, for long sequences on GPUs."""
     eval_every: int = 10
     """Evaluate on the held-out set every so many steps, besides before the first and after the last; 0: only those."""
+    max_skipped_steps: int = 3
+    """Steps that may be skipped because loss, logprobs or gradient norm is NaN or infinite. One more ends the run."""
     batch_timeout_s: float = 1800.0
     """Deadline of the wait for a batch."""
     step_timeout_s: float = 1800.0

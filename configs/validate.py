@@ -103,6 +103,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.max_grad_norm": (1e-9, None),
     "trainer.tokens_per_micro_batch": (1, None),
     "trainer.eval_every": (0, None),
+    "trainer.max_skipped_steps": (0, None),
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
     "evaluation.replicas": (0, None),

@@ -1,8 +1,9 @@
 """Everything around TrainLoop, as one fake that writes down what it is asked."""
 
 import asyncio
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rollout.types import FloatArray, TrajectoryGroup
 from tests.reference import make_group, make_trajectory
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop
-from trainer.metrics import Max, Mean, Metric, Sum
+from trainer.metrics import Last, Max, Mean, Metric, Sum
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class World:
     live: int = 0
     evaluation_ends_after: str = ""
     """The event that an evaluation waits for."""
+    broken_steps: tuple[int, ...] = ()
+    """In which the workers find NaN or infinity."""
+    broken_rollouts: tuple[int, ...] = ()
+    """Whose batch has a rollout logprob of -inf: of the second prompt's third trajectory."""
+    skipped_steps: int = 0
 
     async def happen(self, event: str) -> None:
         self.events.append(event)
@@ -61,7 +67,10 @@ class World:
             make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
             for i, reason in enumerate(self.finish_reasons)
         ]
-        return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, trajectories)))
+        others = list(trajectories)
+        if global_steps in self.broken_rollouts:
+            others[2] = replace(others[2], rollout_logprobs=np.array([0, -np.inf, 0], np.float32))
+        return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)))
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
@@ -75,7 +84,14 @@ class World:
         assert self.publishing.locked(), "the weights may be read meanwhile"
         await self.happen(f"train_step {global_steps}")
         self.batches.append(batch)
-        return {"actor/pg_loss": Sum(-0.5), "actor/ppo_kl": Mean(1.0, 4), "perf/trainer_busy_s": Max(0.0)}
+        is_broken = global_steps in self.broken_steps
+        return {
+            "actor/pg_loss": Sum(math.nan if is_broken else -0.5),
+            "actor/grad_norm": Last(math.inf if is_broken else 1.0),
+            "actor/ppo_kl": Mean(1.0, 4),
+            "perf/trainer_busy_s": Max(0.0),
+            "actor/skipped_steps": Last(float(is_broken)),
+        }
 
     async def update_weights(self, global_steps: int) -> Report:
         await self.happen(f"update_weights {global_steps}")
@@ -104,6 +120,18 @@ class World:
         self.records[global_steps] = metrics
         self.recorded_advantages.append([group_advantages.tolist() for group_advantages in advantages])
 
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        await self.happen(f"skip_step {global_steps}")
+        return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+
+    def record_skipped_step(
+        self, global_steps: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
+    ) -> tuple[int, str]:
+        self.events.append(f"record_skipped {global_steps}")
+        self.skipped_steps += 1
+        ordinals = [group.prompt.ordinal for group in groups]
+        return self.skipped_steps, f"step {global_steps}, {reason}, prompts {ordinals}"
+
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
         self.events.append(f"record_evaluation {global_steps}")
         self.evaluations.append((global_steps, evaluation.accuracy))
@@ -125,12 +153,14 @@ def run(
     eval_every: int = 0,
     num_ranks: int = 1,
     algorithm: AlgorithmConfig | None = None,
+    max_skipped_steps: int = 3,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
         trainer=TrainerConfig(
             total_steps=total_steps,
             eval_every=eval_every,
+            max_skipped_steps=max_skipped_steps,
             num_ranks=num_ranks,
             layout=Layout.padded,
             tokens_per_micro_batch=8,

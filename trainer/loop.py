@@ -5,8 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
+from trainer.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.batch import StepBatch, assemble
 from trainer.batch_metrics import group_metrics
 from trainer.credit import Credit, assign_credit, keeps_idle, needs_scores
@@ -37,6 +40,8 @@ class Workers(Protocol):
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]: ...
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
+
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]: ...
 
 
 class UpdateReport(Protocol):
@@ -74,6 +79,16 @@ class Recorder(Protocol):
     ) -> None: ...
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
+
+    def record_skipped_step(
+        self,
+        global_steps: int,
+        reason: str,
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+    ) -> tuple[int, str]:
+        """Keeps the batch. How many steps of the run have been skipped, and a sentence that says which this is."""
+        ...
 
 
 class TrainLoop:
@@ -141,12 +156,7 @@ class TrainLoop:
         with timed(timings, "step"):
             with timed(timings, "wait_batch"):
                 batch = await self._buffer.next_batch(global_steps)
-            credit, step_batch = await self._prepare(batch.groups, global_steps, timings)
-            async with self._manager.publishing:
-                with timed(timings, "train_step"):
-                    actor, fleet = await asyncio.gather(
-                        self._workers.train_step(step_batch, global_steps), self._fleet.gauges()
-                    )
+            credit, actor, fleet = await self._train(batch.groups, global_steps, timings)
             update: dict[str, float] = {}
             if (global_steps + 1) % sync.interval == 0:
                 with timed(timings, "update_weights"):
@@ -156,7 +166,7 @@ class TrainLoop:
         metrics = {
             **group_metrics(batch.groups, credit.advantages, global_steps, sync.interval),
             **credit.metrics,
-            **to_floats(actor),
+            **actor,
             **to_floats(timings),
             **update,
             **self._buffer.gauges(),
@@ -167,6 +177,34 @@ class TrainLoop:
         }
         metrics = _with_rates(metrics, len(batch.groups))
         self._recorder.record_step(global_steps + 1, metrics, batch.groups, credit.advantages)
+
+    async def _train(
+        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]
+    ) -> tuple[Credit, dict[str, float], dict[str, float]]:
+        """One optimizer step: what was learned, metrics of workers and fleet. A step that NaN or infinity would break
+        is not taken: its batch is kept, and counts against trainer.max_skipped_steps."""
+        broken = broken_rollouts(groups)
+        if broken is None:
+            credit, step_batch = await self._prepare(groups, global_steps, timings)
+        else:
+            step_batch = None
+            zeros = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+            credit = Credit(tokens=sampled_tokens(groups, global_steps), advantages=zeros, metrics={})
+        async with self._manager.publishing:
+            with timed(timings, "train_step"):
+                if step_batch is None:
+                    training = self._workers.skip_step(global_steps)
+                else:
+                    training = self._workers.train_step(step_batch, global_steps)
+                metrics, fleet = await asyncio.gather(training, self._fleet.gauges())
+        actor = to_floats(metrics)
+        if actor["actor/skipped_steps"]:
+            reason = broken or not_finite(actor)
+            count, what = self._recorder.record_skipped_step(global_steps + 1, reason, groups, credit.advantages)
+            allowed = self._config.trainer.max_skipped_steps
+            if count > allowed:
+                raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {what}")
+        return credit, actor, fleet
 
     async def _prepare(
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]

@@ -2,7 +2,7 @@
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
 that are out of range or contradict one another, before anything starts. Some sections are in files of their
-own: algorithm.py, checkpoint.py, data.py, fleet.py (replicas that are lost) and serve.py.
+own: algorithm.py, checkpoint.py, data.py, evaluation.py, fleet.py (what is lost or fails) and serve.py.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from enum import Enum
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.checkpoint import CheckpointConfig
 from configs.data import DataConfig
+from configs.evaluation import EvaluationConfig
 from configs.fleet import FleetKeys
 from configs.serve import ServeConfig
 
@@ -207,24 +208,14 @@ class TrainerConfig:
     """Recompute activations in the backward pass, for long sequences on GPUs."""
     eval_every: int = 10
     """Evaluate on the held-out set every so many steps, besides before the first and after the last; 0: only those."""
+    max_skipped_steps: int = 3
+    """Steps that may be skipped because loss, logprobs or gradient norm is NaN or infinite. One more ends the run."""
     batch_timeout_s: float = 1800.0
     """Deadline of the wait for a batch."""
     step_timeout_s: float = 1800.0
     """Deadline of one optimizer step on the workers."""
     max_restarts: int = 3
     """How often the train workers may start again from the newest checkpoint after one died or hung."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig:
-    samples: int = 1
-    """Responses per held-out prompt. Of k > 1, avg@k, pass@k and maj@k are reported."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
-    """Nucleus."""
-    timeout_s: float = 1200.0
-    """Deadline of one evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from configs.algorithm_problems import Problem, algorithm_problems
 from configs.checkpoint import checkpoint_problems
 from configs.data_source import parse_sources
 from configs.dotted import dotted_problems
+from configs.evaluation import evaluation_problems
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, ModelKind, PauseMode, Transport
 from configs.serve import serve_problems
@@ -34,6 +35,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
         *([] if config.dry_run else missing_data(config, needed_files)),
         *serve_problems(config.serve),
         *checkpoint_problems(config.checkpoint, config.weight_sync.interval),
+        *evaluation_problems(config.evaluation, config.rollout.num_replicas),
         *_reward_problems(config),
         *dotted_problems("rollout.agent_loop", config.rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",)),
         *algorithm_problems(config),
@@ -109,9 +111,11 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.max_grad_norm": (1e-9, None),
     "trainer.tokens_per_micro_batch": (1, None),
     "trainer.eval_every": (0, None),
+    "trainer.max_skipped_steps": (0, None),
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
     "trainer.max_restarts": (0, None),
+    "evaluation.replicas": (0, None),
     "evaluation.samples": (1, None),
     "evaluation.temperature": (0, None),
     "evaluation.top_p": (1e-6, 1),
@@ -242,10 +246,6 @@ def _contradictions(config: Config) -> list[Problem]:
         problems.append(
             ("trainer.num_ranks", trainer.num_ranks, f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
         )
-    evaluation = config.evaluation
-    if evaluation.samples > 1 and evaluation.temperature == 0:
-        allowed = "greedy samples are all the same: set evaluation.temperature, or samples=1"
-        problems.append(("evaluation.samples", evaluation.samples, allowed))
     if config.device.value == "cpu" and rollout.kv_cache_mb is None:
         problems.append(("rollout.kv_cache_mb", None, "device=cpu needs a size in MiB (null is for GPUs)"))
     return problems

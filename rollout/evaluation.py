@@ -1,15 +1,18 @@
 """Evaluation on the held-out set, by the replicas, beside the rollouts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from configs.deadline import within
 from rollout.agent_worker import EvaluationPart
 from rollout.rewards.budget import FailureBudget
+from rollout.router import NoReplicaLeftError, ReplicaLostError
 from rollout.sample_scores import EvaluatedPrompt, mean_accuracy, scores_by_source
 from rollout.types import Prompt, SamplingParams
+
+OnLost = Callable[[str, BaseException], Awaitable[None]]
 
 
 class EvaluationRunner(Protocol):
@@ -31,6 +34,8 @@ class Evaluation:
     """In the order of the held-out set."""
     versions: tuple[int, ...]
     """`global_steps` of all tokens. One, unless the weights changed under way."""
+    pinned: bool
+    """Whether the replicas were held at one version all the while."""
 
     @property
     def accuracy(self) -> float:
@@ -72,7 +77,9 @@ class Evaluator:
         num_samples: int,
         timeout_s: float,
         failures: FailureBudget,
+        on_lost: OnLost,
     ):
+        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left."""
         self._prompts = list(prompts)
         self._replicas = replicas
         self._runner = runner
@@ -80,18 +87,29 @@ class Evaluator:
         self._num_samples = num_samples
         self._timeout_s = timeout_s
         self._failures = failures
+        self._on_lost = on_lost
         self.num_requests = 0
 
-    async def evaluate(self) -> Evaluation:
-        """Raises TimeoutError past evaluation.timeout_s, RewardFailuresError when too many rewards fail."""
-        replicas = self._replicas.healthy
+    async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
+        """`on`: names of replicas; None is all in service. `pinned`: the caller sees to it that none is updated.
+
+        Returns or raises when no replica works on it any more. Raises TimeoutError past evaluation.timeout_s,
+        ReplicaLostError, and RewardFailuresError when too many rewards fail.
+        """
+        replicas = self._replicas.healthy if on is None else on
+        if not replicas:
+            raise NoReplicaLeftError("evaluation: no replica is in service")
         shares = [(replica, self._prompts[index :: len(replicas)]) for index, replica in enumerate(replicas)]
         shares = [(replica, share) for replica, share in shares if share]
         self.num_requests += len(self._prompts) * self._num_samples
         async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
-            parts = await asyncio.gather(
-                *(self._runner.evaluate(share, replica, self._sampling, self._num_samples) for replica, share in shares)
+            answers = await asyncio.gather(
+                *(self._ask(replica, share) for replica, share in shares), return_exceptions=True
             )
+        parts = [answer for answer in answers if isinstance(answer, EvaluationPart)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
         self._failures.count(error for part in parts for error in part.errors)
         evaluated = {
             prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
@@ -101,4 +119,12 @@ class Evaluator:
         return Evaluation(
             prompts=tuple(evaluated[prompt.ordinal] for prompt in self._prompts),
             versions=tuple(sorted(frozenset[int]().union(*(part.versions for part in parts)))),
+            pinned=pinned,
         )
+
+    async def _ask(self, replica: str, share: Sequence[Prompt]) -> EvaluationPart:
+        try:
+            return await self._runner.evaluate(share, replica, self._sampling, self._num_samples)
+        except ReplicaLostError as error:
+            await self._on_lost(replica, error)
+            raise

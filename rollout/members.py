@@ -111,6 +111,7 @@ class FleetMembers:
         self._lives: dict[str, Lifecycle] = {}
         self._replicas: dict[str, FleetMember] = {}
         self._asking: dict[str, asyncio.Lock] = {}
+        self._pinned: set[str] = set()
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._lost_at: dict[str, float] = {}  # replacement -> when the one that it replaces was lost
         self._recovery_s = 0.0
@@ -138,8 +139,12 @@ class FleetMembers:
 
     @property
     def targets(self) -> list[FleetMember]:
-        """What updates of the weights go to."""
-        return self._in(ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+        """What updates of the weights go to: not those that are pinned to a version."""
+        return [
+            replica
+            for replica in self._in(ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+            if replica.name not in self._pinned
+        ]
 
     def _in(self, *states: ReplicaState) -> list[FleetMember]:
         return [replica for name, replica in self._replicas.items() if self._lives[name].state in states]
@@ -200,6 +205,19 @@ class FleetMembers:
             self._report(f"{name} is out of service: {error}")
             await self._router.eject(name, error)
 
+    async def pin(self, count: int, why: str) -> list[str]:
+        """Take up to `count` replicas out of service and out of updates; one is left in service. What they are doing
+        goes on. Their names. The caller sees to it that no update is under way."""
+        names = self._router.healthy[1:][-count:] if count else []
+        for name in names:
+            self._pinned.add(name)
+            await self.eject(name, RuntimeError(why))
+        return names
+
+    def unpin(self, names: Collection[str]) -> None:
+        """Updates go to them again. The next one, or catching up, brings them back into service."""
+        self._pinned.difference_update(names)
+
     async def drain(self, name: str) -> None:
         """Route nothing more to it, for good: it finishes what it has. Raises IllegalTransitionError, and
         FleetRefusalError when too few would be left."""
@@ -227,7 +245,8 @@ class FleetMembers:
 
     def require_enough(self, cause: BaseException) -> None:
         """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or on their way there."""
-        in_service = len(self._in(ReplicaState.READY))
+        pinned = [replica for replica in self._in(ReplicaState.STALE) if replica.name in self._pinned]  # they come back
+        in_service = len(self._in(ReplicaState.READY)) + len(pinned)
         states = [life.state for life in self._lives.values()]
         coming = states.count(ReplicaState.STARTING) + states.count(ReplicaState.SYNCING)
         if in_service + coming < self._min_replicas:

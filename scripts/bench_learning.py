@@ -61,11 +61,11 @@ class Arm:
 class Curve:
     """One training: a `trainer.loop.Recorder` that keeps what the picture needs."""
 
-    samples: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-    _num_samples: int = 0
-    _elapsed: float = 0.0
+    samples: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """By optimizer steps taken, as the next two."""
+    seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0})
+    accuracy: dict[int, float] = field(default_factory=dict)
+    """Of the steps that were evaluated: one that is due while another evaluation goes on is skipped."""
 
     def record_step(
         self,
@@ -74,19 +74,27 @@ class Curve:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
     ) -> None:
-        self._num_samples += sum(len(group.trajectories) for group in groups)
-        self._elapsed += metrics["timing_s/step"]  # of the steps: evaluations in between are not counted
+        trained = sum(len(group.trajectories) for group in groups)
+        self.samples[global_steps] = self.samples[global_steps - 1] + trained
+        self.seconds[global_steps] = self.seconds[global_steps - 1] + metrics["timing_s/step"]
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
-        self.samples.append(self._num_samples)
-        self.seconds.append(self._elapsed)
-        self.accuracy.append(evaluation.accuracy)
+        self.accuracy[global_steps] = evaluation.accuracy
+
+    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
+        raise RuntimeError(f"step {global_steps}: {reason}")
 
     def snapshot(self) -> bytes:
         return b""
 
     def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         return more
+
+
+def final(curve: Curve) -> tuple[float, float]:
+    """Accuracy at the end, and the seconds until then."""
+    last = max(curve.accuracy)
+    return curve.accuracy[last], curve.seconds[last]
 
 
 async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
@@ -123,9 +131,7 @@ async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[d
                         for arm in arms:
                             curve = await train_arm(with_arm(config, arm), parts, run_dir, policy_path, console)
                             results[-1][arm] = curve
-                            logger.info(
-                                "seed %d, %s: %.3f in %.1f s", seed, arm.name, curve.accuracy[-1], curve.seconds[-1]
-                            )
+                            logger.info("seed %d, %s: %.3f in %.1f s", seed, arm.name, *final(curve))
                 finally:
                     release_all(base.weight_sync, owner(run_dir))
     return results
@@ -149,8 +155,8 @@ def summarize(results: Sequence[dict[Arm, Curve]]) -> dict[str, float]:
     summary: dict[str, float] = {}
     for arm in results[0]:
         key = arm.name.replace(" ", "_").replace("=", "")
-        summary[f"accuracy_{key}"] = round(mean(curves[arm].accuracy[-1] for curves in results), 4)
-        summary[f"seconds_{key}"] = round(mean(curves[arm].seconds[-1] for curves in results), 1)
+        summary[f"accuracy_{key}"] = round(mean(final(curves[arm])[0] for curves in results), 4)
+        summary[f"seconds_{key}"] = round(mean(final(curves[arm])[1] for curves in results), 1)
     return summary
 
 
@@ -158,9 +164,9 @@ def show(results: Sequence[dict[Arm, Curve]]) -> None:
     header = ["arm", *(f"seed {seed}" for seed in range(len(results))), "mean", "seconds"]
     rows = []
     for arm in results[0]:
-        final = [curves[arm].accuracy[-1] for curves in results]
-        seconds = mean(curves[arm].seconds[-1] for curves in results)
-        rows.append([arm.name, *(f"{value:.3f}" for value in final), f"{mean(final):.3f}", f"{seconds:.1f}"])
+        accuracies, seconds = zip(*(final(curves[arm]) for curves in results), strict=True)
+        shown = [f"{value:.3f}" for value in (*accuracies, mean(accuracies))]
+        rows.append([arm.name, *shown, f"{mean(seconds):.1f}"])
     show_table("held-out accuracy at the end", header, rows)
 
 
@@ -171,10 +177,11 @@ def draw(results: Sequence[dict[Arm, Curve]], path: Path) -> None:
     axes = figure.subplots(1, 2, sharey=True)
     for arm in results[0]:
         curves = [of_seed[arm] for of_seed in results]
-        accuracy = [mean(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
+        steps = sorted(set.intersection(*(set(curve.accuracy) for curve in curves)))
+        accuracy = [mean(curve.accuracy[step] for curve in curves) for step in steps]
         style = {"linestyle": "-" if arm.corrected else ":", "marker": ".", "label": arm.name}
-        axes[0].plot(curves[0].samples, accuracy, **style)
-        seconds = [mean(values) for values in zip(*(curve.seconds for curve in curves), strict=True)]
+        axes[0].plot([curves[0].samples[step] for step in steps], accuracy, **style)
+        seconds = [mean(curve.seconds[step] for curve in curves) for step in steps]
         axes[1].plot(seconds, accuracy, **style)
     axes[0].set(xlabel="trajectories trained", ylabel="held-out accuracy")
     axes[1].set(xlabel="seconds of training")

@@ -37,7 +37,7 @@ from scripts.supervision import until_first_ends
 from scripts.virtual_clock import run_virtual
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop
-from trainer.metrics import Max, Metric
+from trainer.metrics import Last, Max, Metric
 from weight_sync.checkpoint_manager import CheckpointManager
 
 
@@ -220,7 +220,10 @@ class SimulatedTrainer:
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await asyncio.sleep(self._train_s)
-        return {"perf/trainer_busy_s": Max(self._train_s)}
+        return {"perf/trainer_busy_s": Max(self._train_s), "actor/skipped_steps": Last(0.0)}
+
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        raise RuntimeError("simulated logprobs are finite")
 
     def gauges(self) -> dict[str, float]:
         return {}
@@ -257,8 +260,11 @@ class Nothing:
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
 
-    def snapshot(self) -> bytes:
+    def state(self) -> bytes:
         return b""
+
+    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
+        raise RuntimeError(f"step {global_steps}: {reason}")
 
 
 class NoCheckpoints:

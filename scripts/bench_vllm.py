@@ -100,6 +100,7 @@ async def _train_once(
 class StepMetrics:
     """A sink that keeps the metrics of every step."""
 
+    name = "the bench"
     steps: list[Mapping[str, float]] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

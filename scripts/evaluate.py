@@ -102,7 +102,7 @@ async def _evaluate(config: Config, device: str, run_dir: Path) -> dict[str, Any
         encoded = await encode_rows(config, agents, "held-out", rows, console)
         router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
         failures = FailureBudget(config.rollout.max_failed_rewards, len(encoded) * config.evaluation.samples)
-        evaluator = run.make_evaluator(config, encoded, router, agents, failures)
+        evaluator = run.make_evaluator(config, encoded, router, agents, failures, router.remove)
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()
         evaluation = await evaluator.evaluate()

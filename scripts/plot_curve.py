@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from trainer.tracking import METRICS_FILE as METRICS_FILE
 from trainer.tracking import read_metrics
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "curve.png"
 SMOOTHING = 1 / 12
 """Width of the moving average as a share of the run."""

@@ -14,13 +14,14 @@ from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import make_buffer
 from rollout.engines.base import EngineSpec
-from rollout.evaluation import Evaluator, InService
+from rollout.evaluation import Evaluator, InService, OnLost
 from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
 from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
+from rollout.pinned_evaluation import PinnedEvaluator
 from rollout.progress import Progress
 from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
@@ -151,15 +152,16 @@ async def train(config: Config, parts: Parts, console: Console, recorder: RunRec
         progress=Progress(),
         failures=group_failures,
     )
-    evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures)
-    checkpointer = make_checkpointer(config, parts.store, parts.workers, {}, console)
     manager = RecoveringUpdater(parts.manager, parts.workers)
+    evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures, fleet.lose)
+    beside = PinnedEvaluator(evaluator, fleet, parts.manager, config.evaluation.replicas, console.message)
+    checkpointer = make_checkpointer(config, parts.store, parts.workers, {}, console)
     loop = TrainLoop(
         config=config,
         buffer=buffer,
         workers=parts.workers,
         manager=manager,
-        held_out=evaluator,
+        held_out=beside,
         fleet=fleet,
         recorder=recorder,
         checkpointer=checkpointer,
@@ -206,6 +208,7 @@ def make_evaluator(
     replicas: InService,
     agents: AgentWorkerGroup,
     failures: FailureBudget,
+    on_lost: OnLost,
 ) -> Evaluator:
     evaluation = config.evaluation
     return Evaluator(
@@ -221,6 +224,7 @@ def make_evaluator(
         num_samples=evaluation.samples,
         timeout_s=evaluation.timeout_s,
         failures=failures,
+        on_lost=on_lost,
     )
 
 

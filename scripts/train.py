@@ -64,22 +64,27 @@ def _run(config: Config, device: str, run_dir: Path) -> int:
     from scripts.plot_curve import CURVE_FILE, METRICS_FILE, plot_curve  # noqa: PLC0415
     from scripts.run import run  # noqa: PLC0415
     from trainer.console import make_console  # noqa: PLC0415
+    from trainer.files import FailedWrites  # noqa: PLC0415
     from trainer.recorder import RunRecorder  # noqa: PLC0415
-    from trainer.tracking import JsonlSink, Tracker, WandbSink  # noqa: PLC0415
+    from trainer.tracking import JsonlSink, Tracker  # noqa: PLC0415
+    from trainer.wandb_sink import WandbSink  # noqa: PLC0415
 
     wandb = config.wandb
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)
+    failed = FailedWrites(console.message)
     tracker = Tracker(
         [
             JsonlSink(run_dir / METRICS_FILE),
             WandbSink(run_dir, wandb.mode.value, wandb.project, wandb.name, _plain(config)),
-        ]
+        ],
+        failed,
     )
     recorder = RunRecorder(run_dir, tracker, console)
     exit_code = 1
     try:
         summary = asyncio.run(cancelled_by_sigterm(run(config, device, run_dir, console, recorder)))
-        plot_curve(run_dir / METRICS_FILE, run_dir / CURVE_FILE, title=f"{run_dir.name}")
+        with failed.tolerated(CURVE_FILE):
+            plot_curve(run_dir / METRICS_FILE, run_dir / CURVE_FILE, title=f"{run_dir.name}")
         console.message(
             f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} in "
             f"{summary['seconds']:.0f} s; {run_dir / 'summary.json'}"
@@ -92,7 +97,8 @@ def _run(config: Config, device: str, run_dir: Path) -> int:
         first = first_error(error)
         logger.error("the run failed", exc_info=error)
         details = "".join(traceback.format_exception(first))
-        (run_dir / "error.txt").write_text(details)
+        with failed.tolerated("error.txt"):
+            (run_dir / "error.txt").write_text(details)
         console.message(f"{details}\nfailed: {type(first).__name__}: {first}\nlogs are in {run_dir}")
         if not isinstance(error, Exception | BaseExceptionGroup):
             raise

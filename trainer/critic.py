@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
 from trainer.batch import MicroBatch
-from trainer.metrics import Last, Mean, Metric, Sum
+from trainer.metrics import Mean, Metric, Sum
 from trainer.model import load_causal_lm, shard, target_states
 from trainer.optimizer import Optimizer
 from trainer.worker_state import Trained
@@ -45,14 +45,14 @@ class Critic:
         causal_lm = load_causal_lm(model_path, config.trainer.gradient_checkpointing)
         self._model: Any = ValueModel(causal_lm.model, causal_lm.config.hidden_size).to(device).train()
         shard(self._model, self._model.backbone.layers, mesh, compute_dtype)
-        self._optimizer = Optimizer(self._model, config.critic.lr, config.trainer)
+        self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)
         self._clip = config.critic.value_clip
         self._device = device
         self._world_size = mesh.size()
 
     @property
     def trained(self) -> Trained:
-        return Trained(self._model, self._optimizer.adamw)
+        return Trained(self._model, self.optimizer.adamw)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """[T], without gradient."""
@@ -73,7 +73,3 @@ class Critic:
             "critic/vf_loss": Sum(loss.item()),
             "critic/vf_clipfrac": Mean(is_clipped.sum().item(), len(values)),
         }
-
-    def optim_step(self, global_steps: int) -> dict[str, Metric]:
-        norm, lr = self._optimizer.step(global_steps)
-        return {"critic/grad_norm": Last(norm), "critic/lr": Last(lr)}

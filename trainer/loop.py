@@ -5,8 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
+from trainer.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.batch import StepBatch, assemble
 from trainer.batch_metrics import group_metrics
 from trainer.credit import Credit, assign_credit, keeps_idle, needs_scores
@@ -40,12 +43,19 @@ class Workers(Protocol):
 
     def gauges(self) -> dict[str, float]: ...
 
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]: ...
+
 
 class UpdateReport(Protocol):
     def gauges(self) -> dict[str, float]: ...
 
 
 class WeightUpdater(Protocol):
+    @property
+    def publishing(self) -> asyncio.Lock:
+        """Held while the weights are read."""
+        ...
+
     async def update_weights(self, global_steps: int) -> UpdateReport: ...
 
 
@@ -66,7 +76,9 @@ class Saver(Protocol):
 
 
 class HeldOut(Protocol):
-    async def evaluate(self) -> Any: ...
+    async def evaluate(self) -> Any:
+        """The result has `versions`: `global_steps` of all its tokens, in order."""
+        ...
 
 
 class Fleet(Protocol):
@@ -86,14 +98,25 @@ class Recorder(Protocol):
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
 
-    def snapshot(self) -> bytes: ...
+    def state(self) -> bytes: ...
+
+    def record_skipped_step(
+        self,
+        global_steps: int,
+        reason: str,
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+    ) -> tuple[int, str]:
+        """Keeps the batch. How many steps of the run have been skipped, and a sentence that says which this is."""
+        ...
 
 
 class TrainLoop:
     """For every optimizer step: wait for a batch, train on it, make the weights live, save where it is due, free slots.
 
     Consumes groups of the buffer. Produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s), the
-    workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while.
+    workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while, and
+    so do evaluations.
     """
 
     def __init__(  # noqa: PLR0913
@@ -116,19 +139,38 @@ class TrainLoop:
         self._fleet = fleet
         self._recorder = recorder
         self._checkpointer = checkpointer
+        self._evaluating: asyncio.Task[None] | None = None
+        self._skipped_evaluations = 0
         self._started = time.perf_counter()
 
     async def run(self) -> None:
         """Steps 0 .. total_steps - 1. Replicas already serve version 0."""
         total_steps = self._config.trainer.total_steps
-        eval_every = self._config.trainer.eval_every
         self._started = time.perf_counter()
-        for global_steps in range(total_steps):
-            await self._step(global_steps)
-            done = global_steps + 1
-            if eval_every and done % eval_every == 0 and done < total_steps:
-                # Inline, so that no update comes in between: one version answers all. Rollouts go on beside it.
-                self._recorder.record_evaluation(done, await self._held_out.evaluate())
+        async with asyncio.TaskGroup() as beside:  # its end waits for an evaluation, whose error ends the steps
+            for global_steps in range(total_steps):
+                await self._step(global_steps)
+                if self._is_evaluated(global_steps + 1):
+                    self._start_evaluation(beside)
+                    await asyncio.sleep(0)  # it takes its replicas before the next step begins
+
+    def _is_evaluated(self, done: int) -> bool:
+        """The first update at or after every `eval_every` steps; what comes before and after all is the caller's."""
+        every, interval = self._config.trainer.eval_every, self._config.weight_sync.interval
+        is_due = every > 0 and done // every > (done - interval) // every
+        return is_due and done % interval == 0 and done < self._config.trainer.total_steps
+
+    def _start_evaluation(self, beside: asyncio.TaskGroup) -> None:
+        """Training never waits for an evaluation. One that is due while another goes on is skipped and counted: later
+        it would be of another version than the one that was asked for."""
+        if self._evaluating is None or self._evaluating.done():
+            self._evaluating = beside.create_task(self._evaluate(), name="evaluation")
+        else:
+            self._skipped_evaluations += 1
+
+    async def _evaluate(self) -> None:
+        evaluation = await self._held_out.evaluate()
+        self._recorder.record_evaluation(min(evaluation.versions), evaluation)
 
     async def _step(self, global_steps: int) -> None:
         timings: dict[str, Metric] = {}
@@ -137,11 +179,7 @@ class TrainLoop:
         with timed(timings, "step"):
             with timed(timings, "wait_batch"):
                 batch = await self._buffer.next_batch(global_steps)
-            credit, step_batch = await self._prepare(batch.groups, global_steps, timings)
-            with timed(timings, "train_step"):
-                actor, fleet = await asyncio.gather(
-                    self._workers.train_step(step_batch, global_steps), self._fleet.gauges()
-                )
+            credit, actor, fleet = await self._train(batch.groups, global_steps, timings)
             update: dict[str, float] = {}
             if (global_steps + 1) % sync.interval == 0:
                 with timed(timings, "update_weights"):
@@ -154,7 +192,7 @@ class TrainLoop:
         metrics = {
             **group_metrics(batch.groups, credit.advantages, global_steps, sync.interval),
             **credit.metrics,
-            **to_floats(actor),
+            **actor,
             **to_floats(timings),
             **update,
             **self._buffer.gauges(),
@@ -162,12 +200,41 @@ class TrainLoop:
             **self._workers.gauges(),
             **self._checkpointer.gauges(),
             "staleness/masked_tokens": float(batch.masked_tokens),
+            "eval/skipped": float(self._skipped_evaluations),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }
         metrics = _with_rates(metrics, len(batch.groups))
         self._recorder.record_step(global_steps + 1, metrics, batch.groups, credit.advantages)
         if is_due:
-            self._checkpointer.commit({"recorder": self._recorder.snapshot()})
+            self._checkpointer.commit({"recorder": self._recorder.state()})
+
+    async def _train(
+        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]
+    ) -> tuple[Credit, dict[str, float], dict[str, float]]:
+        """One optimizer step: what was learned, metrics of workers and fleet. A step that NaN or infinity would break
+        is not taken: its batch is kept, and counts against trainer.max_skipped_steps."""
+        broken = broken_rollouts(groups)
+        if broken is None:
+            credit, step_batch = await self._prepare(groups, global_steps, timings)
+        else:
+            step_batch = None
+            zeros = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+            credit = Credit(tokens=sampled_tokens(groups, global_steps), advantages=zeros, metrics={})
+        async with self._manager.publishing:
+            with timed(timings, "train_step"):
+                if step_batch is None:
+                    training = self._workers.skip_step(global_steps)
+                else:
+                    training = self._workers.train_step(step_batch, global_steps)
+                metrics, fleet = await asyncio.gather(training, self._fleet.gauges())
+        actor = to_floats(metrics)
+        if actor["actor/skipped_steps"]:
+            reason = broken or not_finite(actor)
+            count, what = self._recorder.record_skipped_step(global_steps + 1, reason, groups, credit.advantages)
+            allowed = self._config.trainer.max_skipped_steps
+            if count > allowed:
+                raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {what}")
+        return credit, actor, fleet
 
     async def _prepare(
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]

@@ -21,19 +21,26 @@ class Optimizer:
             weight_decay=trainer.weight_decay,
         )
 
-    def step(self, global_steps: int) -> tuple[float, float]:
-        """Clips the gradient, steps, clears the gradient. Returns the norm before clipping and the learning rate.
-
-        Raises FloatingPointError if the gradient is broken; then no step is taken.
-        """
-        lr = self._lr * min(1.0, (global_steps + 1) / max(1, self._trainer.lr_warmup_steps))
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
+    def clip(self) -> float:
+        """Clips the gradient. Its norm before, which may be NaN or infinite."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._trainer.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        if not norm.isfinite():
-            raise FloatingPointError(f"gradient norm {norm.item()} at optimizer step {global_steps}: no step is taken")
+        return norm.item()
+
+    def step(self, global_steps: int) -> None:
+        """Steps with the learning rate of `global_steps`, and clears the gradient."""
+        lr = self._lr * min(1.0, (global_steps + 1) / max(1, self._trainer.lr_warmup_steps))
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
         self.adamw.step()
         self.adamw.zero_grad()
-        return norm.item(), lr
+
+    def discard(self) -> None:
+        """Clears the gradient; nothing else changes."""
+        self.adamw.zero_grad()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step that was taken."""
+        return self.adamw.param_groups[0]["lr"]

@@ -30,6 +30,8 @@ class RestartableGroup(Protocol):
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
 
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]: ...
+
     async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Any: ...
 
     async def send(self, manifest: Any) -> int: ...
@@ -65,7 +67,7 @@ class RecoveringWorkers:
         self._report = report
         self._keeps_batches = config.checkpoint.every > 0
         self._max_restarts = config.trainer.max_restarts
-        self._trained: dict[int, StepBatch] = {}  # by global_steps before it, in order
+        self._trained: dict[int, StepBatch | None] = {}  # by global_steps before it, in order; None: skipped
         self._next_step = 0
         self._resumed: Checkpoint | None = None
         self._restarts = 0
@@ -84,11 +86,22 @@ class RecoveringWorkers:
         return await self.again_if_lost(lambda: self._group.score(batch))
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
-        metrics = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
+        return await self._step(batch, global_steps)
+
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        return await self._step(None, global_steps)
+
+    async def _step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+        metrics = await self.again_if_lost(lambda: self._take(batch, global_steps))
         if self._keeps_batches:
             self._trained[global_steps] = batch
         self._next_step = global_steps + 1
         return metrics
+
+    async def _take(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+        if batch is None:
+            return await self._group.skip_step(global_steps)
+        return await self._group.train_step(batch, global_steps)
 
     async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Any:
         """Waits while workers start again, but does not start them: that would outlast the update's deadlines. See
@@ -164,7 +177,7 @@ class RecoveringWorkers:
                 raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
             await self._group.start_again(None if checkpoint is None else checkpoint.path / TRAIN_FOLDER)
         for step in steps:
-            await self._group.train_step(self._trained[step], step)
+            await self._take(self._trained[step], step)
         origin = "the first policy" if checkpoint is None else checkpoint.path.name
         self._report(
             f"the train workers are back at step {self._next_step}, {time.perf_counter() - started:.0f} s later: "
@@ -177,6 +190,9 @@ class UpdateReport(Protocol):
 
 
 class WeightUpdater(Protocol):
+    @property
+    def publishing(self) -> asyncio.Lock: ...
+
     async def update_weights(self, global_steps: int) -> UpdateReport: ...
 
 
@@ -186,6 +202,10 @@ class RecoveringUpdater:
     def __init__(self, manager: WeightUpdater, workers: RecoveringWorkers):
         self._manager = manager
         self._workers = workers
+
+    @property
+    def publishing(self) -> asyncio.Lock:
+        return self._manager.publishing
 
     async def update_weights(self, global_steps: int) -> UpdateReport:
         return await self._workers.again_if_lost(lambda: self._manager.update_weights(global_steps))

@@ -1,5 +1,6 @@
 """One FSDP rank: forward and backward, optimizer step, publication of weights. `worker_group.py` puts it into Ray."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ class TrainWorker:
         self._make_sender = make_sender
         self._global_steps = 0
         self._writer = StateWriter(config.checkpoint.timeout_s)
+        self._is_finite = True  # loss and logprobs of the step so far
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
         """Joins the process group at `master` (host:port), loads and shards the model. Returns its parameter count."""
@@ -117,6 +119,7 @@ class TrainWorker:
             parts.append(self.forward_backward(batch))
             if self._critic is not None:
                 parts.append(self._critic.forward_backward(batch, is_last=index == len(micro_batches) - 1))
+                self._is_finite &= math.isfinite(parts[-1]["critic/vf_loss"].value)
         parts.append(self.optim_step(global_steps))
         parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
         return merge_metrics(parts)
@@ -125,15 +128,42 @@ class TrainWorker:
         """Accumulates the gradient of the micro-batch's share of the objective; over all ranks they add up to it."""
         logprobs, entropy = self._policy(batch, self._device)
         loss, metrics = self._objective(logprobs, entropy, batch)
+        self._is_finite &= bool(loss.isfinite() & logprobs.isfinite().all())
         (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
         return metrics | {"perf/padded_tokens": Sum(float(batch.num_padded_tokens))}
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
-        """Clips the gradient, steps AdamW, clears the gradient. Raises FloatingPointError if the gradient is broken."""
-        norm, lr = self._optimizer.step(global_steps)
-        critic = {} if self._critic is None else self._critic.optim_step(global_steps)
+        """Clips the gradient, steps AdamW, clears the gradient; with a critic, its too.
+
+        Where a loss, a logprob or a norm was NaN or infinite on any rank, no rank steps, and only the version goes up.
+        """
+        optimizers = {"actor": self._optimizer}
+        if self._critic is not None:
+            optimizers["critic"] = self._critic.optimizer
+        metrics: dict[str, Metric] = {}
+        for name, optimizer in optimizers.items():
+            metrics[f"{name}/grad_norm"] = Last(optimizer.clip())
+        is_finite = self._on_all_ranks(self._is_finite and all(math.isfinite(norm.value) for norm in metrics.values()))
+        for name, optimizer in optimizers.items():
+            if is_finite:
+                optimizer.step(global_steps)
+            else:
+                optimizer.discard()
+            metrics[f"{name}/lr"] = Last(optimizer.lr)
+        self._is_finite = True
         self._global_steps = global_steps + 1
-        return {"actor/grad_norm": Last(norm), "actor/lr": Last(lr), **critic}
+        return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
+
+    def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        """Only the version goes up."""
+        self._global_steps = global_steps + 1
+        return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+
+    def _on_all_ranks(self, condition: bool) -> bool:
+        """Whether it holds on every rank."""
+        count = torch.tensor(float(condition), device=self._device)
+        dist.all_reduce(count)
+        return count.item() == self._world_size
 
     def publish(self, order: dict[str, Any]) -> dict[str, Any]:
         """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base;

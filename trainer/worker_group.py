@@ -171,6 +171,12 @@ class TrainWorkerGroup:
         async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
             return merge_metrics(await asyncio.gather(*calls))
 
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        """The version goes up without a step, on all ranks."""
+        calls = [actor.call.remote("skip_step", global_steps) for actor in self.actors]
+        async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
+            return merge_metrics(await asyncio.gather(*calls))
+
     async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
         """Every rank offers its part. See weight_sync.protocol for the manifest."""
         order = {

@@ -26,7 +26,7 @@ class Membership(Protocol):
 
     @property
     def targets(self) -> Sequence[WeightTarget]:
-        """Every replica that is not given up, in service or not."""
+        """Those that take part in updates, in service or not."""
         ...
 
     async def eject(self, name: str, error: BaseException) -> None:
@@ -99,13 +99,24 @@ class CheckpointManager:
         self._updating = asyncio.Lock()
         self._held: dict[str, int] = {}  # replica -> the version it was last verified at
 
+    @property
+    def publishing(self) -> asyncio.Lock:
+        """Held while the trainer's weights are read and replicas change version. Whoever changes the weights (an
+        optimizer step), or wants replicas that stay at one version, holds it."""
+        return self._updating
+
     async def update_weights(self, global_steps: int | None = None) -> UpdateReport:
         """Returns when every replica in service serves the weights tagged `global_steps`; None: the trainer's latest.
 
         Raises WeightUpdateError when the trainer cannot publish, and what the fleet raises when too few are left.
         """
         async with self._updating:
-            return await self._transact(self._fleet.targets, global_steps)
+            targets = self._fleet.targets
+            if not targets and global_steps is not None:  # the last one in service died while others are pinned
+                return UpdateReport(
+                    global_steps=global_steps, nbytes=0, publish_s=0.0, total_s=0.0, replicas=(), failures=0
+                )
+            return await self._transact(targets, global_steps)
 
     async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
         """Bring only these of the fleet's targets to the trainer's present weights, and admit them. The transaction is

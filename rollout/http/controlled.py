@@ -92,7 +92,7 @@ class FleetControl:
         return await self._fleet.statuses()
 
     async def stats(self) -> dict[str, dict[str, float]]:
-        replicas = self._fleet.targets
+        replicas = self._fleet.running
         async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' counters"):
             answers = await asyncio.gather(*(replica.stats() for replica in replicas))
         return {replica.name: stats for replica, stats in zip(replicas, answers, strict=True)}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,6 +119,8 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         "model.warmup_steps=60",
         f"model.cache_dir={tmp_path / 'cache'}",
         "rollout.max_response_tokens=64",
+        "evaluation.samples=4",
+        "evaluation.temperature=1.0",
     ) as run:
         assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
         assert run.survivors() == []
@@ -131,6 +134,7 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
         assert 0 < summary["pause_ms_p50"] <= summary["pause_ms_p99"]
         check_files(run)
+        check_pinned_evaluation(run)
         metrics = read_metrics(run.run_dir / "metrics.jsonl")
         assert [record["step"] for record in metrics if "eval/accuracy" in record] == [0, 6, 12]
         steps = [record for record in metrics if "critic/rewards/mean" in record]
@@ -150,6 +154,31 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
                 assert any(key.startswith(family) for key in record), family
 
 
+def check_pinned_evaluation(run: Run) -> None:
+    """replica-1 held version 6 until its evaluation was over, beside updates, and was then trained with again."""
+    records = read_metrics(run.run_dir / "metrics.jsonl")
+    (place,) = [index for index, record in enumerate(records) if record["step"] == 6 and "eval/accuracy" in record]
+    before = [record for record in records[:place] if record["step"] > 6]
+    assert len(before) >= 2, "steps and updates went on meanwhile"
+    assert all("weight_sync/pause_ms" in record for record in before)
+    assert before[0]["rollout/healthy_replicas"] == 1 and records[-2]["rollout/healthy_replicas"] == 2
+    assert {key: records[place][f"eval/{key}"] for key in ("pinned", "num_versions", "min_version", "max_version")} == {
+        "pinned": 1,
+        "num_versions": 1,
+        "min_version": 6,
+        "max_version": 6,
+    }
+    lines = (line for step in (11, 12) for line in trajectories_of(run, step))
+    assert any(line["replica"] == "replica-1" and line["versions"][0][2] > 6 for line in lines)
+    output = run.output.read_text()
+    assert "replica-1 is out of service: it evaluates" in output and "replica-1 is back in service" in output
+
+
+def trajectories_of(run: Run, step: int) -> list[dict[str, Any]]:
+    path = run.run_dir / "trajectories" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def check_files(run: Run) -> None:
     for name in ("config.yaml", "metrics.jsonl", "curve.png", "driver.log", "logs/replica-0.log", "logs/replica-1.log"):
         assert (run.run_dir / name).is_file(), name
@@ -158,8 +187,7 @@ def check_files(run: Run) -> None:
     assert (run.run_dir.parent / "latest").resolve() == run.run_dir.resolve()
     ordinals = []
     for step in range(1, 13):
-        lines = (run.run_dir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        records = trajectories_of(run, step)
         assert len(records) == 32
         ordinals += [record["ordinal"] for record in records if record["index"] == 0]
         for record in records:

@@ -59,6 +59,9 @@ class Recorded:
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
         assert evaluation.versions == (global_steps,)
 
+    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
+        raise RuntimeError(f"step {global_steps}: {reason}")
+
     def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         return more
 

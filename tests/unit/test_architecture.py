@@ -35,7 +35,7 @@ LIVES_IN = {
         "rollout/engines/openai_app.py",
         "weight_sync/vllm_receiver.py",
     ),
-    "wandb": ("trainer/tracking.py",),
+    "wandb": ("trainer/wandb_sink.py",),
     "torch": (
         "trainer/*.py",
         "weight_sync/*.py",

@@ -170,6 +170,10 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"data__loader": "no.such:f"}, "data.loader=no.such:f: no.such cannot be imported"),
         ({"data__loader": "math:pow"}, "data.loader=math:pow: must be callable with (entries)"),
         ({"evaluation__samples": 2}, "evaluation.samples=2: greedy samples are all the same"),
+        (
+            {"evaluation__replicas": 2, "rollout__num_replicas": 2},
+            "evaluation.replicas=2: must leave one of rollout.num_replicas=2 to the training",
+        ),
         ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=120"),
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
@@ -196,6 +200,7 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
         {"data__loader": "os.path:basename", "data__train_files": "a", "data__val_files": "b"},
         {"data__train_files": "openai/gsm8k:main@train", "data__val_files": f"{tmp_path}@test"},
         {"evaluation__samples": 2, "evaluation__temperature": 0.6},
+        {"evaluation__replicas": 2, "rollout__num_replicas": 3},
         {"weight_sync__interval": 8},
         {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
         {"weight_sync__pause_mode": PauseMode.abort},

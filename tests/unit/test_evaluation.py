@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.agent_worker import EvaluationPart
-from rollout.evaluation import Evaluator
+from rollout.evaluation import Evaluator, OnLost
 from rollout.rewards.budget import FailureBudget, RewardFailuresError
 from rollout.router import ReplicaRouter
 from rollout.sample_scores import EvaluatedSample
@@ -52,7 +52,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
 def make_evaluator(
-    runner: FakeRunner, num_prompts: int, router: ReplicaRouter | None = None, num_samples: int = 1
+    runner: FakeRunner,
+    num_prompts: int,
+    router: ReplicaRouter | None = None,
+    num_samples: int = 1,
+    on_lost: OnLost | None = None,
+    timeout_s: float = 5,
 ) -> Evaluator:
     prompts = [replace(make_prompt(ordinal), data_source="odd" * (ordinal % 2)) for ordinal in range(num_prompts)]
     return Evaluator(
@@ -61,8 +66,9 @@ def make_evaluator(
         runner=runner,
         sampling=GREEDY,
         num_samples=num_samples,
-        timeout_s=5,
+        timeout_s=timeout_s,
         failures=FailureBudget(0.25, 8),
+        on_lost=on_lost or (router or make_router()).remove,
     )
 
 

@@ -131,6 +131,7 @@ class Evaluated:
     mean_response_tokens: float = 11.5
     num_prompts: int = 256
     versions: tuple[int, ...] = (0,)
+    pinned: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -141,7 +142,7 @@ def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
     recorder = RunRecorder(run_dir, tracker, screen)
     recorder.record_evaluation(0, Evaluated(0.25))
     for step, staleness, more in ((1, 2.0, {}), (2, 1.0, {"weight_sync/pause_ms": 30.0})):
-        metrics = {"staleness/max": staleness, "timing_s/step": step / 2, **more}
+        metrics = {"staleness/max": staleness, "timing_s/step": step / 2, "timing_s/elapsed": float(step), **more}
         recorder.record_step(step, metrics, example_groups(), example_advantages())
     recorder.record_evaluation(2, Evaluated(0.75, versions=(2,), metrics={"val/aime/avg@32": 0.75}))
     tracker.close(0)
@@ -166,6 +167,8 @@ def test_summary_has_every_key(tmp_path: Path) -> None:
         "samples_per_second": round(8 / 1.5, 2),
         "pause_ms_p50": 30.0,
         "pause_ms_p99": 30.0,
+        "skipped_steps": 0,
+        "failed_writes": {},
         "restarted": 0,
     }
 
@@ -180,7 +183,10 @@ def test_steps_and_evaluations_reach_the_metrics_file_and_the_console(tmp_path: 
         "eval/accuracy": 0.75,
         "eval/response_length": 11.5,
         "eval/num_prompts": 256,
+        "eval/pinned": 1,
         "eval/num_versions": 1,
+        "eval/min_version": 2,
+        "eval/max_version": 2,
     }
     assert records[3]["val/aime/avg@32"] == 0.75
     assert screen.events == ["evaluation 0 0.25", "step 1 0.5", "step 2 1", "evaluation 2 0.75"]

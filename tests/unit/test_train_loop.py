@@ -1,160 +1,13 @@
-"""TrainLoop on fakes that write down what they are asked: order, intervals, evaluations, errors, metrics."""
+"""TrainLoop on fakes that write down what they are asked: order, intervals, errors, metrics."""
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import pytest
 
-from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
-from rollout.types import FloatArray, TrajectoryGroup
-from tests.reference import make_group, make_trajectory
+from configs.schema import AlgorithmConfig
+from rollout.types import FloatArray
+from tests.loop_world import World, run
 from trainer.advantage import ScoredGroup
-from trainer.batch import StepBatch
-from trainer.loop import TrainLoop
-from trainer.metrics import Max, Mean, Metric, Sum
-
-
-@dataclass(frozen=True)
-class Batch:
-    groups: tuple[TrajectoryGroup, ...]
-    masked_tokens: int = 3
-
-
-@dataclass(frozen=True)
-class Held:
-    accuracy: float
-
-
-class Report:
-    def gauges(self) -> dict[str, float]:
-        return {"weight_sync/pause_ms": 12.0}
-
-
-@dataclass
-class World:
-    """Everything around the loop. The event named in `fails` raises."""
-
-    events: list[str] = field(default_factory=list)
-    fails: str = ""
-    due: tuple[int, ...] = ()
-    """Steps with a checkpoint."""
-    finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
-    batches: list[StepBatch] = field(default_factory=list)
-    scored: list[StepBatch] = field(default_factory=list)
-    records: dict[int, dict[str, float]] = field(default_factory=dict)
-    recorded_advantages: list[list[list[float]]] = field(default_factory=list)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-
-    async def happen(self, event: str) -> None:
-        self.events.append(event)
-        await asyncio.sleep(0)
-        if event == self.fails:
-            raise RuntimeError(f"{event} broke")
-
-    async def next_batch(self, global_steps: int) -> Batch:
-        await self.happen(f"next_batch {global_steps}")
-        trajectories = [
-            make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
-            for i, reason in enumerate(self.finish_reasons)
-        ]
-        return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, trajectories)))
-
-    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
-        """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
-        self.events.append("score")
-        self.scored.append(batch)
-        kl = np.zeros(batch.num_tokens, np.float32)
-        kl[::3] = np.arange(len(kl) // 3)
-        return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
-
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
-        await self.happen(f"train_step {global_steps}")
-        self.batches.append(batch)
-        return {"actor/pg_loss": Sum(-0.5), "actor/ppo_kl": Mean(1.0, 4), "perf/trainer_busy_s": Max(0.0)}
-
-    async def update_weights(self, global_steps: int) -> Report:
-        await self.happen(f"update_weights {global_steps}")
-        return Report()
-
-    async def advance(self, global_steps: int) -> None:
-        await self.happen(f"advance {global_steps}")
-
-    async def evaluate(self) -> Held:
-        await self.happen("evaluate")
-        return Held(accuracy=len(self.events) / 100)
-
-    def record_step(
-        self,
-        global_steps: int,
-        metrics: dict[str, float],
-        groups: Sequence[TrajectoryGroup],
-        advantages: Sequence[FloatArray],
-    ) -> None:
-        self.events.append(f"record {global_steps}")
-        assert [group.prompt.ordinal for group in groups] == [2 * global_steps - 2, 2 * global_steps - 1]
-        self.records[global_steps] = metrics
-        self.recorded_advantages.append([group_advantages.tolist() for group_advantages in advantages])
-
-    def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
-        self.events.append(f"record_evaluation {global_steps}")
-        self.evaluations.append((global_steps, evaluation.accuracy))
-
-    def snapshot(self) -> bytes:
-        return f"after {self.events[-1]}".encode()
-
-    def is_due(self, global_steps: int) -> bool:
-        return global_steps in self.due
-
-    async def stage(self, global_steps: int) -> None:
-        await self.happen(f"stage {global_steps}")
-
-    def commit(self, files: dict[str, bytes]) -> None:
-        self.events.append(f"commit {files}")
-
-    def gauges(self) -> dict[str, float]:
-        return {"rollout/ready_groups": 7.0}
-
-
-class Fleet:
-    async def gauges(self) -> dict[str, float]:
-        return {"rollout/engine_requests": 64.0, "perf/replica_idle": 0.25}
-
-
-def run(
-    world: World,
-    *,
-    total_steps: int = 2,
-    interval: int = 1,
-    eval_every: int = 0,
-    num_ranks: int = 1,
-    algorithm: AlgorithmConfig | None = None,
-) -> World:
-    config = Config(
-        algorithm=algorithm or AlgorithmConfig(),
-        trainer=TrainerConfig(
-            total_steps=total_steps,
-            eval_every=eval_every,
-            num_ranks=num_ranks,
-            layout=Layout.padded,
-            tokens_per_micro_batch=8,
-        ),
-        weight_sync=WeightSyncConfig(interval=interval),
-    )
-    loop = TrainLoop(
-        config=config,
-        buffer=world,
-        workers=world,
-        manager=world,
-        held_out=world,
-        fleet=Fleet(),
-        recorder=world,
-        checkpointer=world,
-    )
-    asyncio.run(loop.run())
-    return world
 
 
 def test_slots_are_freed_after_the_weights_are_live_and_the_step_is_recorded_last() -> None:
@@ -184,36 +37,13 @@ def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
     assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("total_steps", "eval_every", "expected"), [(6, 2, [2, 4]), (5, 2, [2, 4]), (3, 0, []), (3, 1, [1, 2]), (3, 3, [])]
-)
-def test_evaluation_steps_leave_the_last_to_the_caller(total_steps: int, eval_every: int, expected: list[int]) -> None:
-    world = run(World(), total_steps=total_steps, eval_every=eval_every)
-    assert [step for step, _ in world.evaluations] == expected
-
-
-def test_the_evaluation_is_of_the_weights_that_have_just_gone_live() -> None:
-    events = run(World(), total_steps=3, eval_every=2).events
-    place = events.index("evaluate")
-    assert events[place - 3 : place + 3] == [
-        "update_weights 2",
-        "advance 2",
-        "record 2",
-        "evaluate",
-        "record_evaluation 2",
-        "next_batch 2",
-    ]
-
-
-@pytest.mark.parametrize(
-    "fails", ["next_batch 1", "train_step 1", "update_weights 2", "stage 2", "advance 2", "evaluate"]
-)
+@pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "update_weights 2", "stage 2", "advance 2"])
 def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
     world = World(fails=fails, due=(2,))
     with pytest.raises(RuntimeError, match=f"{fails} broke"):
         run(world, total_steps=4, eval_every=2)
     assert world.events[-1] == fails
-    assert list(world.records) == ([1, 2] if fails == "evaluate" else [1])
+    assert list(world.records) == [1]
 
 
 @pytest.mark.parametrize("total_steps", [1, 3])

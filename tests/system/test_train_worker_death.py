@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
@@ -18,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
 from rollout.engines.base import EngineSpec
-from rollout.types import GenerationRequest, SamplingParams
 from tests import batches
 from tests.reference import double, random_groups
 from tests.system.test_replica_actor import no_redirect
@@ -63,8 +63,8 @@ class Scene:
     async def rows(self) -> list[dict[str, torch.Tensor]]:
         return await asyncio.gather(*(actor.__ray_call__.remote(rows_of) for actor in self.group.actors))
 
-    async def signal(self, rank: int, number: int) -> None:
-        os.kill(await self.group.actors[rank].__ray_call__.remote(lambda actor: os.getpid()), number)
+    async def pid(self, rank: int) -> int:
+        return await self.group.actors[rank].__ray_call__.remote(lambda actor: os.getpid())
 
 
 def rows_of(actor: Any) -> dict[str, torch.Tensor]:
@@ -120,13 +120,14 @@ def killed(scene: Scene) -> Scene:
                 if scene.checkpointer.is_due(step + 1):
                     await scene.checkpointer.stage(step + 1)
                     scene.checkpointer.commit({"recorder": b"{}"})
+                    await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
         return metrics
 
     async def train_undisturbed() -> list[dict[str, float]]:
         await scene.group.start_again(None)
         return [to_floats(await scene.group.train_step(batch, step)) for step, batch in enumerate(scene.steps)]
 
-    victim = scene.run(scene.group.actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    victim = scene.run(scene.pid(1))
     scene.metrics["killed"] = scene.run(train())
     scene.weights["killed"] = scene.run(scene.rows())
     scene.metrics["twin"] = scene.run(train_undisturbed())
@@ -145,8 +146,7 @@ def test_a_rank_killed_in_a_step_changes_no_weight_and_no_metric(killed: Scene) 
     ours, theirs = ([[step[key] for key in KEYS] for step in killed.metrics[run]] for run in ("killed", "twin"))
     assert ours == theirs
     lost, back = killed.reports
-    assert lost.startswith("train worker 1 died (")
-    assert lost.endswith("): the train workers start again (1 of at most 3)")
+    assert lost == "train worker 1 died: the train workers start again (1 of at most 3)"
     assert back.startswith(f"the train workers are back at step {KILLED_IN}, ")
     assert back.endswith("later: from step_000002, with 1 step(s) trained again")
 
@@ -162,7 +162,7 @@ def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scen
     """Rank 0, which serves the process group's store. The newest checkpoint is of this very step."""
 
     async def scenario() -> Any:
-        await killed.signal(0, signal.SIGKILL)
+        os.kill(await killed.pid(0), signal.SIGKILL)
         return await killed.workers.again_if_lost(lambda: killed.workers.publish(None, {}, None))
 
     manifest = killed.run(scenario())
@@ -173,14 +173,17 @@ def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scen
 
 def test_a_rank_that_stands_still_is_started_again_at_the_deadline(killed: Scene) -> None:
     """The learning rate of step -1 is 0: the step changes nothing."""
+    stopped: list[psutil.Process] = []
 
     async def scenario() -> Any:
-        await killed.signal(1, signal.SIGSTOP)
+        stopped.append(psutil.Process(await killed.pid(1)))
+        stopped[0].suspend()
         await killed.workers.score(killed.steps[0])
         return await killed.workers.train_step(killed.steps[0], -1)
 
     assert to_floats(killed.run(scenario()))["actor/grad_norm"] > 0
     assert "train workers start again (3 of at most 3)" in killed.reports[-2]
+    assert psutil.wait_procs(stopped, timeout=10)[1] == [], "what stands still is ended too"
 
 
 @pytest.fixture(scope="module")
@@ -213,24 +216,17 @@ def test_the_export_is_the_trained_weights_and_loads_in_transformers(
 def test_the_export_loads_in_vllm_and_generates_what_transformers_does(exported: Path, engine_spec: EngineSpec) -> None:
     from rollout.replica_group import engine_env
 
-    spec = replace(engine_spec, model_path=str(exported), max_num_seqs=2)
-    prompt_ids = tuple(AutoTokenizer.from_pretrained(exported)("Question: Tom has 3 pens.\nAnswer:")["input_ids"])
+    os.environ.update(engine_env(replace(engine_spec, model_path=str(exported))))
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    prompt_ids = AutoTokenizer.from_pretrained(exported)("Question: Tom has 3 pens.\nAnswer:")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(exported)
     tokens = model.generate(torch.tensor([prompt_ids]), max_new_tokens=8, do_sample=False)[0, len(prompt_ids) :]
-    os.environ.update(engine_env(spec))
-    from rollout.engines.vllm import VllmEngine
-
-    async def scenario() -> Any:
-        engine = VllmEngine(spec)
-        try:
-            sampling = SamplingParams(max_tokens=8, temperature=0.0)
-            return await engine.generate(
-                GenerationRequest(request_id="export", prompt_ids=prompt_ids, sampling=sampling)
-            )
-        finally:
-            engine.shutdown()
-
-    assert list(asyncio.run(scenario()).token_ids) == tokens.tolist()
+    engine = LLM(str(exported), max_model_len=128, max_num_seqs=2, kv_cache_memory_bytes=2**21, enforce_eager=True)
+    (answer,) = engine.generate(
+        [TokensPrompt(prompt_token_ids=prompt_ids)], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False
+    )
+    assert list(answer.outputs[0].token_ids) == tokens.tolist()
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

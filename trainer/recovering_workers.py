@@ -106,8 +106,7 @@ class RecoveringWorkers:
     async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Any:
         """Waits while workers start again, but does not start them: that would outlast the update's deadlines. See
         RecoveringUpdater."""
-        async with self._recovering:
-            pass
+        await self._until_back()
         return await self._group.publish(global_steps, receivers, base)
 
     async def send(self, manifest: Any) -> int:
@@ -135,6 +134,7 @@ class RecoveringWorkers:
     async def again_if_lost(self, call: Callable[[], Awaitable[T]]) -> T:
         """Calls, and after a failure that a lost train worker explains, calls once more when all are back."""
         while True:
+            await self._until_back()
             restarts = self._restarts
             try:
                 return await call()
@@ -142,6 +142,10 @@ class RecoveringWorkers:
                 async with self._recovering:
                     if self._restarts == restarts:  # else another call has found it out, and they are back
                         await self._recover(error)
+
+    async def _until_back(self) -> None:
+        async with self._recovering:
+            pass
 
     async def _recover(self, error: Exception) -> None:
         """Raises `error` if no train worker is lost, and TrainWorkersLostError if they may not start again."""

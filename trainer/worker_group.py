@@ -1,6 +1,7 @@
 """Train workers in Ray actors: one per FSDP rank."""
 
 import asyncio
+import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from configs.deadline import within
 from configs.schema import Config
@@ -20,6 +21,7 @@ from trainer.metrics import Metric, merge_metrics
 if TYPE_CHECKING:
     from trainer.worker import MakeSender
 
+logger = logging.getLogger(__name__)
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ANSWER_TIMEOUT_S = 10.0
 """A train worker that gives no sign of life for so long has died, or might as well have."""
@@ -124,7 +126,8 @@ class TrainWorkerGroup:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await actor.is_alive.remote()
             except RayActorError as error:
-                return f"train worker {rank} died ({' '.join(str(error).split())[:200]})"
+                logger.warning("train worker %d died", rank, exc_info=error)
+                return f"train worker {rank} died"
             except TimeoutError:
                 return f"train worker {rank} does not answer for {ANSWER_TIMEOUT_S:g} s"
         return None
@@ -136,7 +139,7 @@ class TrainWorkerGroup:
             try:
                 await self._on_all("stage_checkpoint", str(folder))
             except RuntimeError as error:
-                raise CheckpointError(f"the train workers cannot stage: {error}") from error
+                raise CheckpointError(f"the train workers cannot stage: {_reason(error)}") from error
 
     async def finish_checkpoint(self) -> None:
         """Returns when all ranks have written what was staged; beside training. Raises CheckpointError."""
@@ -145,7 +148,7 @@ class TrainWorkerGroup:
             async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "writing the checkpoint"):
                 await asyncio.gather(*calls)
         except Exception as error:
-            raise CheckpointError(f"the train workers could not write: {error}") from error
+            raise CheckpointError(f"the train workers could not write: {_reason(error)}") from error
 
     async def model_files(self) -> dict[str, bytes]:
         """Config and tokenizer of the policy, by file name."""
@@ -204,3 +207,9 @@ class TrainWorkerGroup:
     def kill(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+
+
+def _reason(error: Exception) -> str:
+    """In one line, of what Ray tells in many."""
+    text = repr(error.cause) if isinstance(error, RayTaskError) else str(error)
+    return text.partition("\n")[0]

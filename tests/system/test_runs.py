@@ -253,10 +253,15 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
     overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0"]
     if who == "reward":
         overrides += ["rollout.reward=tests.system.rewards:raises_after_200", "rollout.max_failed_rewards=0"]
+    if who == "train worker":
+        overrides += ["checkpoint.every=0"]
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
         # Whoever talks to the dead first reports it: a rollout, an update, or the watch.
-        expected = "this reward was made to fail" if who == "reward" else r"died|EngineDeadError|ActorDiedError"
+        expected = {
+            "reward": "this reward was made to fail",
+            "train worker": r"train worker 0 died; without checkpoints \(checkpoint.every=0\)",
+        }.get(who, r"died|EngineDeadError|ActorDiedError")
         victim = {
             "engine": "VLLM::EngineCore",
             "train worker": "ray::TrainWorkerActor",

@@ -40,6 +40,7 @@ LIVES_IN = {
         "trainer/*.py",
         "weight_sync/*.py",
         "weight_sync/transports/*.py",
+        "scripts/export_hf.py",
         "scripts/models.py",
         "scripts/bench_*.py",
     ),
@@ -51,7 +52,13 @@ NOT_PURE = (
     *("trainer/*_group.py", "trainer/critic.py", "trainer/importance.py", "trainer/kl.py", "trainer/loss.py"),
     *("trainer/model.py", "trainer/objective.py", "trainer/optimizer.py", "trainer/per_trajectory.py"),
     *("trainer/sequence_loss.py", "trainer/tiny_model.py", "trainer/warmup.py", "trainer/worker.py"),
-    *("trainer/worker_state.py", "weight_sync/bucket.py", "weight_sync/delta.py", "weight_sync/shadow.py"),
+    *(
+        "trainer/export.py",
+        "trainer/worker_state.py",
+        "weight_sync/bucket.py",
+        "weight_sync/delta.py",
+        "weight_sync/shadow.py",
+    ),
     *("weight_sync/vllm_receiver.py", "weight_sync/transports/*.py", "scripts/*.py"),
 )
 PURE = [path for path in SOURCES if path.name != "__init__.py" and not any(path.match(p) for p in NOT_PURE)]

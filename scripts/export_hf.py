@@ -1,0 +1,50 @@
+"""A checkpoint as a Hugging Face folder: `python -m scripts.export_hf CHECKPOINT OUT_DIR`.
+
+CHECKPOINT is one (`runs/x/checkpoints/step_000020`), or a run folder: its newest good one. What is written loads in
+transformers and in vLLM.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer.checkpoint_store import MARKER, Checkpoint, CheckpointError, CheckpointStore, verified
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder")
+    parser.add_argument("out_dir", type=Path, help="a folder that does not exist")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="float32 is what is trained, bit for bit")
+    options = parser.parse_args()
+    try:
+        checkpoint = find_checkpoint(options.checkpoint)
+        export(checkpoint, options.out_dir, options.dtype)
+    except (CheckpointError, FileExistsError) as error:
+        sys.exit(f"export_hf: {error}")
+    sys.stdout.write(f"{options.out_dir}: the policy after {checkpoint.global_steps} steps, from {checkpoint.path}\n")
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """Raises CheckpointError when there is no good one."""
+    folder = path / "checkpoints"
+    if (path / MARKER).exists() or not folder.is_dir():
+        return verified(path)
+    newest = CheckpointStore(folder).newest_good(lambda problem: sys.stderr.write(f"{problem}\n") and None)
+    if newest is None:
+        raise CheckpointError(f"{folder} holds no good checkpoint")
+    return newest
+
+
+def export(checkpoint: Checkpoint, out_dir: Path, dtype: str) -> None:
+    import torch  # noqa: PLC0415  (arguments are checked before seconds of imports)
+
+    from trainer.export import export_hf  # noqa: PLC0415
+
+    export_hf(checkpoint, out_dir, {name: getattr(torch, name) for name in DTYPES}[dtype])
+
+
+if __name__ == "__main__":
+    main()

@@ -116,6 +116,7 @@ class FleetMembers:
         self._lost_at: dict[str, float] = {}  # replacement -> when the one that it replaces was lost
         self._recovery_s = 0.0
         self._num_lost = self._num_replaced = 0
+        self._initial = frozenset(replica.name for replica in replicas)
         self._next_number = len(replicas)
         self.wanted: asyncio.Queue[str] = asyncio.Queue()
         """Names of replicas that are to be started."""
@@ -187,7 +188,7 @@ class FleetMembers:
             self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
         elif before is ReplicaState.STALE:
             self._report(f"{name} is back in service")
-        elif was_new and global_steps > 0:
+        elif was_new and name not in self._initial:
             self._report(f"{name} is in service")
         await self._router.admit(name)
 

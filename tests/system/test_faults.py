@@ -1,4 +1,4 @@
-"""Replicas that die, hang, come and go in a whole run, and a driver that is killed: nothing is lost, nothing is left."""
+"""Replicas that die, hang, come and go in a whole run, and a driver that is killed: nothing is lost or left behind."""
 
 import json
 import os

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -23,13 +22,6 @@ def fleet(run: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m scripts.fleet` on the run."""
     command = [sys.executable, "-m", "scripts.fleet", "--run", str(run.run_dir), *arguments]
     return subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
-def wait_for_state(run: Run, name: str, state: str) -> None:
-    deadline = time.monotonic() + RECOVERY_DEADLINE_S
-    while not any(line.split()[:2] == [name, state] for line in fleet(run, "status").stdout.splitlines()):
-        assert time.monotonic() < deadline, f"{name} is not {state}:\n{run.output.read_text()}"
-        run.watch_children()
 
 
 def given_up(run: Run, count: int) -> str:
@@ -71,28 +63,31 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, monkeypatch: pytest.
     ) as run:
         run.wait_for("step  ")
         find(run, "VLLM::EngineCore").send_signal(signal.SIGKILL)
-        first = given_up(run, 1)
-        assert fleet(run, "remove", first).stderr == f"fleet error: {first} is DEAD: it has ended already\n"
-        (other,) = {"replica-0", "replica-1"} - {first}
+        dead = given_up(run, 1)
+        (other,) = {"replica-0", "replica-1"} - {dead}
+        assert fleet(run, "add").stdout == "starting replica-3; status tells when they serve\n"
+        assert fleet(run, "remove", dead).stderr == f"fleet error: {dead} is DEAD: it has ended already\n"
         assert fleet(run, "drain", other).stderr == (
             f"fleet error: {other} cannot go: 0 replicas would be left, rollout.min_replicas=1\n"
         )
-        run.wait_for("replica-2 is in service, ", RECOVERY_DEADLINE_S)
+        steps = run.output.read_text().count("step  ")
+        for name in ("replica-2", "replica-3"):
+            run.wait_for(f"{name} is in service", RECOVERY_DEADLINE_S)
+        assert run.output.read_text().count("step  ") > steps + 2, "the trainer did not stop"
+        rows = [line.split()[:2] for line in fleet(run, "status").stdout.splitlines()[1:]]
+        assert rows == [[name, "READY"] for name in (other, "replica-2", "replica-3")]
         find(run, "ray::Replica").send_signal(signal.SIGSTOP)
-        second = given_up(run, 2)
-        run.wait_for("replica-3 is in service, ", RECOVERY_DEADLINE_S)
-        assert fleet(run, "add").stdout == "starting replica-4; status tells when they serve\n"
-        wait_for_state(run, "replica-4", "READY")
-        assert fleet(run, "drain", "replica-3").stdout == "replica-3 drains\n"
-        run.wait_for("replica-3 leaves: drained", RECOVERY_DEADLINE_S)
+        stopped = given_up(run, 2)
+        leaving = min({"replica-2", "replica-3"} - {stopped})
+        assert fleet(run, "drain", leaving).stdout == f"{leaving} drains\n"
+        run.wait_for(f"{leaving} leaves: drained", RECOVERY_DEADLINE_S)
         slow.unlink()
         assert run.wait_for_end(RECOVERY_DEADLINE_S) == 0, run.output.read_text()
         assert run.survivors() == []
         assert not (run.run_dir / "fleet.sock").is_symlink()
-        assert {"replica-3", "replica-4"} <= check_every_prompt_was_trained_once(run)
-        assert first != second
+        assert check_every_prompt_was_trained_once(run) & {"replica-2", "replica-3"}
         last = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "rollout/replicas_lost" in m][-1]
-        assert (last["rollout/replicas_lost"], last["rollout/replicas_replaced"]) == (2, 2)
+        assert last["rollout/replicas_lost"] == 2 and last["rollout/replicas_replaced"] >= 1
         assert last["rollout/replicas_ready"] >= 1 and last["rollout/recovery_s"] > 0
 
 

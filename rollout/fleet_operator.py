@@ -9,7 +9,7 @@ from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import now
 from rollout.health import HealthMonitor
 from rollout.lifecycle import ReplicaState
-from rollout.members import FleetMember
+from rollout.members import FleetMember, FleetRefusalError
 from rollout.router import ReplicaRouter
 
 SPEED_OVER_S = 1.0
@@ -28,7 +28,7 @@ class ReplicaRow:
     """Requests inside the engine."""
     tokens_per_s: float
     node: str | None
-    """None while it waits for a place."""
+    """None before its engine runs."""
 
 
 class FleetOperator:
@@ -82,7 +82,8 @@ class FleetOperator:
             error = failure
         finally:
             self._starting.pop(name, None)
-        if self._fleet.lives[name].state in (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.STALE):
+        state = self._fleet.lives[name].state
+        if state in (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.STALE):
             await self._fleet.lose(name, error)
         else:
             self._fleet.require_enough(error)
@@ -101,6 +102,8 @@ class FleetOperator:
 
     async def remove(self, name: str) -> None:
         """Returns when it has ended. What it was generating goes on elsewhere."""
+        if name in self._fleet.lives and self._fleet.lives[name].state is ReplicaState.DEAD:
+            raise FleetRefusalError(f"{name} is DEAD: it has ended already")
         await self._fleet.retire(name, "removed by the operator")
         if name in self._starting and self._fleet.node_of(name) is None:
             self._starting[name].cancel()

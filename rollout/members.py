@@ -16,7 +16,8 @@ from rollout.router import ReplicaRouter
 logger = logging.getLogger(__name__)
 LAST_PROGRESS_S = 2.0
 """A lost replica is given so long to tell how far its trajectories are. Where only the engine died, it can."""
-STAYS = (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+CAN_SERVE = (ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+"""Now, or after the next update."""
 
 
 class TooFewReplicasError(RuntimeError):
@@ -116,6 +117,7 @@ class FleetMembers:
         self._lost_at: dict[str, float] = {}  # replacement -> when the one that it replaces was lost
         self._recovery_s = 0.0
         self._num_lost = self._num_replaced = 0
+        self._initial = frozenset(replica.name for replica in replicas)
         self._next_number = len(replicas)
         self.wanted: asyncio.Queue[str] = asyncio.Queue()
         """Names of replicas that are to be started."""
@@ -135,22 +137,18 @@ class FleetMembers:
     @property
     def running(self) -> list[FleetMember]:
         """Those whose engine runs, in service or not."""
-        return self._in(ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE, ReplicaState.DRAINING)
+        return self._in(*CAN_SERVE, ReplicaState.DRAINING)
 
     @property
     def targets(self) -> list[FleetMember]:
         """What updates of the weights go to: not those that are pinned to a version."""
-        return [
-            replica
-            for replica in self._in(ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
-            if replica.name not in self._pinned
-        ]
+        return [replica for replica in self._in(*CAN_SERVE) if replica.name not in self._pinned]
 
     def _in(self, *states: ReplicaState) -> list[FleetMember]:
         return [replica for name, replica in self._replicas.items() if self._lives[name].state in states]
 
     def node_of(self, name: str) -> str | None:
-        """None while it waits for a place."""
+        """None before its engine runs."""
         return self._replicas[name].node if name in self._replicas else None
 
     # -- who comes -----------------------------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ class FleetMembers:
     async def admit(self, name: str, global_steps: int) -> None:
         """Route to it (again). The caller has verified that its weights are those of `global_steps`."""
         life = self._lives[name]
-        if life.state not in (ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE):
+        if life.state not in CAN_SERVE:
             return  # it was lost, or began to drain, while it took the update
         before, was_new = life.state, life.global_steps < 0
         if before is not ReplicaState.SYNCING:
@@ -191,7 +189,7 @@ class FleetMembers:
             self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
         elif before is ReplicaState.STALE:
             self._report(f"{name} is back in service")
-        elif was_new and global_steps > 0:
+        elif was_new and name not in self._initial:
             self._report(f"{name} is in service")
         await self._router.admit(name)
 
@@ -259,8 +257,10 @@ class FleetMembers:
         if name not in self._lives:
             names = ", ".join(known for known, life in self._lives.items() if life.state is not ReplicaState.DEAD)
             raise FleetRefusalError(f"{name}: there is no such replica; there are {names}")
-        left = [other for other, life in self._lives.items() if other != name and life.state in STAYS]
-        if self._lives[name].state in STAYS and len(left) < self._min_replicas:
+        state = self._lives[name].state
+        staying = CAN_SERVE if state in CAN_SERVE else (*CAN_SERVE, ReplicaState.STARTING)
+        left = [other for other, life in self._lives.items() if other != name and life.state in staying]
+        if state in staying and len(left) < self._min_replicas:
             raise FleetRefusalError(
                 f"{name} cannot go: {len(left)} replicas would be left, rollout.min_replicas={self._min_replicas}"
             )

@@ -10,6 +10,9 @@ import psutil
 ProcessId = tuple[int, float]
 """pid, and when it was created: pids are used again."""
 
+SAME_S = 2.0
+"""Two processes may think of the time of a third one's creation so differently, when the clock was set in between."""
+
 
 def process_tree(pid: int) -> list[ProcessId]:
     """A process and all its descendants."""
@@ -21,5 +24,13 @@ def kill_processes(processes: Iterable[ProcessId]) -> None:
     """SIGKILL, which ends stopped processes too. Those that are gone already are passed over."""
     for pid, created in processes:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if psutil.Process(pid).create_time() == created:
+            if abs(psutil.Process(pid).create_time() - created) < SAME_S:
                 os.kill(pid, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP, or by a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False

@@ -15,7 +15,7 @@ from rollout.engines.base import EngineSpec
 from rollout.http.controlled import ReplicaControl
 from rollout.http.replica_app import replica_app
 from rollout.http.server import listen, serve, url_of
-from rollout.processes import ProcessId, kill_processes, process_tree
+from rollout.processes import ProcessId, is_stopped, kill_processes, process_tree
 from rollout.progress import ProgressReport
 from rollout.replica import CommitReport, ReplicaStatus, RolloutReplica
 from rollout.types import Completion, GenerationRequest
@@ -148,11 +148,12 @@ class ReplicaHandle:
         return await self._control("progress", known)
 
     def kill(self) -> None:
-        """Ends the actor and the engine's processes, stopped ones too. Ray asks an actor to end, and kills it only
-        when 5 s have passed; those on this node are killed at once."""
-        if self._node_id == ray.get_runtime_context().get_node_id():
-            kill_processes(self._processes)
+        """Ends the actor and the engine's processes, stopped ones too. Of an actor that does not react, Ray kills all
+        of them 5 s later; on this node we do not wait for that."""
         ray.kill(self.actor)
+        if self._processes and self._node_id == ray.get_runtime_context().get_node_id():
+            actor, *engine = self._processes
+            kill_processes([*engine, actor] if is_stopped(actor[0]) else engine)
 
     async def _control(self, method: str, *args: Any) -> Any:
         """Raises what the method raised, with the replica's traceback as a note."""

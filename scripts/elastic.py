@@ -32,7 +32,9 @@ class ReplicaStarter:
         agents: AgentWorkerGroup,
         on_start: Callable[[str], Callable[[], None]],
         actor_class: type[ReplicaActor],
+        report: Callable[[str], None],
     ):
+        self._report = report
         self._config = config
         self._spec = spec
         self._agents = agents
@@ -44,6 +46,7 @@ class ReplicaStarter:
         replica = create_replica(name, self._spec, self._on_start, self._actor_class)
         try:
             await replica.placed()
+            self._report(f"{name} starts on {replica.node}")
             async with within(self._config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
                 await replica.start(self._spec, self._config.weight_sync)
                 await self._agents.connect(replica)

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     cells = [list(COLUMNS.values())]
-    cells += [["waits for a place" if row[key] is None else str(row[key]) for key in COLUMNS] for row in rows]
+    cells += [["-" if row[key] is None else str(row[key]) for key in COLUMNS] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells

@@ -117,7 +117,7 @@ async def start(
     train_rows, val_rows = data.result()
     fleet, router = make_fleet(config, replicas, console.message)
     manager = CheckpointManager(workers, fleet, config.weight_sync)
-    starter = ReplicaStarter(config, spec, agents, on_start, actor_class)
+    starter = ReplicaStarter(config, spec, agents, on_start, actor_class, console.message)
     monitor, operator = make_monitor_and_operator(config, fleet, router, manager, starter)
     return Parts(
         monitor=monitor,

@@ -1,6 +1,9 @@
 """Rewards for system tests, by dotted path. They run in an agent worker's process."""
 
+import asyncio
 import itertools
+import os
+from pathlib import Path
 
 from rollout.types import Prompt
 
@@ -15,4 +18,11 @@ def length_parity(_prompt: Prompt, text: str) -> float:
 def raises_after_200(_prompt: Prompt, text: str) -> float:
     if next(calls) > 200:
         raise ValueError("this reward was made to fail")
+    return float(len(text) % 2)
+
+
+async def slow_while_a_file_exists(_prompt: Prompt, text: str) -> float:
+    """Takes two seconds as long as the file $SLOW_REWARDS is there, so that a test decides when a run speeds up."""
+    if Path(os.environ["SLOW_REWARDS"]).exists():
+        await asyncio.sleep(2)
     return float(len(text) % 2)

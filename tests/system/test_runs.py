@@ -50,8 +50,11 @@ class Run:
                 self.command_lines[child.pid] = child.cmdline()
 
     def wait_for(self, text: str, deadline_s: float = START_DEADLINE_S) -> None:
+        self.wait_for_count(text, 1, deadline_s)
+
+    def wait_for_count(self, text: str, count: int, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
-        while text not in self.output.read_text():
+        while self.output.read_text().count(text) < count:
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, f"no {text!r} after {deadline_s} s:\n{self.output.read_text()}"
             self.watch_children()
@@ -250,7 +253,7 @@ def test_a_run_with_every_part_of_the_algorithm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", ["reward", "engine", "train worker", "replica actor"])
 def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
-    overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0"]
+    overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0", "rollout.max_replacements=0"]
     if who == "reward":
         overrides += ["rollout.reward=tests.system.rewards:raises_after_200", "rollout.max_failed_rewards=0"]
     if who == "train worker":

@@ -1,0 +1,124 @@
+"""Replicas that die, hang, come and go in a whole run, and a driver that is killed: nothing is lost or left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.test_runs import REPO_ROOT, SMALL, Run, find, started
+from trainer.tracking import read_metrics
+
+RECOVERY_DEADLINE_S = 180
+TOTAL_STEPS = 40
+PROMPTS_PER_STEP = 4
+
+
+def fleet(run: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m scripts.fleet` on the run."""
+    command = [sys.executable, "-m", "scripts.fleet", "--run", str(run.run_dir), *arguments]
+    return subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def given_up(run: Run, count: int) -> str:
+    """Name of the replica of the `count`-th loss."""
+    run.wait_for_count(" is given up: ", count, RECOVERY_DEADLINE_S)
+    lines = [line for line in run.output.read_text().splitlines() if " is given up: " in line]
+    return lines[count - 1].split(" is given up")[0]
+
+
+def check_every_prompt_was_trained_once(run: Run) -> set[str]:
+    """Names of the replicas that sampled what was trained."""
+    files = sorted((run.run_dir / "trajectories").glob("step_*.jsonl"))
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    seen = sorted((record["ordinal"], record["index"]) for record in records)
+    assert seen == [(ordinal, index) for ordinal in range(TOTAL_STEPS * PROMPTS_PER_STEP) for index in range(8)]
+    for step, file in enumerate(files):
+        for record in map(json.loads, file.read_text().splitlines()):
+            versions = [version for _, _, version in record["versions"]]
+            assert versions == sorted(versions) and 0 <= step - versions[0] <= 2
+    return {record["replica"] for record in records}
+
+
+def test_replicas_that_die_hang_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL of an engine, SIGSTOP of an actor, add and drain, in one run that trains all the while."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    monkeypatch.setenv("SLOW_REWARDS", str(slow))
+    long_path = tmp_path / ("long" * 30)  # longer than the path of a socket may be
+    long_path.mkdir()
+    with started(
+        long_path,
+        *[override for override in SMALL if not override.startswith("rollout.reward")],
+        "rollout.reward=tests.system.rewards:slow_while_a_file_exists",
+        f"trainer.total_steps={TOTAL_STEPS}",
+        "trainer.eval_every=0",
+        "rollout.num_replicas=2",
+        "rollout.max_response_tokens=128",
+        "rollout.replica_timeout_s=5",
+    ) as run:
+        run.wait_for("step  ")
+        find(run, "VLLM::EngineCore").send_signal(signal.SIGKILL)
+        dead = given_up(run, 1)
+        (other,) = {"replica-0", "replica-1"} - {dead}
+        assert fleet(run, "add").stdout == "starting replica-3; status tells when they serve\n"
+        assert fleet(run, "remove", dead).stderr == f"fleet error: {dead} is DEAD: it has ended already\n"
+        assert fleet(run, "drain", other).stderr == (
+            f"fleet error: {other} cannot go: 0 replicas would be left, rollout.min_replicas=1\n"
+        )
+        steps = run.output.read_text().count("step  ")
+        for name in ("replica-2", "replica-3"):
+            run.wait_for(f"{name} is in service", RECOVERY_DEADLINE_S)
+        assert run.output.read_text().count("step  ") > steps + 2, "the trainer did not stop"
+        rows = [line.split()[:2] for line in fleet(run, "status").stdout.splitlines()[1:]]
+        assert rows == [[name, "READY"] for name in (other, "replica-2", "replica-3")]
+        find(run, "ray::Replica").send_signal(signal.SIGSTOP)
+        stopped = given_up(run, 2)
+        leaving = min({"replica-2", "replica-3"} - {stopped})
+        assert fleet(run, "drain", leaving).stdout == f"{leaving} drains\n"
+        run.wait_for(f"{leaving} leaves: drained", RECOVERY_DEADLINE_S)
+        slow.unlink()
+        assert run.wait_for_end(RECOVERY_DEADLINE_S) == 0, run.output.read_text()
+        assert run.survivors() == []
+        assert not (run.run_dir / "fleet.sock").is_symlink()
+        assert check_every_prompt_was_trained_once(run) & {"replica-2", "replica-3"}
+        last = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "rollout/replicas_lost" in m][-1]
+        assert last["rollout/replicas_lost"] == 2 and last["rollout/replicas_replaced"] >= 1
+        assert last["rollout/replicas_ready"] >= 1 and last["rollout/recovery_s"] > 0
+
+
+@pytest.mark.parametrize("standing", [False, True], ids=["own cluster", "standing cluster"])
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, standing: bool) -> None:
+    overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0"]
+    if not standing:
+        check_the_end_of_a_killed_driver(tmp_path, overrides)
+        return
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+    try:
+        check_the_end_of_a_killed_driver(tmp_path, [*overrides, f"ray.address={cluster.address}"])
+    finally:
+        cluster.shutdown()
+
+
+OF_A_RUN = ("ray::ReplicaActor", "ray::TrainWorkerActor", "ray::AgentWorkerActor", "VLLM::", "wandb")
+
+
+def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str]) -> None:
+    """On a standing cluster they are no children of the driver, and Ray's own processes stay."""
+    with started(tmp_path, *overrides) as run:
+        run.wait_for("step  ")
+        run.watch_children()
+        descendants = psutil.Process().children(recursive=True)
+        ours = [p for p in descendants if any(title in " ".join(p.cmdline()) for title in OF_A_RUN)]
+        titles = {title for p in ours for title in OF_A_RUN if title in " ".join(p.cmdline())}
+        assert titles >= set(OF_A_RUN[:4])
+        os.kill(run.process.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs([*run.children.values(), *ours], timeout=60)
+        left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+        assert left == [], [p.cmdline() for p in left]

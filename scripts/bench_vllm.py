@@ -100,6 +100,8 @@ class StepMetrics:
 
     steps: list[Mapping[str, float]] = field(default_factory=list)
 
+    name = "bench"
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "timing_s/step" in metrics:
             self.steps.append(metrics)

@@ -212,26 +212,26 @@ class Progress:
         records = self._groups[ordinal].records if ordinal in self._groups else {}
         return {name: record.joined() for name, record in records.items()}
 
-    def known(self, replica: str) -> dict[str, int]:
-        """Request on this replica -> how many of its tokens are here."""
+    def known(self, name: str) -> dict[str, int]:
+        """`name`: of a replica. Request on it -> how many of its tokens are here."""
         return {
-            f"{group.attempt}-{name}": record.num_tokens
+            f"{group.attempt}-{request}": record.num_tokens
             for group in self._groups.values()
-            if group.replica == replica
-            for name, record in group.records.items()
+            if group.replica == name
+            for request, record in group.records.items()
         }
 
-    def take(self, replica: str, report: ProgressReport) -> None:
+    def take(self, name: str, report: ProgressReport) -> None:
         """What does not continue what is here (a report that came twice, or of a group that has ended) is left out."""
         for partial in report.partials:
-            attempt, name = in_group(partial.request_id)
+            attempt, request = in_group(partial.request_id)
             ordinal = self._ordinals.get(attempt)
-            if ordinal is None or self._groups[ordinal].replica != replica:
+            if ordinal is None or self._groups[ordinal].replica != name:
                 continue
             records = self._groups[ordinal].records
-            record = records.get(name)
+            record = records.get(request)
             if record is None or record.prompt_checksum != partial.prompt_checksum:
-                record = records[name] = _Record(partial.prompt_checksum, [], 0)
+                record = records[request] = _Record(partial.prompt_checksum, [], 0)
             if partial.start == record.num_tokens:
                 record.pieces.append(partial.piece)
                 record.num_tokens += len(partial.piece.token_ids)

@@ -34,7 +34,6 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutState:
-    global_steps: int
     prompts_checksum: int
     group_size: int
     next_ordinal: int
@@ -63,11 +62,10 @@ class Rollouts:
     group_size: int
 
 
-def capture(rollouts: Rollouts, global_steps: int) -> RolloutState:
+def capture(rollouts: Rollouts) -> RolloutState:
     """What there is now; the next await may change it."""
     ledger = rollouts.buffer.ledger
     return RolloutState(
-        global_steps=global_steps,
         prompts_checksum=rollouts.stream.checksum(),
         group_size=rollouts.group_size,
         next_ordinal=rollouts.stream.ordinal,
@@ -89,8 +87,8 @@ def capture(rollouts: Rollouts, global_steps: int) -> RolloutState:
 
 
 def restore(state: RolloutState, rollouts: Rollouts) -> int:
-    """Puts it back into parts that are new, with the slots of `state.global_steps`. Returns how many groups do not fit,
-    because the bound on staleness, or the size of groups, is another now: their prompts come first in the stream.
+    """Puts it back into parts that are new, of a run that has taken the checkpoint's steps. Returns how many groups do
+    not fit, because the bound on staleness, or the size of groups, is another now: their prompts come first.
 
     Raises OtherPromptsError.
     """

@@ -36,7 +36,9 @@ from scripts import models
 from scripts.bench_common import show_table, write_line
 from scripts.cluster import cluster, resolve_device
 from scripts.data import load_rows
-from scripts.run import Parts, owner, start, train
+from scripts.parts import Parts
+from scripts.run import owner, start
+from scripts.training import train
 from scripts.workers import make_workers
 from trainer.console import PlainConsole
 from weight_sync.checkpoint_manager import CheckpointManager

@@ -24,8 +24,10 @@ from scripts.bench_common import ForcedLengths, LengthOf, LogNormalLengths, Unif
 from scripts.bench_simulated import Outcome
 from scripts.cluster import cluster, resolve_device
 from scripts.data import load_rows
-from scripts.run import Parts, owner, start, train
+from scripts.parts import Parts
+from scripts.run import owner, start
 from scripts.supervision import until_first_ends
+from scripts.training import train
 from trainer.console import PlainConsole
 from trainer.recorder import RunRecorder
 from trainer.tracking import Tracker
@@ -102,6 +104,8 @@ class StepMetrics:
 
     name = "the bench"
     steps: list[Mapping[str, float]] = field(default_factory=list)
+
+    name = "bench"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "timing_s/step" in metrics:

@@ -16,6 +16,7 @@ from rollout.http.fleet_app import fleet_app
 from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
 from rollout.members import FleetMember
+from rollout.progress import Progress
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter, max_inflight
 from scripts.fleet import SOCKET_FILE
@@ -63,14 +64,14 @@ def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, Hea
 
 
 def make_fleet(
-    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None]
+    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None], progress: Progress
 ) -> tuple[ReplicaFleet, ReplicaRouter]:
     """Of replicas that wait for their first weights."""
     rollout = config.rollout
     inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
     router = ReplicaRouter([replica.name for replica in replicas], inflight)
     return ReplicaFleet(
-        replicas, router, rollout.min_replicas, report, max_replacements=rollout.max_replacements
+        replicas, router, rollout.min_replicas, report, max_replacements=rollout.max_replacements, progress=progress
     ), router
 
 

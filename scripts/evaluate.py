@@ -24,6 +24,7 @@ from configs.validate import ConfigError
 from rollout.evaluation import Evaluation
 from rollout.sample_scores import scores_by_source
 from scripts.train import cancelled_by_sigterm, first_error
+from scripts.training import make_evaluator
 
 logger = logging.getLogger(__name__)
 register()
@@ -102,7 +103,7 @@ async def _evaluate(config: Config, device: str, run_dir: Path) -> dict[str, Any
         encoded = await encode_rows(config, agents, "held-out", rows, console)
         router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
         failures = FailureBudget(config.rollout.max_failed_rewards, len(encoded) * config.evaluation.samples)
-        evaluator = run.make_evaluator(config, encoded, router, agents, failures, router.remove)
+        evaluator = make_evaluator(config, encoded, router, agents, failures, router.remove)
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()
         evaluation = await evaluator.evaluate()

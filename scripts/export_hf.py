@@ -32,7 +32,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     folder = path / "checkpoints"
     if (path / MARKER).exists() or not folder.is_dir():
         return verified(path)
-    newest = CheckpointStore(folder).newest_good(lambda problem: sys.stderr.write(f"{problem}\n") and None)
+    newest = CheckpointStore(folder).newest_good(lambda problem: print(problem, file=sys.stderr))
     if newest is None:
         raise CheckpointError(f"{folder} holds no good checkpoint")
     return newest

@@ -1,8 +1,6 @@
 """One run: starts what it needs in the order that overlaps the most, trains, and ends everything."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +10,56 @@ from configs.deadline import within
 from configs.schema import Config, ModelKind, Staging
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
-from rollout.buffer import make_buffer
 from rollout.engines.base import EngineSpec
-from rollout.evaluation import Evaluator, InService, OnLost
-from rollout.fleet import ReplicaFleet
-from rollout.fleet_monitor import FleetMonitor
-from rollout.fleet_operator import FleetOperator
 from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
-from rollout.pinned_evaluation import PinnedEvaluator
 from rollout.progress import Progress
-from rollout.prompts import EncodedRow, PromptStream, Row, as_prompt
-from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
-from rollout.rewards.budget import FailureBudget, failure_budget, group_budget
-from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
-from rollout.types import SamplingParams
+from rollout.prompts import EncodedRow, Row
+from rollout.replica_group import ReplicaActor, create_replicas
 from scripts import models
 from scripts.cluster import cluster, output_to
 from scripts.data import encode_rows, load_rows
 from scripts.elastic import ReplicaStarter, fleet_socket, make_fleet, make_monitor_and_operator
-from scripts.supervision import until_first_ends
-from scripts.workers import make_checkpointer, make_workers, owner
+from scripts.parts import Parts
+from scripts.resume import Resumed
+from scripts.training import train
+from scripts.workers import make_workers, owner
 from trainer.checkpoint_store import CheckpointStore
 from trainer.console import Console
-from trainer.loop import TrainLoop
 from trainer.recorder import RunRecorder
-from trainer.recovering_workers import RecoveringUpdater, RecoveringWorkers
+from trainer.recovering_workers import RecoveringWorkers
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.registry import release_all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a run is made of, all of it started."""
-
-    replicas: list[ReplicaHandle]
-    router: ReplicaRouter
-    fleet: ReplicaFleet
-    monitor: FleetMonitor
-    operator: FleetOperator
-    agents: AgentWorkerGroup
-    workers: RecoveringWorkers
-    store: CheckpointStore
-    train_rows: list[EncodedRow]
-    val_rows: list[EncodedRow]
-    manager: CheckpointManager
-
-
-async def run(config: Config, device: str, run_dir: Path, console: Console, recorder: RunRecorder) -> dict[str, Any]:
+async def run(  # noqa: PLR0913
+    config: Config,
+    device: str,
+    run_dir: Path,
+    console: Console,
+    recorder: RunRecorder,
+    resumed: Resumed | None = None,
+) -> dict[str, Any]:
     """Returns the summary. Whatever goes wrong anywhere is raised here, after everything has been ended."""
     rows = load_rows(config)  # a malformed row is an error before anything starts
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     console.stage("starting Ray")
     async with cluster(config, device):
         try:
-            parts = await start(config, device, run_dir, rows, console)
+            parts = await start(config, device, run_dir, rows, console, resumed=resumed)
             async with fleet_socket(parts.operator, run_dir):
                 if listener is None:
-                    return await train(config, parts, console, recorder)
+                    return await train(config, parts, console, recorder, resumed)
                 control = gateway_app(FleetControl(parts.fleet, parts.router), None, config.serve.token)
                 async with served(control, listener):
                     console.message(f"control routes: {url_of(listener)}")
-                    return await train(config, parts, console, recorder)
+                    return await train(config, parts, console, recorder, resumed)
         finally:
             release_all(config.weight_sync, owner(run_dir))
 
 
-async def start(
+async def start(  # noqa: PLR0913
     config: Config,
     device: str,
     run_dir: Path,
@@ -88,6 +67,7 @@ async def start(
     console: Console,
     actor_class: type[ReplicaActor] = ReplicaActor,
     agent_loop: AgentLoop | None = None,
+    resumed: Resumed | None = None,
 ) -> Parts:
     """Engines start on untrained weights while the warm-up makes the real ones, and the trainer loads beside them.
 
@@ -111,11 +91,12 @@ async def start(
     async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
             starting.create_task(replica.start(spec, config.weight_sync))
-        policy = starting.create_task(_start_workers(config, workers, boot_path, console))
+        policy = starting.create_task(_start_workers(config, workers, boot_path, console, resumed))
         data = starting.create_task(_encode(config, agents, rows, console))
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     train_rows, val_rows = data.result()
-    fleet, router = make_fleet(config, replicas, console.message)
+    progress = Progress()
+    fleet, router = make_fleet(config, replicas, console.message, progress)
     manager = CheckpointManager(workers, fleet, config.weight_sync)
     starter = ReplicaStarter(config, spec, agents, on_start, actor_class, console.message)
     monitor, operator = make_monitor_and_operator(config, fleet, router, manager, starter)
@@ -131,100 +112,7 @@ async def start(
         val_rows=val_rows,
         fleet=fleet,
         manager=manager,
-    )
-
-
-async def train(config: Config, parts: Parts, console: Console, recorder: RunRecorder) -> dict[str, Any]:
-    """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
-    rollout, trainer, algorithm, fleet = config.rollout, config.trainer, config.algorithm, parts.fleet
-    failures = failure_budget(config)
-    group_failures = group_budget(config)
-    buffer = make_buffer(config, failures, group_failures)
-    rollouter = Rollouter(
-        stream=PromptStream(parts.train_rows, config.seed),
-        buffer=buffer,
-        router=parts.router,
-        runner=parts.agents,
-        sampling=training_sampling(config),
-        group_size=algorithm.group_size,
-        group_timeout_s=rollout.group_timeout_s,
-        on_lost=fleet.lose,
-        progress=Progress(),
-        failures=group_failures,
-    )
-    manager = RecoveringUpdater(parts.manager, parts.workers)
-    evaluator = make_evaluator(config, parts.val_rows, parts.router, parts.agents, failures, fleet.lose)
-    beside = PinnedEvaluator(evaluator, fleet, parts.manager, config.evaluation.replicas, console.message)
-    checkpointer = make_checkpointer(config, parts.store, parts.workers, {}, console)
-    loop = TrainLoop(
-        config=config,
-        buffer=buffer,
-        workers=parts.workers,
-        manager=manager,
-        held_out=beside,
-        fleet=fleet,
-        recorder=recorder,
-        checkpointer=checkpointer,
-    )
-    console.stage("evaluating before the first step")
-    await manager.update_weights(0)
-    recorder.record_evaluation(0, await evaluator.evaluate())
-    console.stage("training")
-    async with checkpointer:
-        await until_first_ends(loop.run(), beside=[rollouter.run(), parts.monitor.run(), parts.operator.run()])
-    console.stage("evaluating after the last step")
-    recorder.record_evaluation(trainer.total_steps, await evaluator.evaluate())
-    totals = await fleet.totals()
-    return recorder.write_summary(
-        {
-            "trajectories_started": rollouter.counters["trajectories_started"],
-            "evaluation_requests": evaluator.num_requests,
-            "engine_requests": int(totals["engine_requests"]) - evaluator.num_requests,
-            "aborted": int(totals["aborted"]),
-            "restarted": int(totals["engine_requests"] - totals["trajectories"] - totals["continued"])
-            + rollouter.counters["restarted"],
-            "moved": rollouter.counters["moved"],
-            "failed_groups": len(group_failures.failed),
-            "continued": int(totals["continued"]),
-            "max_staleness": rollout.max_staleness,
-        }
-    )
-
-
-def training_sampling(config: Config) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.max_response_tokens,
-        seed=config.seed if rollout.seeded_sampling else None,
-    )
-
-
-def make_evaluator(
-    config: Config,
-    rows: Sequence[EncodedRow],
-    replicas: InService,
-    agents: AgentWorkerGroup,
-    failures: FailureBudget,
-    on_lost: OnLost,
-) -> Evaluator:
-    evaluation = config.evaluation
-    return Evaluator(
-        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
-        replicas=replicas,
-        runner=agents,
-        sampling=SamplingParams(
-            temperature=evaluation.temperature,
-            top_p=evaluation.top_p,
-            max_tokens=config.rollout.max_response_tokens,
-            seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
-        ),
-        num_samples=evaluation.samples,
-        timeout_s=evaluation.timeout_s,
-        failures=failures,
-        on_lost=on_lost,
+        progress=progress,
     )
 
 
@@ -269,8 +157,13 @@ async def policy_model(config: Config, boot_path: str, console: Console) -> str:
     return policy_path
 
 
-async def _start_workers(config: Config, workers: RecoveringWorkers, boot_path: str, console: Console) -> int:
-    return await workers.setup(await policy_model(config, boot_path, console))
+async def _start_workers(
+    config: Config, workers: RecoveringWorkers, boot_path: str, console: Console, resumed: Resumed | None
+) -> int:
+    num_parameters = await workers.setup(await policy_model(config, boot_path, console))
+    if resumed is not None:
+        await workers.resume(resumed.checkpoint)
+    return num_parameters
 
 
 async def _encode(

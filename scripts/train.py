@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +20,11 @@ from configs.load import check_overrides, load, register, without_token
 from configs.schema import Config
 from configs.validate import ConfigError
 
+if TYPE_CHECKING:
+    from trainer.checkpoint_store import Checkpoint
+
 logger = logging.getLogger(__name__)
+BEFORE_THE_FIRST = -1
 register()
 
 
@@ -45,23 +50,24 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     """Runs, and returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
     from scripts.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
     from scripts.plan import describe  # noqa: PLC0415
-    from scripts.plot_curve import METRICS_FILE  # noqa: PLC0415
+    from scripts.resume import find_checkpoint  # noqa: PLC0415
 
-    if config.resume != "never":
-        raise ConfigError(f"resume={config.resume}: must be never: resuming is not there yet")
     device = resolve_device(config)
-    if (run_dir / METRICS_FILE).exists():
-        raise ConfigError(f"hydra.run.dir={run_dir}: holds a run already; name a folder that does not exist")
+    refused: list[str] = []
+    checkpoint = find_checkpoint(config, run_dir, refused.append)
     if config.dry_run:
         sys.stdout.write(describe(config, device, run_dir) + "\n")
         return 0
     OmegaConf.save(without_token(composed), run_dir / "config.yaml", resolve=True)
     _point_latest_at(run_dir)
-    return _run(config, device, run_dir)
+    return _run(config, device, run_dir, checkpoint, refused)
 
 
-def _run(config: Config, device: str, run_dir: Path) -> int:
+def _run(  # noqa: PLR0915
+    config: Config, device: str, run_dir: Path, checkpoint: "Checkpoint | None", messages: Sequence[str]
+) -> int:
     from scripts.plot_curve import CURVE_FILE, METRICS_FILE, plot_curve  # noqa: PLC0415
+    from scripts.resume import read  # noqa: PLC0415
     from scripts.run import run  # noqa: PLC0415
     from trainer.console import make_console  # noqa: PLC0415
     from trainer.files import FailedWrites  # noqa: PLC0415
@@ -82,7 +88,14 @@ def _run(config: Config, device: str, run_dir: Path) -> int:
     recorder = RunRecorder(run_dir, tracker, console)
     exit_code = 1
     try:
-        summary = asyncio.run(cancelled_by_sigterm(run(config, device, run_dir, console, recorder)))
+        for message in messages:
+            console.message(message)
+        resumed = None if checkpoint is None else read(checkpoint)
+        if resumed is not None:
+            recorder.restore(resumed.recorder, resumed.global_steps)
+        elif config.resume == "auto":
+            recorder.restore(recorder.state(), BEFORE_THE_FIRST)  # of a run that had no checkpoint yet
+        summary = asyncio.run(cancelled_by_sigterm(run(config, device, run_dir, console, recorder, resumed)))
         with failed.tolerated(CURVE_FILE):
             plot_curve(run_dir / METRICS_FILE, run_dir / CURVE_FILE, title=f"{run_dir.name}")
         console.message(

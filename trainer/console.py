@@ -66,6 +66,7 @@ class PlainConsole:
         self._stage = ""
         self._stage_written = -math.inf
         self._held_back = False
+        self._unwritten = 0
 
     def stage(self, text: str) -> None:
         """Write a new stage at once, its progress every `STAGE_SECONDS`, and the last of it before the next line."""
@@ -123,5 +124,14 @@ class PlainConsole:
 
     def _write(self, line: str) -> None:
         self._release()
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            raise  # nobody reads it any more
+        except OSError:  # a full disk under a redirected output
+            self._unwritten += 1
+        else:
+            if self._unwritten:
+                self._unwritten, count = 0, self._unwritten
+                self._write(f"{count} lines could not be written here")

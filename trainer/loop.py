@@ -143,12 +143,12 @@ class TrainLoop:
         self._skipped_evaluations = 0
         self._started = time.perf_counter()
 
-    async def run(self) -> None:
-        """Steps 0 .. total_steps - 1. Replicas already serve version 0."""
+    async def run(self, first_step: int = 0) -> None:
+        """Steps first_step .. total_steps - 1. Replicas already serve version `first_step`."""
         total_steps = self._config.trainer.total_steps
         self._started = time.perf_counter()
         async with asyncio.TaskGroup() as beside:  # its end waits for an evaluation, whose error ends the steps
-            for global_steps in range(total_steps):
+            for global_steps in range(first_step, total_steps):
                 await self._step(global_steps)
                 if self._is_evaluated(global_steps + 1):
                     self._start_evaluation(beside)

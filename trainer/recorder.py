@@ -11,7 +11,7 @@ from rollout.types import FloatArray, Trajectory, TrajectoryGroup
 from trainer.bad_batches import bad_batch
 from trainer.batch_metrics import is_spanning
 from trainer.console import Console
-from trainer.files import PARTIAL, write_atomically
+from trainer.files import write_atomically
 from trainer.metrics import percentile
 from trainer.tracking import METRICS_FILE, Tracker, cut_metrics
 
@@ -64,7 +64,7 @@ class RunRecorder:
         cut_metrics(self._run_dir / METRICS_FILE, global_steps)
         for folder in (self._run_dir / TRAJECTORIES, self._run_dir / BAD_BATCHES):
             for path in folder.glob("step_*"):
-                if path.name.endswith(PARTIAL) or int(path.name[5:].partition(".")[0]) > global_steps:
+                if int(path.name[5:].partition(".")[0]) > global_steps:
                     path.unlink()
 
     @property

@@ -91,11 +91,11 @@ class WandbSink:
         """
         if self._thread is None:
             return
-        busy = self._busy
         if self._error is not None:
             raise WandbError(self._error)
-        if busy is not None and time.monotonic() - busy[1] > CALL_SECONDS:
-            raise WandbError(f"{busy[0]} has taken more than {CALL_SECONDS:g} s")
+        hanging = self._hanging
+        if hanging is not None:
+            raise WandbError(f"{hanging} has taken more than {CALL_SECONDS:g} s")
         self._calls.put((f"logging step {step}", lambda: self._log(step, metrics)))
 
     def close(self, exit_code: int) -> None:
@@ -108,12 +108,19 @@ class WandbSink:
             return
         self._calls.put(("finishing", lambda: self._finish(exit_code)))
         self._calls.put(None)
-        self._thread.join(FINISH_SECONDS + 10)
+        seconds = 1.0 if self._hanging else FINISH_SECONDS + 10
+        self._thread.join(seconds)
         is_stuck, self._thread = self._thread.is_alive(), None
         if is_stuck:
-            raise WandbError(f"it did not finish within {FINISH_SECONDS:g} s")
+            raise WandbError(f"finishing has taken more than {seconds:g} s")
         if self._error is not None:
             raise WandbError(self._error)
+
+    @property
+    def _hanging(self) -> str | None:
+        """What the thread has been at for too long."""
+        busy = self._busy
+        return busy[0] if busy is not None and time.monotonic() - busy[1] > CALL_SECONDS else None
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 

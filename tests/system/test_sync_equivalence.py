@@ -15,7 +15,9 @@ from configs.schema import Config
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
 from scripts.data import load_rows
-from scripts.run import Parts, owner, start, train, training_sampling
+from scripts.parts import Parts
+from scripts.run import owner, start
+from scripts.training import train, training_sampling
 from scripts.workers import make_workers
 from trainer.batch import assemble
 from trainer.console import PlainConsole

@@ -148,6 +148,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "correction/ratio_fraction_high": (ratio > 1.1).double().mean().item(),
             "correction/ratio_fraction_low": (ratio < 1 / 1.1).double().mean().item(),
             "actor/lr": 0.005,
+            "actor/skipped_steps": 0,
             "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
         },
         rel=1e-4,
@@ -243,21 +244,6 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
         assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
 
     run_worker(config, model_path, use)
-
-
-def test_a_broken_gradient_ends_the_run_before_it_reaches_the_weights(
-    model_path: str, steps: list[list[TrajectoryGroup]]
-) -> None:
-    (batch,) = pack(steps[:1], Layout.shared_prompt, 1, budget=1000)[0].micro_batches[0]
-    broken = replace(batch, tokens=replace(batch.tokens, advantages=batch.tokens.advantages * float("nan")))
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
-        with pytest.raises(FloatingPointError, match="gradient norm nan at optimizer step 7"):
-            worker.train_step((broken,), 7)
-        worker.publish({"global_steps": 7})
-        assert all(tensor.isfinite().all() for tensor in inbox.weights.values())
-
-    run_worker(CONFIG, model_path, use)
 
 
 def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:

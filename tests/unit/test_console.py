@@ -131,3 +131,30 @@ def test_make_console_chooses_by_terminal_unless_told(
     console = make_console(10, Path("runs/first"), plain)
     console.close()
     assert type(console) is expected
+
+
+class Disk(io.StringIO):
+    """Takes nothing while it is full."""
+
+    error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+def test_output_on_a_full_disk_does_not_end_the_run_and_what_is_missing_is_said_when_there_is_room() -> None:
+    disk = Disk()
+    console = PlainConsole(3, disk)
+    console.message("one")
+    disk.error = OSError(28, "No space left on device")
+    console.message("two")
+    console.message("three")
+    disk.error = None
+    console.message("four")
+    console.message("five")
+    assert disk.getvalue().splitlines() == ["one", "four", "2 lines could not be written here", "five"]
+    disk.error = BrokenPipeError(32, "Broken pipe")
+    with pytest.raises(BrokenPipeError):
+        console.message("to nobody")

@@ -84,7 +84,7 @@ class Run:
             if step + 1 < last_step:
                 await buffer.advance(step + 1)
         self.tell()
-        state = decode(encode(capture(self.rollouts, last_step)))
+        state = decode(encode(capture(self.rollouts)))
         producing.cancel()
         await asyncio.wait([producing])
         return state
@@ -155,7 +155,7 @@ def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change:
 @pytest.mark.parametrize("changed", ["seed", "rows", "answer"])
 def test_other_prompts_are_refused(changed: str) -> None:
     run = Run([1.0])
-    state = capture(run.rollouts, 0)
+    state = capture(run.rollouts)
     rows = make_rows(4 if changed == "rows" else 5)
     if changed == "answer":
         rows[2] = replace(rows[2], row=replace(rows[2].row, ground_truth="other"))
@@ -172,7 +172,7 @@ def test_the_state_survives_its_encoding() -> None:
     run.rollouts.failed_groups.failed = [9]
     run.rollouts.failed_rewards.num_failed = 2
     run.rollouts.rollouter.counters["moved"] = 7
-    state = capture(run.rollouts, 0)
+    state = capture(run.rollouts)
     again = decode(encode(state))
     assert again.ready[0].prompt == prompt and again.failed_groups == (9,) and again.failed_rewards == 2
     old, new = state.ready[0].trajectories[1], again.ready[0].trajectories[1]
@@ -190,7 +190,7 @@ def test_what_cannot_be_kept_is_named() -> None:
     group = make_group(3, 0)
     run.rollouts.buffer.adopt(replace(group, prompt=replace(group.prompt, extra={"x": object()})))
     with pytest.raises(TypeError, match="a checkpoint cannot hold a object"):
-        encode(capture(run.rollouts, 0))
+        encode(capture(run.rollouts))
     with pytest.raises(ValueError):
         decode(b"rubbish")
 
@@ -198,10 +198,10 @@ def test_what_cannot_be_kept_is_named() -> None:
 def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint() -> None:
     run = Run([1.0])
     had = SoFar(prompt_checksum=5, completion=make_completion([7], [0], ""))
-    first = capture(run.rollouts, 0)
+    first = capture(run.rollouts)
     under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, so_far={"0": had})
     first = replace(first, next_ordinal=1, under_way=(under_way,))
     assert restore(first, run.rollouts) == 0
-    (kept,) = capture(run.rollouts, 0).under_way
+    (kept,) = capture(run.rollouts).under_way
     assert kept.so_far["0"].completion.token_ids.tolist() == [7]
     assert run.rollouts.rollouter.under_way[0].attempt == Attempt(so_far=kept.so_far)

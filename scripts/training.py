@@ -1,0 +1,182 @@
+"""The training itself, over parts that are started: from the beginning, or from a checkpoint."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from configs.schema import Config
+from rollout.agent_worker_group import AgentWorkerGroup
+from rollout.buffer import make_buffer
+from rollout.evaluation import Evaluator, InService, OnLost
+from rollout.members import NoProgressError
+from rollout.pinned_evaluation import PinnedEvaluator
+from rollout.prompts import EncodedRow, PromptStream, as_prompt
+from rollout.rewards.budget import FailureBudget, failure_budget, group_budget
+from rollout.rollout_state import OtherPromptsError, Rollouts, capture, encode, restore
+from rollout.rollouter import Rollouter
+from rollout.types import SamplingParams
+from scripts.parts import Parts
+from scripts.resume import ROLLOUTS, Resumed
+from scripts.supervision import until_first_ends
+from scripts.workers import make_checkpointer
+from trainer.console import Console
+from trainer.loop import TrainLoop
+from trainer.recorder import RunRecorder
+from trainer.recovering_workers import RecoveringUpdater
+
+LAST_WORD_S = 5.0
+"""How long a checkpoint waits for what the replicas have sampled since they were last asked."""
+
+
+async def train(
+    config: Config, parts: Parts, console: Console, recorder: RunRecorder, resumed: Resumed | None = None
+) -> dict[str, Any]:
+    """Evaluates, trains with rollouts, trainer and updates all running at once, evaluates again."""
+    run = _Training(config, parts, console, recorder, resumed)
+    await until_first_ends(run.train(), beside=[parts.monitor.run(), parts.operator.run()])
+    return recorder.write_summary(await run.summary())
+
+
+class _Training:
+    def __init__(self, config: Config, parts: Parts, console: Console, recorder: RunRecorder, resumed: Resumed | None):
+        self._config, self._parts, self._console, self._recorder = config, parts, console, recorder
+        self._first_step = 0 if resumed is None else resumed.global_steps
+        self._rollouts = make_rollouts(config, parts, self._first_step)
+        self._evaluator = make_evaluator(
+            config, parts.val_rows, parts.router, parts.agents, self._rollouts.failed_rewards, parts.fleet.lose
+        )
+        if resumed is not None:
+            self._restore(resumed)
+
+    async def train(self) -> None:
+        config, parts, recorder, console = self._config, self._parts, self._recorder, self._console
+        manager = RecoveringUpdater(parts.manager, parts.workers)
+        checkpointer = make_checkpointer(config, parts.store, parts.workers, {ROLLOUTS: self._snapshot}, console)
+        loop = TrainLoop(
+            config=config,
+            buffer=self._rollouts.buffer,
+            workers=parts.workers,
+            manager=manager,
+            held_out=PinnedEvaluator(
+                self._evaluator, parts.fleet, parts.manager, config.evaluation.replicas, console.message
+            ),
+            fleet=parts.fleet,
+            recorder=recorder,
+            checkpointer=checkpointer,
+        )
+        await manager.update_weights(self._first_step)
+        if not recorder.counts.accuracies:
+            console.stage("evaluating before the first step")
+            recorder.record_evaluation(self._first_step, await self._evaluator.evaluate())
+        console.stage("training")
+        async with checkpointer:
+            await until_first_ends(loop.run(self._first_step), beside=[self._rollouts.rollouter.run()])
+        console.stage("evaluating after the last step")
+        recorder.record_evaluation(config.trainer.total_steps, await self._evaluator.evaluate())
+
+    async def summary(self) -> dict[str, Any]:
+        """What only this side knows. The engines' counters are of this process, those of the rollouts of the whole
+        run."""
+        totals = await self._parts.fleet.totals()
+        rollouter, num_evaluated = self._rollouts.rollouter, self._evaluator.num_requests
+        return {
+            "resumed_from": self._first_step,
+            "trajectories_started": rollouter.counters["trajectories_started"],
+            "evaluation_requests": num_evaluated,
+            "engine_requests": int(totals["engine_requests"]) - num_evaluated,
+            "aborted": int(totals["aborted"]),
+            "restarted": int(totals["engine_requests"] - totals["trajectories"] - totals["continued"])
+            + rollouter.counters["restarted"],
+            "moved": rollouter.counters["moved"],
+            "failed_groups": len(self._rollouts.failed_groups.failed),
+            "continued": int(totals["continued"]),
+            "max_staleness": self._config.rollout.max_staleness,
+        }
+
+    async def _snapshot(self) -> bytes:
+        """For a checkpoint: with what the replicas have sampled up to now, as far as they answer."""
+        fleet = self._parts.fleet
+        asking = [asyncio.create_task(fleet.take_progress(replica.name)) for replica in fleet.running]
+        if asking:
+            _, late = await asyncio.wait(asking, timeout=LAST_WORD_S)
+            for task in late:
+                task.cancel()
+            for result in await asyncio.gather(*asking, return_exceptions=True):
+                if isinstance(result, Exception) and not isinstance(result, NoProgressError):
+                    raise result
+        return await asyncio.to_thread(encode, capture(self._rollouts))
+
+    def _restore(self, resumed: Resumed) -> None:
+        try:
+            given_back = restore(resumed.rollouts, self._rollouts)
+        except OtherPromptsError as error:
+            raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self._config.seed})") from error
+        under_way, ready = len(self._rollouts.rollouter.under_way), len(self._rollouts.buffer.ready)
+        given_up = f", {given_back} do not fit and start again" if given_back else ""
+        what = f"{ready} groups are ready, {under_way} go on{given_up}"
+        self._console.message(f"resumed {resumed.checkpoint.path} at step {self._first_step}: {what}")
+
+
+def make_rollouts(config: Config, parts: Parts, global_steps: int = 0) -> Rollouts:
+    """What produces the groups of a run that has taken so many steps."""
+    failed_rewards, failed_groups = failure_budget(config), group_budget(config)
+    stream = PromptStream(parts.train_rows, config.seed)
+    buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
+    rollouter = Rollouter(
+        stream=stream,
+        buffer=buffer,
+        router=parts.router,
+        runner=parts.agents,
+        sampling=training_sampling(config),
+        group_size=config.algorithm.group_size,
+        group_timeout_s=config.rollout.group_timeout_s,
+        on_lost=parts.fleet.lose,
+        progress=parts.progress,
+        failures=failed_groups,
+    )
+    return Rollouts(
+        stream=stream,
+        buffer=buffer,
+        rollouter=rollouter,
+        progress=parts.progress,
+        failed_rewards=failed_rewards,
+        failed_groups=failed_groups,
+        group_size=config.algorithm.group_size,
+    )
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_response_tokens,
+        seed=config.seed if rollout.seeded_sampling else None,
+    )
+
+
+def make_evaluator(
+    config: Config,
+    rows: Sequence[EncodedRow],
+    replicas: InService,
+    agents: AgentWorkerGroup,
+    failures: FailureBudget,
+    on_lost: OnLost,
+) -> Evaluator:
+    evaluation = config.evaluation
+    return Evaluator(
+        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
+        replicas=replicas,
+        runner=agents,
+        sampling=SamplingParams(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
+        ),
+        num_samples=evaluation.samples,
+        timeout_s=evaluation.timeout_s,
+        failures=failures,
+        on_lost=on_lost,
+    )

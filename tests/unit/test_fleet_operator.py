@@ -139,6 +139,16 @@ def test_while_a_replacement_is_on_its_way_a_run_without_replicas_waits_for_it()
     operated(test)
 
 
+def test_nothing_is_routed_to_the_dead_from_the_moment_of_the_loss_on() -> None:
+    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+        losing = asyncio.create_task(setup.fleet.lose("replica-1", DIED))
+        await asyncio.sleep(0)
+        assert not losing.done() and setup.router.healthy == ["replica-0"]
+        await losing
+
+    operated(test)
+
+
 def test_when_the_budget_is_used_up_the_run_ends_and_says_why() -> None:
     async def test(setup: Setup, running: asyncio.Task[None]) -> None:
         setup.failures = [RuntimeError("no GPU"), ValueError("no such model")]

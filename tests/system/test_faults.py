@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -133,7 +134,7 @@ def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str]) -> No
 
 def check_gone(processes: list[psutil.Process], but: tuple[str, ...]) -> None:
     deadline = time.monotonic() + END_DEADLINE_S
-    while left := [line for p in processes if (line := command_of(p)) and not line.startswith(but or "-")]:
+    while left := [line for p in processes if (line := command_of(p)) and not line.startswith(but)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from configs.deadline import within
 from configs.schema import PauseMode
-from rollout.members import FleetMember, FleetMembers, ProgressStore
+from rollout.fleet_member import FleetMember, ProgressStore
+from rollout.members import FleetMembers
 from rollout.replica import ReplicaStatus
 from rollout.router import ReplicaRouter
 

@@ -3,8 +3,9 @@
 import asyncio
 
 from rollout.fleet import ReplicaFleet
+from rollout.fleet_member import FleetMember
 from rollout.health import HealthMonitor
-from rollout.members import FleetMember, NoProgressError
+from rollout.members import NoProgressError
 from rollout.progress import ProgressReport
 
 

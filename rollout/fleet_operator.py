@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.fleet import ReplicaFleet
+from rollout.fleet_member import FleetMember
 from rollout.fleet_monitor import now
 from rollout.health import HealthMonitor
 from rollout.lifecycle import ReplicaState
-from rollout.members import FleetMember, FleetRefusalError
+from rollout.members import FleetRefusalError
 from rollout.router import ReplicaRouter
 
 SPEED_OVER_S = 1.0

@@ -3,14 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from configs.deadline import within
-from configs.schema import PauseMode
+from rollout.fleet_member import FleetMember, NoStore, ProgressStore
 from rollout.lifecycle import Lifecycle, ReplicaState
 from rollout.progress import ProgressReport
-from rollout.replica import CommitReport, ReplicaStatus
 from rollout.router import ReplicaRouter
 
 logger = logging.getLogger(__name__)
@@ -30,61 +28,6 @@ class NoProgressError(RuntimeError):
 
 class FleetRefusalError(ValueError):
     """What was asked of the fleet cannot be. The message says what is allowed."""
-
-
-class FleetMember(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def node(self) -> str:
-        """Where it runs."""
-        ...
-
-    @property
-    def num_workers(self) -> int: ...
-
-    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None: ...
-
-    async def resume(self) -> float: ...
-
-    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]: ...
-
-    async def status(self) -> ReplicaStatus: ...
-
-    async def progress(self, known: Mapping[str, int]) -> ProgressReport: ...
-
-    async def stage(self, manifest: dict[str, Any]) -> None: ...
-
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport: ...
-
-    async def stats(self) -> dict[str, float]: ...
-
-    async def wait_dead(self) -> BaseException: ...
-
-    def kill(self) -> None:
-        """For sure, whatever state its processes are in. Returns at once."""
-        ...
-
-
-class ProgressStore(Protocol):
-    """Keeps what is known of every trajectory under way."""
-
-    def known(self, name: str) -> Mapping[str, int]:
-        """request -> tokens of it that are known, on that replica."""
-        ...
-
-    def take(self, name: str, report: ProgressReport) -> None: ...
-
-
-class NoStore:
-    """Keeps nothing: trajectories of lost replicas start again."""
-
-    def known(self, name: str) -> Mapping[str, int]:
-        return {}
-
-    def take(self, name: str, report: ProgressReport) -> None:
-        pass
 
 
 class FleetMembers:

@@ -17,13 +17,8 @@ from configs.schema import Config, Device
 from configs.validate import ConfigError
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
-LOCAL_ENV = {
-    "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-}
-"""A cluster that lives as long as the run has no dashboard, so nobody would read what the first two collect. And when
-its driver has been killed, its agents need not wait a minute for a server that never comes back."""
+LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
+"""A cluster that lives as long as the run has no dashboard, so nobody would read what these collect."""
 
 
 def resolve_device(config: Config) -> str:

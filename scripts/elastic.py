@@ -9,13 +9,13 @@ from configs.schema import Config
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
 from rollout.fleet import ReplicaFleet
+from rollout.fleet_member import FleetMember
 from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
 from rollout.health import HealthMonitor
 from rollout.http.fleet_app import fleet_app
 from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
-from rollout.members import FleetMember
 from rollout.progress import Progress
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter, max_inflight

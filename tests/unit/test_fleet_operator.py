@@ -5,15 +5,13 @@ from collections.abc import Awaitable, Callable, Collection
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from configs.schema import WeightSyncConfig
 from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
 from rollout.health import HealthMonitor
-from rollout.lifecycle import IllegalTransitionError, ReplicaState
+from rollout.lifecycle import IllegalTransitionError
 from rollout.members import FleetRefusalError, TooFewReplicasError
 from rollout.replica import RolloutReplica
 from rollout.router import ReplicaRouter
@@ -139,6 +137,16 @@ def test_while_a_replacement_is_on_its_way_a_run_without_replicas_waits_for_it()
     operated(test)
 
 
+def test_nothing_is_routed_to_the_dead_from_the_moment_of_the_loss_on() -> None:
+    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+        losing = asyncio.create_task(setup.fleet.lose("replica-1", DIED))
+        await asyncio.sleep(0)
+        assert not losing.done() and setup.router.healthy == ["replica-0"]
+        await losing
+
+    operated(test)
+
+
 def test_when_the_budget_is_used_up_the_run_ends_and_says_why() -> None:
     async def test(setup: Setup, running: asyncio.Task[None]) -> None:
         setup.failures = [RuntimeError("no GPU"), ValueError("no such model")]
@@ -256,45 +264,3 @@ def test_what_is_refused() -> None:
         assert setup.states()["replica-0"] == "READY"
 
     operated(test, min_replicas=2)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["lose", "add", "drain", "remove", "eject", "update", "wait"]), st.integers(0, 5))
-    )
-)
-def test_whatever_happens_only_the_ready_are_routable_and_nobody_comes_back_from_the_dead(
-    steps: list[tuple[str, int]],
-) -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
-        dead: set[str] = set()
-        for step, number in steps:
-            name = f"replica-{number}"
-            try:
-                match step:
-                    case "add":
-                        setup.operator.add(1)
-                    case "wait":
-                        await asyncio.sleep(number * START_S / 3)
-                    case "update":
-                        await setup.manager.update_weights(7 + number)
-                    case "lose" | "eject" if name in setup.fleet.lives:
-                        await getattr(setup.fleet, step)(name, DIED)
-                    case "drain" | "remove":
-                        await getattr(setup.operator, step)(name)
-                    case _:
-                        pass
-            except (FleetRefusalError, IllegalTransitionError):
-                continue
-            except TooFewReplicasError:
-                return
-            lives = setup.fleet.lives
-            ready = [name for name, life in lives.items() if life.state is ReplicaState.READY]
-            assert setup.router.healthy == ready
-            assert [replica.name for replica in setup.fleet.targets if lives[replica.name].global_steps < 0] == [
-                name for name, life in lives.items() if life.state is ReplicaState.SYNCING
-            ]
-            assert dead <= (dead := {name for name, life in lives.items() if life.state is ReplicaState.DEAD})
-
-    operated(test)

@@ -24,6 +24,7 @@ def test_a_silent_replica_is_lost_at_the_deadline_after_its_last_answer() -> Non
     assert observed(health, [report(0), report(9), *[None] * 70])[0] == 61
     assert health.observe("a", 72, None) == "no answer for 71 s (rollout.replica_timeout_s=60)"
     assert health.observe("a", 73, report(9)) is None, "an answer ends the silence"
+    assert [health.observe("a", at, None) for at in range(74, 133)] == [None] * 59
 
 
 @pytest.mark.parametrize(

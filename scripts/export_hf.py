@@ -32,10 +32,14 @@ def find_checkpoint(path: Path) -> Checkpoint:
     folder = path / "checkpoints"
     if (path / MARKER).exists() or not folder.is_dir():
         return verified(path)
-    newest = CheckpointStore(folder).newest_good(lambda problem: sys.stderr.write(f"{problem}\n") and None)
+    newest = CheckpointStore(folder).newest_good(_warn)
     if newest is None:
         raise CheckpointError(f"{folder} holds no good checkpoint")
     return newest
+
+
+def _warn(problem: str) -> None:
+    sys.stderr.write(f"{problem}\n")
 
 
 def export(checkpoint: Checkpoint, out_dir: Path, dtype: str) -> None:

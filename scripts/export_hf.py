@@ -38,6 +38,10 @@ def find_checkpoint(path: Path) -> Checkpoint:
     return newest
 
 
+def _warn(problem: str) -> None:
+    sys.stderr.write(f"{problem}\n")
+
+
 def export(checkpoint: Checkpoint, out_dir: Path, dtype: str) -> None:
     import torch  # noqa: PLC0415  (arguments are checked before seconds of imports)
 

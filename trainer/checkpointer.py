@@ -51,7 +51,7 @@ class Checkpointer:
     """One save at a time: `stage`, while nothing trains, then `commit`, which returns at once.
 
     A save that fails is reported and counted, and leaves nothing that could be taken for a checkpoint. As a context:
-    leaving it waits for the last save, or gives it up when the run has failed.
+    entering it removes what a crash left, leaving it waits for the last save, or gives it up when the run has failed.
     """
 
     def __init__(  # noqa: PLR0913
@@ -119,6 +119,7 @@ class Checkpointer:
         return {"checkpoint/failures": float(self._failures), **self._last}
 
     async def __aenter__(self) -> Self:
+        await self._remove("what an interrupted save left", self._store.remove_leftovers)
         return self
 
     async def __aexit__(

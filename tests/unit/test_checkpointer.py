@@ -122,7 +122,9 @@ def test_all_is_of_the_moment_of_staging_and_written_while_training_goes_on(tmp_
 
     async def scenario() -> None:
         scene.workers.written.clear()
+        scene.store.begin(5)  # and then the run before was killed
         async with scene.checkpointer:
+            assert scene.names() == []
             await scene.save(10)
             await settle()
             assert scene.workers.events == ["snapshot", "model_files", "stage w10", "write w10"]

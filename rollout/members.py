@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from configs.deadline import within
 from rollout.fleet_member import FleetMember, NoStore, ProgressStore

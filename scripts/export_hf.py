@@ -32,7 +32,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     folder = path / "checkpoints"
     if (path / MARKER).exists() or not folder.is_dir():
         return verified(path)
-    newest = CheckpointStore(folder).newest_good(lambda problem: print(problem, file=sys.stderr))
+    newest = CheckpointStore(folder).newest_good(_warn)
     if newest is None:
         raise CheckpointError(f"{folder} holds no good checkpoint")
     return newest

@@ -39,6 +39,8 @@ class World:
 
     events: list[str] = field(default_factory=list)
     fails: str = ""
+    due: tuple[int, ...] = ()
+    """Steps with a checkpoint."""
     finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
     batches: list[StepBatch] = field(default_factory=list)
     scored: list[StepBatch] = field(default_factory=list)
@@ -136,6 +138,18 @@ class World:
         self.events.append(f"record_evaluation {global_steps}")
         self.evaluations.append((global_steps, evaluation.accuracy))
 
+    def state(self) -> bytes:
+        return f"after {self.events[-1]}".encode()
+
+    def is_due(self, global_steps: int) -> bool:
+        return global_steps in self.due
+
+    async def stage(self, global_steps: int) -> None:
+        await self.happen(f"stage {global_steps}")
+
+    def commit(self, files: dict[str, bytes]) -> None:
+        self.events.append(f"commit {files}")
+
     def gauges(self) -> dict[str, float]:
         return {"rollout/ready_groups": 7.0}
 
@@ -154,6 +168,7 @@ def run(
     num_ranks: int = 1,
     algorithm: AlgorithmConfig | None = None,
     max_skipped_steps: int = 3,
+    first_step: int = 0,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
@@ -168,10 +183,17 @@ def run(
         weight_sync=WeightSyncConfig(interval=interval),
     )
     loop = TrainLoop(
-        config=config, buffer=world, workers=world, manager=world, held_out=world, fleet=Fleet(), recorder=world
+        config=config,
+        buffer=world,
+        workers=world,
+        manager=world,
+        held_out=world,
+        fleet=Fleet(),
+        recorder=world,
+        checkpointer=world,
     )
     try:
-        asyncio.run(loop.run())
+        asyncio.run(loop.run(first_step))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return world

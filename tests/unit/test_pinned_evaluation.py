@@ -8,7 +8,8 @@ import pytest
 
 from configs.schema import WeightSyncConfig
 from rollout.agent_worker import EvaluationPart
-from rollout.fleet import ReplicaFleet, TooFewReplicasError
+from rollout.fleet import ReplicaFleet
+from rollout.members import TooFewReplicasError
 from rollout.pinned_evaluation import MixedVersionsError, PinnedEvaluator
 from rollout.router import ReplicaLostError, ReplicaRouter
 from rollout.sample_scores import EvaluatedSample

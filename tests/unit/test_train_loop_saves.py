@@ -15,3 +15,8 @@ def test_a_checkpoint_is_of_the_moment_before_slots_are_freed_and_counts_once_th
         "commit {'recorder': b'after record 2'}",
     ]
     assert ["timing_s/checkpoint" in metrics for metrics in world.records.values()] == [False, True]
+
+
+def test_a_resumed_loop_takes_the_steps_that_are_left() -> None:
+    world = run(World(), total_steps=4, first_step=2)
+    assert list(world.records) == [3, 4] and world.events[0] == "next_batch 2"

@@ -1,6 +1,7 @@
 """One run: starts what it needs in the order that overlaps the most, trains, and ends everything."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,9 @@ async def boot_model(config: Config, run_dir: Path) -> str:
         assert config.model.path is not None
         return config.model.path
     make = ray.remote(num_cpus=1)(models.untrained_tiny_model)
-    return await make.remote(config, run_dir / "untrained_model")
+    path = run_dir / "untrained_model"
+    shutil.rmtree(path, ignore_errors=True)  # of the run that is resumed, and maybe half of one
+    return await make.remote(config, path)
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:

@@ -1,0 +1,71 @@
+"""What a run has trained, read from its trajectory log: each prompt once, versions in order, within the bound.
+
+    python -m scripts.audit RUN_DIR
+"""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.recorder import TRAJECTORIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    steps: int
+    trajectories: int
+    prompts: int
+    """Different ones."""
+    lost: int
+    """Ordinals below the highest trained one that were not. Of a run that is over, prompts that were lost, unless they
+    were filtered out, dropped or given up, which the run counts."""
+    twice: int
+    """Ordinals that more than one step trained."""
+    missing_steps: int
+    descending_versions: int
+    """Trajectories with a token of an older version than the one before it."""
+    max_staleness: int
+    """Versions between a trained token's and the one that was trained, in optimizer steps."""
+
+
+def audit(run_dir: Path) -> Audit:
+    """Raises ValueError where a record is damaged, naming file and line."""
+    files = sorted((run_dir / TRAJECTORIES).glob("step_*.jsonl"))
+    steps_of: Counter[int] = Counter()
+    num_trajectories = descending = staleness = 0
+    steps = [int(file.stem.removeprefix("step_")) for file in files]
+    for step, file in zip(steps, files, strict=True):
+        ordinals = set()
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                versions = [version for _, _, version in record["versions"]]
+                ordinals.add(record["ordinal"])
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{file}:{number}: damaged record: {error!r}") from error
+            num_trajectories += 1
+            descending += versions != sorted(versions)
+            staleness = max(staleness, step - 1 - min(versions, default=step - 1))
+        steps_of.update(ordinals)
+    return Audit(
+        steps=len(steps),
+        trajectories=num_trajectories,
+        prompts=len(steps_of),
+        lost=max(steps_of, default=-1) + 1 - len(steps_of),
+        twice=sum(count > 1 for count in steps_of.values()),
+        missing_steps=max(steps, default=0) - len(steps),
+        descending_versions=descending,
+        max_staleness=staleness,
+    )
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("audit: python -m scripts.audit RUN_DIR")
+    sys.stdout.write(json.dumps(asdict(audit(Path(sys.argv[1]))), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from configs.schema import Config
-from rollout.agent_loop import AgentLoop, GenerateGroup, load_agent_loop
+from rollout.agent_loop import AgentLoop, load_agent_loop
 from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.engines.base import EngineDiedError
 from rollout.progress import FIRST, Attempt
@@ -22,36 +22,31 @@ from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams,
 
 
 class AgentWorkerActor(AgentWorker):
-    """The edge: builds the worker's parts inside its process."""
+    """The edge: builds the worker's parts inside its process. It knows no replica by itself, so that one which Ray has
+    started again is as good as the one that died."""
 
     def __init__(
-        self,
-        *,
-        config: Config,
-        tokenizer_path: str,
-        agent_loop: AgentLoop | None,
-        replicas: dict[str, Any],
-        on_start: Callable[[], None],
+        self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
     ):
         on_start()
         from transformers import AutoTokenizer  # noqa: PLC0415  (imports torch; the driver does without)
 
-        clients: dict[str, GenerateGroup] = {name: partial(_generate, name, actor) for name, actor in replicas.items()}
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         super().__init__(
             config=config,
             tokenizer=tokenizer,
             loop=agent_loop or load_agent_loop(config.rollout.agent_loop, tokenizer),
             reward=load_reward(config.rollout),
-            replicas=clients,
+            replicas={},
         )
+
+    async def call_on(self, replica: Any, method: str, *args: Any) -> Any:
+        """A method of AgentWorker, whose second argument is the name of this replica."""
+        self._replicas[args[1]] = partial(_generate, args[1], replica)
+        return await getattr(self, method)(*args)
 
     async def ready(self) -> None:
         """Returns once the constructor has."""
-
-    async def connect(self, name: str, actor: Any) -> None:
-        """From now on it can generate on this replica too."""
-        self._replicas[name] = partial(_generate, name, actor)
 
 
 async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
@@ -83,27 +78,32 @@ class AgentWorkerGroup:
         agent_loop: AgentLoop | None = None,
     ):
         """`agent_loop`: sent to every worker, in place of rollout.agent_loop."""
-        options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
+        options: dict[str, Any] = {
+            "num_cpus": 0.1,
+            "max_concurrency": 8192,
+            "max_restarts": -1,
+            "runtime_env": {"env_vars": ENV},
+        }
         remote_class = ray.remote(**options)(AgentWorkerActor)
         self.actors: list[Any] = [
             remote_class.remote(
                 config=config,
                 tokenizer_path=tokenizer_path,
                 agent_loop=agent_loop,
-                replicas={replica.name: replica.actor for replica in replicas},
                 on_start=on_start(f"agent-worker-{index}"),
             )
             for index in range(config.rollout.num_agent_workers)
         ]
         self._turns = itertools.cycle(self.actors)
+        self._replicas = {replica.name: replica.actor for replica in replicas}
 
     async def ready(self) -> None:
         for actor in self.actors:
             await actor.ready.remote()
 
-    async def connect(self, replica: ReplicaHandle) -> None:
-        """Returns when every worker can generate on it."""
-        await asyncio.gather(*(actor.connect.remote(replica.name, replica.actor) for actor in self.actors))
+    def connect(self, replica: ReplicaHandle) -> None:
+        """From now on the workers can generate on it too."""
+        self._replicas[replica.name] = replica.actor
 
     async def encode(
         self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
@@ -113,13 +113,20 @@ class AgentWorkerGroup:
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
     ) -> TrajectoryGroup:
-        call = next(self._turns).run_group.remote(prompt, replica, sampling, group_size, attempt)
-        return await cancelled_with_us(call)
+        return await self._call("run_group", prompt, replica, sampling, group_size, attempt)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
     ) -> EvaluationPart:
-        return await next(self._turns).evaluate.remote(list(prompts), replica, sampling, num_samples)
+        arguments = (list(prompts), replica, sampling, num_samples)
+        try:
+            return await self._call("evaluate", *arguments)
+        except RayActorError:  # the worker died; there is another, or it starts again
+            return await self._call("evaluate", *arguments)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Raises RayActorError when the worker dies meanwhile."""
+        return await cancelled_with_us(next(self._turns).call_on.remote(self._replicas[args[1]], method, *args))
 
     def kill(self) -> None:
         for actor in self.actors:

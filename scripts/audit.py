@@ -1,6 +1,6 @@
 """What a run has trained, read from its trajectory log: each prompt once, versions in order, within the bound.
 
-    python -m scripts.audit RUN_DIR
+python -m scripts.audit RUN_DIR
 """
 
 import json

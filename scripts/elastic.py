@@ -50,7 +50,7 @@ class ReplicaStarter:
             self._report(f"{name} starts on {replica.node}")
             async with within(self._config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
                 await replica.start(self._spec, self._config.weight_sync)
-                await self._agents.connect(replica)
+                self._agents.connect(replica)
         except BaseException:
             replica.kill()
             raise

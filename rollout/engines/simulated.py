@@ -169,6 +169,8 @@ class SimulatedEngine:
         }
 
     def shutdown(self) -> None:
+        """As with a process that ends: whoever waits for an answer is told so."""
+        self.kill()
         if self._stepper is not None:
             self._stepper.cancel()
 

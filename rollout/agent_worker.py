@@ -57,6 +57,10 @@ class AgentWorker:
         self._reward = reward
         self._replicas = dict(replicas)
 
+    def connect(self, name: str, generate: GenerateGroup) -> None:
+        """From now on it can generate on this replica too."""
+        self._replicas[name] = generate
+
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
         """Rows whose prompt has at most `max_tokens` tokens; the others are left out."""
         return encode(self._tokenizer, rows, template, chat_template, max_tokens)

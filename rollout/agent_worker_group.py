@@ -42,7 +42,7 @@ class AgentWorkerActor(AgentWorker):
 
     async def call_on(self, replica: Any, method: str, *args: Any) -> Any:
         """A method of AgentWorker, whose second argument is the name of this replica."""
-        self._replicas[args[1]] = partial(_generate, args[1], replica)
+        self.connect(args[1], partial(_generate, args[1], replica))
         return await getattr(self, method)(*args)
 
     async def ready(self) -> None:

@@ -12,7 +12,7 @@ from rollout.router import NoReplicaLeftError, ReplicaLostError
 from rollout.sample_scores import EvaluatedPrompt, mean_accuracy, scores_by_source
 from rollout.types import Prompt, SamplingParams
 
-OnLost = Callable[[str, BaseException], Awaitable[None]]
+OnLost = Callable[[str, BaseException], Awaitable[object]]
 
 
 class EvaluationRunner(Protocol):

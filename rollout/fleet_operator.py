@@ -7,7 +7,6 @@ from typing import Any
 
 from rollout.fleet import ReplicaFleet
 from rollout.fleet_member import FleetMember
-from rollout.fleet_monitor import now
 from rollout.health import HealthMonitor
 from rollout.lifecycle import ReplicaState
 from rollout.members import FleetRefusalError
@@ -123,7 +122,7 @@ class FleetOperator:
         return [self._row(name) for name, life in self._fleet.lives.items() if life.state is not ReplicaState.DEAD]
 
     def _row(self, name: str) -> ReplicaRow:
-        report, speed = self._health.last(name), self._health.speed(name, now(), SPEED_OVER_S)
+        report, speed = self._health.last(name), self._health.speed(name, SPEED_OVER_S)
         life = self._fleet.lives[name]
         return ReplicaRow(
             name=name,

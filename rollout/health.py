@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from rollout.progress import ProgressReport
 
-WINDOW_S = 30.0
-"""Speed is measured over so long a time, at least half of which the replica must have been generating."""
+WINDOW = 0.5
+"""Of the deadline: speed is measured over so long a time of generating, however long ago that was. A replica may stand
+idle while the trainer waits for a slow one."""
 LONGEST_GAP = 0.25
 """Of the deadline: who observes may have stood still himself, and a longer gap between two observations counts as
 so much. A replica is judged after four of them at the earliest."""
@@ -17,7 +18,6 @@ so much. A replica is judged after four of them at the earliest."""
 class _Interval:
     """Between two reports in which requests ran and nothing was paused."""
 
-    end: float
     seconds: float
     tokens: int
     request_seconds: float
@@ -47,7 +47,7 @@ class HealthMonitor:
     """`timeout_s`: rollout.replica_timeout_s. `slow_factor`: rollout.slow_factor; None finds nothing slow."""
 
     def __init__(self, timeout_s: float, slow_factor: float | None):
-        self._timeout_s = timeout_s
+        self._timeout_s, self._window_s = timeout_s, WINDOW * timeout_s
         self._slow_factor = slow_factor
         self._watches: dict[str, _Watch] = {}
 
@@ -71,7 +71,7 @@ class HealthMonitor:
                 f"{report.running} requests ran and no token came for {watch.stuck_s:.0f} s "
                 f"(rollout.replica_timeout_s={self._timeout_s:g})"
             )
-        return self._slow(name, now)
+        return self._slow(name)
 
     def forget(self, name: str) -> None:
         self._watches.pop(name, None)
@@ -79,13 +79,11 @@ class HealthMonitor:
     def last(self, name: str) -> ProgressReport | None:
         return self._watches[name].report if name in self._watches else None
 
-    def speed(self, name: str, now: float, least_s: float = WINDOW_S / 2) -> Speed | None:
-        """Over the last WINDOW_S; None when it generated for less than `least_s` of it."""
-        if name not in self._watches:
-            return None
-        intervals = [i for i in self._watches[name].intervals if i.end - i.seconds >= now - WINDOW_S]
+    def speed(self, name: str, least_s: float | None = None) -> Speed | None:
+        """None when it has generated for less than `least_s`, by default the whole window."""
+        intervals = self._watches[name].intervals if name in self._watches else ()
         seconds = sum(interval.seconds for interval in intervals)
-        if seconds < least_s:
+        if seconds < (self._window_s if least_s is None else least_s) or not seconds:
             return None
         tokens = sum(interval.tokens for interval in intervals)
         return Speed(tokens / seconds, tokens / sum(interval.request_seconds for interval in intervals))
@@ -95,14 +93,14 @@ class HealthMonitor:
         if before is not None and _runs(before) and _runs(report) and now > watch.reported:
             seconds = now - watch.reported
             running = (before.running + report.running) / 2
-            watch.intervals.append(_Interval(now, seconds, report.tokens - before.tokens, running * seconds))
-        while watch.intervals and watch.intervals[0].end < now - WINDOW_S:
-            watch.intervals.popleft()
+            watch.intervals.append(_Interval(seconds, report.tokens - before.tokens, running * seconds))
+            while sum(i.seconds for i in watch.intervals) - watch.intervals[0].seconds >= self._window_s:
+                watch.intervals.popleft()
 
-    def _slow(self, name: str, now: float) -> str | None:
+    def _slow(self, name: str) -> str | None:
         """Both by replica and by request: a replica with few requests has few tokens, one with many has slow ones."""
-        own = self.speed(name, now)
-        others = [speed for other in self._watches if other != name if (speed := self.speed(other, now)) is not None]
+        own = self.speed(name)
+        others = [speed for other in self._watches if other != name if (speed := self.speed(other)) is not None]
         if self._slow_factor is None or own is None or not others:
             return None
         total = statistics.median(speed.total for speed in others)

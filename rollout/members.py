@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from configs.deadline import within
@@ -56,7 +55,7 @@ class FleetMembers:
         self._replicas: dict[str, FleetMember] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         self._pinned: set[str] = set()
-        self._endings: dict[str, asyncio.Task[None]] = {}
+        self._endings: dict[str, asyncio.Task[bool]] = {}
         self._lost_at: dict[str, float] = {}  # replacement -> when the one that it replaces was lost
         self._recovery_s = 0.0
         self._num_lost = self._num_replaced = 0
@@ -128,7 +127,7 @@ class FleetMembers:
         life.verified(global_steps)
         if name in self._lost_at:
             self._num_replaced += 1
-            self._recovery_s = time.monotonic() - self._lost_at.pop(name)
+            self._recovery_s = _now() - self._lost_at.pop(name)
             self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
         elif before is ReplicaState.STALE:
             self._report(f"{name} is back in service")
@@ -178,11 +177,11 @@ class FleetMembers:
         """End it for good. Who else tells of the same loss waits until it has been dealt with."""
         await asyncio.shield(self._loss(name, error))
 
-    async def lose(self, name: str, error: BaseException) -> None:
-        """It died. Raises TooFewReplicasError."""
+    async def lose(self, name: str, error: BaseException) -> bool:
+        """It died. Whether it could tell, to the last token, what it had sampled. Raises TooFewReplicasError."""
         ending = self._loss(name, error)
         self.require_enough(error)
-        await asyncio.shield(ending)
+        return await asyncio.shield(ending)
 
     def require_enough(self, cause: BaseException) -> None:
         """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or on their way there."""
@@ -208,7 +207,7 @@ class FleetMembers:
                 f"{name} cannot go: {len(left)} replicas would be left, rollout.min_replicas={self._min_replicas}"
             )
 
-    def _loss(self, name: str, error: BaseException) -> asyncio.Task[None]:
+    def _loss(self, name: str, error: BaseException) -> asyncio.Task[bool]:
         """What deals with it. A loss that is told twice is one."""
         state = self._lives[name].state
         if state is not ReplicaState.DEAD:
@@ -228,19 +227,21 @@ class FleetMembers:
         if self._replacements_left > 0:
             self._replacements_left -= 1
             replacement = self.want()
-            self._lost_at[replacement] = self._lost_at.pop(name, time.monotonic())
+            self._lost_at[replacement] = self._lost_at.pop(name, _now())
             self._report(f"{replacement} is to replace {name}")
 
-    async def _bury(self, name: str, error: BaseException) -> None:
+    async def _bury(self, name: str, error: BaseException) -> bool:
         """Whoever was waiting for its answers is told by its death, so what it knows is asked for before."""
         await self._router.remove(name, error)
         if name not in self._replicas:  # it was still starting
-            return
+            return True
         try:
             async with within(LAST_PROGRESS_S, "LAST_PROGRESS_S", f"asking {name} for its last progress"):
                 await self.take_progress(name)
-        except (NoProgressError, TimeoutError) as unanswered:  # of most that are lost: the report before counts
+            return True
+        except (NoProgressError, TimeoutError) as unanswered:  # the report before counts
             logger.info("%s", unanswered)
+            return False
         finally:
             self._replicas[name].kill()
 
@@ -254,6 +255,19 @@ class FleetMembers:
             self._progress.take(name, report)
             return report
 
+    async def ask(self, *names: str) -> None:
+        """Progress of these replicas, by default of all, now, as far as they answer in time. Who does not is the
+        monitor's to judge."""
+        asked = [name for name in names or [r.name for r in self.running] if name in self._asking]
+        asking = [asyncio.create_task(self.take_progress(name)) for name in asked]
+        if asking:
+            _, late = await asyncio.wait(asking, timeout=LAST_PROGRESS_S)
+            for task in late:
+                task.cancel()
+        for answer in await asyncio.gather(*asking, return_exceptions=True):
+            if isinstance(answer, Exception) and not isinstance(answer, NoProgressError):
+                raise answer
+
     # -- gauges --------------------------------------------------------------------------------------------------------
 
     def member_gauges(self) -> dict[str, float]:
@@ -264,3 +278,7 @@ class FleetMembers:
             "rollout/replicas_replaced": float(self._num_replaced),
             "rollout/recovery_s": self._recovery_s,
         }
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

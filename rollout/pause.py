@@ -78,16 +78,13 @@ class PauseControl:
         self._closed = False
         self.mode: PauseMode | None = None
         self.torn = False
+        self.frozen = False
+        """The engine has said that no token moves any more, and has not been told to go on."""
 
     @property
     def paused(self) -> bool:
         """No token moves, until a client resumes or an update is whole."""
         return self.mode is not None or self.torn
-
-    @property
-    def closed(self) -> bool:
-        """No new request gets in: paused, or in the midst of an update."""
-        return self._closed
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
         """Returns when it is complete. When it fails or is cancelled, the engine is as it was before."""
@@ -152,10 +149,13 @@ class PauseControl:
     async def _freeze(self, clear_cache: bool) -> None:
         async with within(self._timeout_s, "weight_sync.pause_timeout_s", "pausing"):
             await self._engine.freeze(clear_cache)
+        self.frozen = True
 
     async def _thaw(self) -> float:
         async with within(self._timeout_s, "weight_sync.pause_timeout_s", "resuming"):
-            return await self._engine.thaw()
+            frozen_s = await self._engine.thaw()
+        self.frozen = False
+        return frozen_s
 
     async def resume(self) -> float:
         """Returns for how many seconds it was frozen; 0 when it was not. Raises PauseConflictError on torn weights."""

@@ -107,6 +107,8 @@ class _Track:
     before: Completion | None
     """What was sampled before the engine got it."""
     final: Completion | None = None
+    is_lost: bool = False
+    """The engine does not have it any more, and never answered."""
     times_told: int = 0
 
 
@@ -130,12 +132,18 @@ class Told:
         """The name that the engine knows a request by."""
         return self._tracks[request_id].part_id if request_id in self._tracks else request_id
 
+    def lose(self, request_id: str, piece: Completion) -> None:
+        """The engine died in its midst, with `piece` sampled of the last part: that can still be told."""
+        track = self._tracks[request_id]
+        track.before = piece if track.before is None else join([track.before, piece])
+        track.is_lost = True
+
     def end(self, request_id: str, final: Completion | None) -> None:
-        """`final` None: it failed, and has nothing to tell."""
-        if final is None or not self._anybody_asks:
+        """`final` None: it failed, and has nothing to tell but what it lost."""
+        track = self._tracks[request_id]
+        track.final = final
+        if not self._anybody_asks or (final is None and not track.is_lost):
             del self._tracks[request_id]
-        else:
-            self._tracks[request_id].final = final
 
     def known_parts(self, known: Mapping[str, int]) -> dict[str, int]:
         """`known`, request -> number of its tokens, in terms of what the engine has."""
@@ -152,6 +160,9 @@ class Told:
                 track.times_told += 1
                 if track.times_told == TIMES_TOLD:
                     del self._tracks[name]
+            elif track.is_lost:
+                assert track.before is not None
+                piece = tail(track.before, start)
             elif track.part_id in pieces:
                 piece = pieces[track.part_id]
                 if start < _length(track.before):

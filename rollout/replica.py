@@ -10,7 +10,7 @@ from typing import Any
 from configs.deadline import within
 from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
 from rollout.continuation import generate_through, whole_id
-from rollout.engines.base import Engine, WeightTag
+from rollout.engines.base import Engine, EngineDiedError, WeightTag
 from rollout.pause import PauseControl
 from rollout.progress import ProgressReport, Told
 from rollout.types import Completion, GenerationRequest
@@ -56,7 +56,7 @@ class RolloutReplica:
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
         self._started = self._finished = self._aborted = self._tokens = self._cached_tokens = self._prompt_tokens = 0
-        self._continued = self._running = 0
+        self._continued = self._running = self._tokens_told = 0
         self._busy_s = self._busy_since = 0.0
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -79,8 +79,10 @@ class RolloutReplica:
         completion = None
         try:
             completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
-        except BaseException:
+        except BaseException as error:
             self._aborted += 1
+            if isinstance(error, EngineDiedError) and error.so_far is not None:
+                self._told.lose(request.request_id, error.so_far)
             raise
         finally:
             self._told.end(request.request_id, completion)
@@ -186,10 +188,12 @@ class RolloutReplica:
     async def progress(self, known: Mapping[str, int]) -> ProgressReport:
         """`known`: request -> how many of its tokens the caller has been told."""
         pieces = self._engine.partials(self._told.known_parts(known))
+        # Between an engine's last token of a request and its answer they are counted in neither place.
+        self._tokens_told = max(self._tokens_told, self._tokens + self._engine.unfinished_tokens)
         return ProgressReport(
-            tokens=self._tokens + self._engine.unfinished_tokens,
+            tokens=self._tokens_told,
             running=len(self._engine.running),
-            paused=self._control.closed,
+            paused=self._control.frozen,
             partials=self._told.partials(known, pieces),
         )
 

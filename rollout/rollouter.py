@@ -50,12 +50,14 @@ class Rollouter:
         sampling: SamplingParams,
         group_size: int,
         group_timeout_s: float,
-        on_lost: Callable[[str, BaseException], Awaitable[None]],
+        on_lost: Callable[[str, BaseException], Awaitable[bool]],
         progress: Progress | None = None,
+        ask: Callable[[str], Awaitable[object]] | None = None,
         failures: GroupBudget | None = None,
     ):
-        """`on_lost`: told of every replica that was lost with a group; raises when too few are left. `progress`: filled
-        by whoever asks the replicas. `failures`: by default none is allowed."""
+        """`on_lost`: told of every replica that was lost with a group; says whether all that it had sampled is known,
+        and raises when too few are left. `progress`: filled by whoever asks the replicas; `ask(replica)`: do so now, as
+        far as it answers. `failures`: by default none is allowed."""
         self._stream = stream
         self._buffer = buffer
         self._router = router
@@ -65,6 +67,7 @@ class Rollouter:
         self._group_timeout_s = group_timeout_s
         self._on_lost = on_lost
         self._progress = progress or Progress()
+        self._ask = ask
         self._failures = failures or GroupBudget()
         self.under_way: dict[int, GroupUnderWay] = {}
         """By ordinal. What is in here when the run starts, of another run, is dispatched first."""
@@ -104,15 +107,17 @@ class Rollouter:
             try:
                 finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
-                await self._on_lost(replica, error)
+                told_all = await self._on_lost(replica, error)
                 so_far = self._progress.so_far(ordinal)
-                self._count_lost(so_far)
+                self._count_lost(so_far, told_all)
             except Exception as error:
                 group.failures += 1
                 logger.warning("prompt %d failed on %s (%d)", ordinal, replica, group.failures, exc_info=error)
                 if self._failures.gives_up(ordinal, group.failures, error):
                     await self._buffer.fail(group.slot)
                     return self._forget(ordinal)
+                if self._ask is not None:
+                    await self._ask(replica)
                 so_far = self._progress.so_far(ordinal)
             else:
                 await self._buffer.put(group.slot, finished)
@@ -135,7 +140,8 @@ class Rollouter:
         del self.under_way[ordinal]
         self._progress.end(ordinal)
 
-    def _count_lost(self, so_far: dict[str, SoFar]) -> None:
+    def _count_lost(self, so_far: dict[str, SoFar], told_all: bool) -> None:
         known = {name.partition("-")[0] for name, known in so_far.items() if len(known.completion.token_ids)}
         self.counters["moved"] += len(known)
-        self.counters["restarted"] += max(0, self._group_size - len(known))
+        if not told_all:  # the others may have had tokens
+            self.counters["restarted"] += max(0, self._group_size - len(known))

@@ -8,7 +8,6 @@ from configs.schema import Config
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.buffer import make_buffer
 from rollout.evaluation import Evaluator, InService, OnLost
-from rollout.members import NoProgressError
 from rollout.pinned_evaluation import PinnedEvaluator
 from rollout.prompts import EncodedRow, PromptStream, as_prompt
 from rollout.rewards.budget import FailureBudget, failure_budget, group_budget
@@ -23,9 +22,6 @@ from trainer.console import Console
 from trainer.loop import TrainLoop
 from trainer.recorder import RunRecorder
 from trainer.recovering_workers import RecoveringUpdater
-
-LAST_WORD_S = 5.0
-"""How long a checkpoint waits for what the replicas have sampled since they were last asked."""
 
 
 async def train(
@@ -95,15 +91,7 @@ class _Training:
 
     async def _snapshot(self) -> bytes:
         """For a checkpoint: with what the replicas have sampled up to now, as far as they answer."""
-        fleet = self._parts.fleet
-        asking = [asyncio.create_task(fleet.take_progress(replica.name)) for replica in fleet.running]
-        if asking:
-            _, late = await asyncio.wait(asking, timeout=LAST_WORD_S)
-            for task in late:
-                task.cancel()
-            for result in await asyncio.gather(*asking, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, NoProgressError):
-                    raise result
+        await self._parts.fleet.ask()
         return await asyncio.to_thread(encode, capture(self._rollouts))
 
     def _restore(self, resumed: Resumed) -> None:
@@ -132,6 +120,7 @@ def make_rollouts(config: Config, parts: Parts, global_steps: int = 0) -> Rollou
         group_timeout_s=config.rollout.group_timeout_s,
         on_lost=parts.fleet.lose,
         progress=parts.progress,
+        ask=parts.fleet.ask,
         failures=failed_groups,
     )
     return Rollouts(

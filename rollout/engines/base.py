@@ -44,6 +44,14 @@ class WeightTag:
 class EngineDiedError(RuntimeError):
     """The engine is gone: every request, now and later, fails with this."""
 
+    def __init__(self, what: str, so_far: Completion | None = None):
+        """`so_far`: what the request had sampled. finish_reason is ""."""
+        super().__init__(what)
+        self.so_far = so_far
+
+    def __reduce__(self) -> tuple[type["EngineDiedError"], tuple[str, Completion | None]]:
+        return EngineDiedError, (str(self), self.so_far)
+
 
 class Engine(Pausable, Protocol):
     """All calls come from one event loop. Tokens in, tokens out, each tagged with the version that sampled it."""

@@ -51,6 +51,8 @@ class SimulatedEngine:
         self._global_steps = -1
         self._num_submitted = self._num_prefilled = 0
         self._frozen_at = 0.0
+        self.num_sampled = 0
+        """Tokens since the start, also of requests that came to nothing."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         if self._death.done():
@@ -67,6 +69,8 @@ class SimulatedEngine:
             sequence = self._start(request)
             self._admission.submitted(request.request_id)
             return await sequence.done
+        except EngineDiedError as error:
+            raise EngineDiedError(str(error), _completion(self._running[request.request_id].tokens, "")) from None
         finally:
             self._running.pop(request.request_id, None)
             self._admission.leave(request.request_id)
@@ -154,7 +158,6 @@ class SimulatedEngine:
         for sequence in self._running.values():
             if not sequence.done.done():
                 sequence.done.set_exception(error)
-        self._running.clear()
 
     @property
     def unfinished_tokens(self) -> int:
@@ -175,13 +178,14 @@ class SimulatedEngine:
             self._stepper.cancel()
 
     async def _step_until_idle(self) -> None:
-        while self._running:
+        while self._running and not self._death.done():
             await self._may_step.wait()
             async with self._between_steps:
                 if not self._may_step.is_set() or not self._running:  # paused again, or all aborted, since it woke up
                     continue
                 stepping = list(self._running.items())
                 await self._sleep(self._step_s)
+                self.num_sampled += len(stepping)
                 for _, sequence in stepping:
                     sequence.tokens.append(self._global_steps)
             for name, sequence in stepping:

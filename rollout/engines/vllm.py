@@ -43,7 +43,8 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, _sampling_params(request.sampling), request.request_id):
                 final = output
         except EngineDeadError as error:
-            raise EngineDiedError("the vLLM engine core died") from error
+            known = self.partials({request.request_id: 0})  # the front end outlives the core, with all its tokens
+            raise EngineDiedError("the vLLM engine core died", known.get(request.request_id)) from error
         finally:
             boundaries = self._boundaries.pop(request.request_id, [])
         assert final is not None and final.finished

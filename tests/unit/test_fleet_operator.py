@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from types import SimpleNamespace
 
 import pytest
 
@@ -118,11 +117,6 @@ def test_a_lost_replica_is_replaced_by_one_that_serves_only_with_current_weights
         }
 
     operated(test)
-
-
-@pytest.fixture(autouse=True)
-def virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.members.time", SimpleNamespace(monotonic=now))
 
 
 def test_while_a_replacement_is_on_its_way_a_run_without_replicas_waits_for_it() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.whole_runs import REPO_ROOT, SMALL, Run, check_training, find, started, trained
+from tests.system.whole_runs import REPO_ROOT, Run, check_training, find, small, started, trained
 from trainer.tracking import read_metrics
 
 RECOVERY_DEADLINE_S = 180
@@ -35,7 +35,7 @@ def given_up(run: Run, count: int) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_replicas_that_die_hang_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL of an engine, SIGSTOP of an actor, add and drain, in one run that trains all the while."""
     slow = tmp_path / "slow"
     slow.touch()
@@ -44,12 +44,11 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, monkeypatch: pytest.
     long_path.mkdir()
     with started(
         long_path,
-        *[override for override in SMALL if not override.startswith("rollout.reward")],
-        "rollout.reward=tests.system.rewards:slow_while_a_file_exists",
+        *small(tiny_model, "slow_while_a_file_exists"),
         f"trainer.total_steps={TOTAL_STEPS}",
         "trainer.eval_every=0",
         "rollout.num_replicas=2",
-        "rollout.max_response_tokens=128",
+        "rollout.max_response_tokens=64",
         "rollout.replica_timeout_s=5",
     ) as run:
         run.wait_for("step  ")
@@ -84,8 +83,8 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("standing", [False, True], ids=["own cluster", "standing cluster"])
-def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, standing: bool) -> None:
-    overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0"]
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Path, standing: bool) -> None:
+    overrides = [*small(tiny_model), "trainer.total_steps=100000", "trainer.eval_every=0"]
     if not standing:
         check_the_end_of_a_killed_driver(tmp_path, overrides)
         return

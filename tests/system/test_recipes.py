@@ -88,6 +88,7 @@ def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path)
         *SMALL,
         "trainer.num_ranks=2",
         "data.num_val=12",
+        "data.max_prompt_tokens=1200",  # a byte each, and the instruction
         f"data.train_files={data}/gsm8k/train.parquet",
         f"data.val_files={data}/gsm8k/test.parquet",
         "rollout.max_staleness=0",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.whole_runs import SMALL, START_DEADLINE_S, Run, check_training, find, started
+from tests.system.whole_runs import START_DEADLINE_S, Run, check_training, find, small, started
 from trainer.checkpoint_store import CheckpointStore
 from trainer.tracking import read_metrics
 
@@ -23,9 +23,9 @@ EVERY_PART = [
 """A critic, a reference in loss and reward, an entropy bonus, a correction and a loss of whole trajectories."""
 
 
-def test_a_killed_train_worker_costs_no_prompt_and_no_version(tmp_path: Path) -> None:
+def test_a_killed_train_worker_costs_no_prompt_and_no_version(tmp_path: Path, tiny_model: Path) -> None:
     overrides = [f"trainer.total_steps={STEPS}", "trainer.eval_every=0", "checkpoint.every=2"]
-    with started(tmp_path, *SMALL, *EVERY_PART, *overrides, "trainer.num_ranks=2") as run:
+    with started(tmp_path, *small(tiny_model), *EVERY_PART, *overrides, "trainer.num_ranks=2") as run:
         run.wait_for(" 3/8 ")
         find(run, "ray::TrainWorkerActor").send_signal(signal.SIGKILL)
         assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()

@@ -8,16 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.whole_runs import END_DEADLINE_S, SMALL, START_DEADLINE_S, Run, check_training, find, started, trained
+from tests.system.whole_runs import (
+    END_DEADLINE_S,
+    SIZES,
+    START_DEADLINE_S,
+    Run,
+    check_training,
+    find,
+    small,
+    started,
+    trained,
+)
 from trainer.tracking import read_metrics
 
 
 def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
     """Two replicas, a real warm-up, staleness 2: counts, versions and files."""
-    warm = [override for override in SMALL if not override.startswith(("model.", "rollout.reward"))]
     with started(
         tmp_path,
-        *warm,
+        *SIZES,
         "trainer.total_steps=12",
         "trainer.eval_every=6",
         "rollout.num_replicas=2",
@@ -89,32 +98,28 @@ def check_files(run: Run) -> None:
     assert "INFO" not in run.output.read_text(), "engine logs belong into files"
 
 
-@pytest.mark.parametrize("who", ["reward", "engine", "train worker", "replica actor"])
-def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, who: str) -> None:
+CRASHES = {
+    "reward": "this reward was made to fail",
+    "train worker": r"train worker 0 died; without checkpoints \(checkpoint.every=0\)",
+    "replica actor": r"0 replicas are left in service, rollout.min_replicas=1: .*died",
+}
+
+
+@pytest.mark.parametrize("who", CRASHES)
+def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
-    overrides = [*SMALL, "trainer.total_steps=100000", "trainer.eval_every=0", "rollout.max_replacements=0"]
-    if who == "reward":
-        overrides += ["rollout.reward=tests.system.rewards:raises_after_200", "rollout.max_failed_rewards=0"]
-    if who == "train worker":
-        overrides += ["checkpoint.every=0"]
+    reward = "raises_after_200" if who == "reward" else "length_parity"
+    overrides = [*small(tiny_model, reward), "trainer.total_steps=100000", "trainer.eval_every=0"]
+    overrides += ["rollout.max_replacements=0", "rollout.max_failed_rewards=0", "checkpoint.every=0"]
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
-        # Whoever talks to the dead first reports it: a rollout, an update, or the watch.
-        expected = {
-            "reward": "this reward was made to fail",
-            "train worker": r"train worker 0 died; without checkpoints \(checkpoint.every=0\)",
-        }.get(who, r"died|EngineDeadError|ActorDiedError")
-        victim = {
-            "engine": "VLLM::EngineCore",
-            "train worker": "ray::TrainWorkerActor",
-            "replica actor": "ray::Replica",
-        }
-        if who in victim:
-            find(run, victim[who]).send_signal(signal.SIGKILL)
+        if who == "train worker":
+            find(run, "ray::TrainWorkerActor").send_signal(signal.SIGKILL)
+        if who == "replica actor":
+            find(run, "ray::Replica").send_signal(signal.SIGKILL)
         assert run.wait_for_end(END_DEADLINE_S) == 1, run.output.read_text()
-        output = run.output.read_text()
-        assert re.search(expected, output)
-        assert re.search(expected, (run.run_dir / "error.txt").read_text())
+        assert re.search(CRASHES[who], run.output.read_text())
+        assert re.search(CRASHES[who], (run.run_dir / "error.txt").read_text())
         assert run.survivors() == []
         assert read_metrics(run.run_dir / "metrics.jsonl"), "what was logged is kept"
 
@@ -128,8 +133,9 @@ DAPO_WITH_A_TOOL = [
 ]
 
 
-def test_ctrl_c_ends_everything_and_keeps_what_was_logged(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, *DAPO_WITH_A_TOOL, "trainer.total_steps=100000", "trainer.eval_every=0") as run:
+def test_ctrl_c_ends_everything_and_keeps_what_was_logged(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = [*small(tiny_model), *DAPO_WITH_A_TOOL, "trainer.total_steps=100000", "trainer.eval_every=0"]
+    with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
         assert run.wait_for_end(END_DEADLINE_S) == 130, run.output.read_text()

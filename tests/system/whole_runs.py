@@ -16,17 +16,20 @@ import psutil
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PROMPTS_PER_STEP = 4
-SMALL = [
+SIZES = [
     "device=cpu",
     f"trainer.prompts_per_step={PROMPTS_PER_STEP}",
     "data.num_train=200",
     "data.num_val=16",
     "rollout.max_num_seqs=16",
-    "model.warmup_steps=0",
-    "rollout.reward=tests.system.rewards:length_parity",
 ]
 START_DEADLINE_S = 180
 END_DEADLINE_S = 30
+
+
+def small(model: Path, reward: str = "length_parity") -> list[str]:
+    """Of an untrained model that is there already, which saves seconds. `reward`: of tests.system.rewards."""
+    return [*SIZES, "model.kind=hf", f"model.path={model}", f"rollout.reward=tests.system.rewards:{reward}"]
 
 
 @dataclass

@@ -21,14 +21,16 @@ from tests.system.whole_runs import (
 )
 from trainer.tracking import read_metrics
 
+STEPS, EVALUATED = 18, 9
+
 
 def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
     """Two replicas, a real warm-up, staleness 2: counts, versions and files."""
     with started(
         tmp_path,
         *SIZES,
-        "trainer.total_steps=12",
-        "trainer.eval_every=6",
+        f"trainer.total_steps={STEPS}",
+        f"trainer.eval_every={EVALUATED}",
         "rollout.num_replicas=2",
         "model.warmup_steps=60",
         f"model.cache_dir={tmp_path / 'cache'}",
@@ -39,8 +41,8 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
         assert run.survivors() == []
         summary = json.loads((run.run_dir / "summary.json").read_text())
-        assert summary["steps"] == 12
-        assert summary["trajectories"] == summary["trajectories_started"] == 12 * 4 * 8
+        assert summary["steps"] == STEPS
+        assert summary["trajectories"] == summary["trajectories_started"] == STEPS * 4 * 8
         assert summary["engine_requests"] == summary["trajectories_started"]
         assert summary["aborted"] == summary["restarted"] == 0
         assert summary["spanning_trajectories"] > 0
@@ -50,9 +52,9 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         check_files(run)
         check_pinned_evaluation(run)
         metrics = read_metrics(run.run_dir / "metrics.jsonl")
-        assert [record["step"] for record in metrics if "eval/accuracy" in record] == [0, 6, 12]
+        assert [record["step"] for record in metrics if "eval/accuracy" in record] == [0, EVALUATED, STEPS]
         steps = [record for record in metrics if "critic/rewards/mean" in record]
-        assert [record["step"] for record in steps] == list(range(1, 13))
+        assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
         for record in steps:
             assert record["staleness/max"] <= 2
             assert record["actor/grad_norm"] >= 0
@@ -69,21 +71,21 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
 
 
 def check_pinned_evaluation(run: Run) -> None:
-    """replica-1 held version 6 until its evaluation was over, beside updates, and was then trained with again."""
+    """replica-1 held its version until its evaluation was over, beside updates, and was then trained with again."""
     records = read_metrics(run.run_dir / "metrics.jsonl")
-    (place,) = [index for index, record in enumerate(records) if record["step"] == 6 and "eval/accuracy" in record]
-    before = [record for record in records[:place] if record["step"] > 6]
+    place = [("eval/accuracy" in record, record["step"]) for record in records].index((True, EVALUATED))
+    before = [record for record in records[:place] if record["step"] > EVALUATED]
     assert len(before) >= 2, "steps and updates went on meanwhile"
     assert all("weight_sync/pause_ms" in record for record in before)
-    assert before[0]["rollout/healthy_replicas"] == 1 and records[-2]["rollout/healthy_replicas"] == 2
+    assert before[0]["rollout/replicas_ready"] == 1 and records[-2]["rollout/replicas_ready"] == 2
     assert {key: records[place][f"eval/{key}"] for key in ("pinned", "num_versions", "min_version", "max_version")} == {
         "pinned": 1,
         "num_versions": 1,
-        "min_version": 6,
-        "max_version": 6,
+        "min_version": EVALUATED,
+        "max_version": EVALUATED,
     }
-    lines = [line for step in trained(run)[10:] for line in step]
-    assert any(line["replica"] == "replica-1" and line["versions"][0][2] > 6 for line in lines)
+    lines = [line for step in trained(run)[EVALUATED:] for line in step]
+    assert any(line["replica"] == "replica-1" and line["versions"][0][2] > EVALUATED for line in lines)
     output = run.output.read_text()
     assert "replica-1 is out of service: it evaluates" in output and "replica-1 is back in service" in output
 
@@ -94,7 +96,7 @@ def check_files(run: Run) -> None:
     assert (run.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((run.run_dir / "wandb").glob("offline-run-*"))
     assert (run.run_dir.parent / "latest").resolve() == run.run_dir.resolve()
-    check_training(run, num_steps=12)
+    check_training(run, STEPS)
     assert "INFO" not in run.output.read_text(), "engine logs belong into files"
 
 

@@ -57,14 +57,14 @@ class Run:
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, f"no {text!r} after {deadline_s} s:\n{self.output.read_text()}"
             self.watch_children()
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def wait_for_end(self, deadline_s: float) -> int:
         deadline = time.monotonic() + deadline_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"still running after {deadline_s} s:\n{self.output.read_text()}"
             self.watch_children()
-            time.sleep(0.1)
+            time.sleep(0.3)
         return self.process.returncode
 
     def survivors(self) -> list[psutil.Process]:

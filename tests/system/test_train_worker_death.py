@@ -34,7 +34,7 @@ from weight_sync.transports.registry import make_sender, release_all
 OWNER = "worker-death"
 NUM_STEPS, KILLED_IN = 6, 3
 CONFIG = Config(
-    trainer=TrainerConfig(num_ranks=2, total_steps=NUM_STEPS, lr=3e-3, step_timeout_s=20),
+    trainer=TrainerConfig(num_ranks=2, total_steps=NUM_STEPS, lr=3e-3, step_timeout_s=10),
     checkpoint=CheckpointConfig(every=2),
 )
 KEYS = ("actor/pg_loss", "actor/grad_norm", "actor/lr")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout.engines.base import EngineSpec
 from rollout.replica_group import engine_env
@@ -66,6 +67,17 @@ def engine_host(engine_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHos
 def small_spec(engine_spec: EngineSpec) -> EngineSpec:
     """KV cache for a handful of sequences only."""
     return replace(engine_spec, kv_cache_bytes=2 * 2**20, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def process_as_it_was() -> Iterator[None]:
+    """For train workers in this process: one owns its process, and sets the environment and the number of threads."""
+    environment, num_threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def raises_after_200(_prompt: Prompt, text: str) -> float:
 
 
 async def slow_while_a_file_exists(_prompt: Prompt, text: str) -> float:
-    """Takes two seconds as long as the file $SLOW_REWARDS is there, so that a test decides when a run speeds up."""
+    """Takes four seconds as long as the file $SLOW_REWARDS is there, so that a test decides when a run speeds up."""
     if Path(os.environ["SLOW_REWARDS"]).exists():
-        await asyncio.sleep(2)
+        await asyncio.sleep(4)
     return float(len(text) % 2)

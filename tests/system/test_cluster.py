@@ -14,6 +14,7 @@ from configs.schema import Config, RolloutConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet import ReplicaFleet
+from rollout.progress import Progress
 from rollout.replica import RolloutReplica
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.types import Completion, GenerationRequest, SamplingParams
@@ -89,7 +90,7 @@ class Scene:
     def __init__(self, replicas: list[ReplicaHandle]) -> None:
         self.told: list[str] = []
         self.agents = NoAgents()
-        self.fleet, self.router = make_fleet(CONFIG, replicas, self.told.append)
+        self.fleet, self.router = make_fleet(CONFIG, replicas, self.told.append, Progress())
         self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
         start = ReplicaStarter(
             CONFIG,

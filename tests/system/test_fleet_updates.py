@@ -29,7 +29,7 @@ from rollout.fleet import ReplicaFleet
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.system.test_replica_actor import no_redirect
+from tests.system.test_replica_actor import monitor_of, no_redirect
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import combine
@@ -240,7 +240,7 @@ def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene
     survivor, victim = scene.replicas[1], scene.replicas[0]
 
     async def scenario() -> Any:
-        watch = asyncio.create_task(scene.fleet.watch())
+        watch = asyncio.create_task(monitor_of(scene.fleet).run())
         pid = await victim.actor.__ray_call__.remote(lambda _self: os.getpid())
         for process in psutil.Process(pid).children(recursive=True):
             process.send_signal(signal.SIGKILL)

@@ -1,18 +1,19 @@
-"""Every recipe made for GPUs and downloads, here with the tiny model and small data that has the published columns."""
+"""Every recipe made for GPUs and downloads, here with the tiny model: real GSM8K where it is, else small data that has
+the published columns."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.prepare_data import prepare
 from tests.published import dapo_record, write_jsonl, write_parquet
-from tests.system.test_runs import REPO_ROOT, START_DEADLINE_S, Run, started
+from tests.system.whole_runs import REPO_ROOT, START_DEADLINE_S, Run, started
 from trainer.tracking import read_metrics
 
+GSM8K = REPO_ROOT.parent / "shared" / "data" / "gsm8k"
 NUM_QUESTIONS = 12
 SMALL = [
     "model=tiny",
@@ -20,27 +21,27 @@ SMALL = [
     "model.warmup_steps=0",
     "trainer.total_steps=2",
     "trainer.prompts_per_step=4",
-    "trainer.num_ranks=1",
     "rollout.max_num_seqs=32",
 ]
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Iterator[Path]:
-    """What `prepare_data` makes of small copies of GSM8K, DAPO-Math-17k and AIME 2024."""
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare_data` makes of GSM8K and of small copies of DAPO-Math-17k and AIME 2024."""
+    folder = tmp_path_factory.mktemp("sources")
     gsm8k = [{"question": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(NUM_QUESTIONS)]
     for split in ("train", "test"):
-        write_jsonl(tmp_path / "gsm8k" / f"{split}.jsonl", gsm8k)
+        write_jsonl(folder / "gsm8k" / f"{split}.jsonl", gsm8k)
     dapo = [dapo_record(f"{n % NUM_QUESTIONS} + 1?", f"{n % NUM_QUESTIONS + 1}", f"uuid-{n}") for n in range(99)]
     aime = [{"ID": f"2024-I-{n}", "Problem": f"{n} + 2?", "Solution": "", "Answer": n + 2} for n in range(3)]
     sources = {
-        "gsm8k": tmp_path / "gsm8k",
-        "dapo_math": write_parquet(tmp_path / "dapo.parquet", dapo),
-        "aime_2024": write_parquet(tmp_path / "aime.parquet", aime),
+        "gsm8k": GSM8K if GSM8K.is_dir() else folder / "gsm8k",
+        "dapo_math": write_parquet(folder / "dapo.parquet", dapo),
+        "aime_2024": write_parquet(folder / "aime.parquet", aime),
     }
     for name, source in sources.items():
-        assert list(prepare(name, str(source), tmp_path / "data"))
-    yield tmp_path / "data"
+        assert list(prepare(name, str(source), folder / "data"))
+    return folder / "data"
 
 
 def steps_of(run: Run) -> list[dict[str, float]]:
@@ -54,6 +55,7 @@ def test_dapo_math(tmp_path: Path, data: Path) -> None:
         tmp_path,
         "recipe=dapo_math",
         *SMALL,
+        "trainer.num_ranks=1",
         f"data.train_files={data}/dapo_math/train.parquet",
         f"data.val_files={data}/aime_2024/test.parquet",
         "rollout.max_staleness=1",
@@ -79,11 +81,14 @@ def test_dapo_math(tmp_path: Path, data: Path) -> None:
 
 
 def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path) -> None:
-    """Synchronous. The processes of math-verify start inside the Ray actor, and end with the run."""
+    """Synchronous, two FSDP ranks. The processes of math-verify start inside the Ray actor, and end with the run."""
     with started(
         tmp_path,
         "recipe=gsm8k",
         *SMALL,
+        "trainer.num_ranks=2",
+        "data.num_val=12",
+        "data.max_prompt_tokens=1200",  # a byte each, and the instruction
         f"data.train_files={data}/gsm8k/train.parquet",
         f"data.val_files={data}/gsm8k/test.parquet",
         "rollout.max_staleness=0",
@@ -91,6 +96,8 @@ def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path)
         "rollout.format_pattern=.*",
     ) as run:
         metrics = steps_of(run)
+        num_prompts = 7473 if GSM8K.is_dir() else NUM_QUESTIONS
+        assert f"train: {num_prompts} prompts, 0 left out" in run.output.read_text()
         steps = [record for record in metrics if "critic/rewards/mean" in record]
         assert len(steps) == 2
         for record in steps:

@@ -14,6 +14,8 @@ from ray.exceptions import ActorDiedError
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.fleet import ReplicaFleet
+from rollout.fleet_monitor import FleetMonitor
+from rollout.health import HealthMonitor
 from rollout.members import TooFewReplicasError
 from rollout.replica_group import ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
@@ -21,7 +23,7 @@ from rollout.types import GenerationRequest, SamplingParams
 from tests.system.weights import FIRST_TOKEN, emitting_weights, publish, release
 from weight_sync.checkpoint_manager import CheckpointManager
 
-NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 32, 8, 200
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 200
 
 
 class EmittingSource:
@@ -65,6 +67,10 @@ def fleet_of(replica: ReplicaHandle) -> ReplicaFleet:
     return ReplicaFleet([replica], ReplicaRouter([replica.name], 8), min_replicas=1, report=lambda text: None)
 
 
+def monitor_of(fleet: ReplicaFleet) -> FleetMonitor:
+    return FleetMonitor(fleet, HealthMonitor(timeout_s=60, slow_factor=None), interval_s=1.0)
+
+
 async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     manager = CheckpointManager(EmittingSource(model_path), fleet_of(replica), WeightSyncConfig())
     await manager.update_weights(0)
@@ -92,7 +98,7 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
 
 async def die(replica: ReplicaHandle) -> None:
     """SIGKILL of the engine's process: the pending request fails, and the watch raises, naming the replica."""
-    watch = asyncio.create_task(fleet_of(replica).watch())
+    watch = asyncio.create_task(monitor_of(fleet_of(replica)).run())
     pending = asyncio.ensure_future(replica.actor.generate_group.remote(group(99)))
     await asyncio.sleep(0.2)
     actor_pid = await replica.actor.__ray_call__.remote(lambda _self: os.getpid())

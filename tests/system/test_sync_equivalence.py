@@ -22,6 +22,7 @@ from scripts.workers import make_workers
 from trainer.batch import assemble
 from trainer.console import PlainConsole
 from trainer.credit import assign_credit
+from trainer.recorder import RunCounts
 from trainer.signals import sampled_tokens
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.registry import release_all
@@ -50,6 +51,7 @@ class Recorded:
 
     groups: list[Sequence[TrajectoryGroup]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
+    counts: RunCounts = field(default_factory=RunCounts)
 
     def record_step(
         self, global_steps: int, metrics: dict[str, float], groups: Sequence[TrajectoryGroup], advantages: Any

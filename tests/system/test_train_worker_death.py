@@ -26,7 +26,7 @@ from trainer.batch import StepBatch
 from trainer.checkpoint_store import CheckpointStore
 from trainer.checkpointer import Checkpointer
 from trainer.metrics import to_floats
-from trainer.recovering_workers import RecoveringWorkers
+from trainer.recovering_workers import RecoveringWorkers, TrainWorkersLostError
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.protocol import combine
 from weight_sync.transports.registry import make_sender, release_all
@@ -34,7 +34,7 @@ from weight_sync.transports.registry import make_sender, release_all
 OWNER = "worker-death"
 NUM_STEPS, KILLED_IN = 6, 3
 CONFIG = Config(
-    trainer=TrainerConfig(num_ranks=2, total_steps=NUM_STEPS, lr=3e-3, step_timeout_s=20),
+    trainer=TrainerConfig(num_ranks=2, total_steps=NUM_STEPS, lr=3e-3, step_timeout_s=10),
     checkpoint=CheckpointConfig(every=2),
 )
 KEYS = ("actor/pg_loss", "actor/grad_norm", "actor/lr")
@@ -184,6 +184,16 @@ def test_a_rank_that_stands_still_is_started_again_at_the_deadline(killed: Scene
     assert to_floats(killed.run(scenario()))["actor/grad_norm"] > 0
     assert "train workers start again (3 of at most 3)" in killed.reports[-2]
     assert psutil.wait_procs(stopped, timeout=10)[1] == [], "what stands still is ended too"
+
+
+def test_a_loss_more_than_allowed_is_the_end(killed: Scene) -> None:
+    async def scenario() -> None:
+        os.kill(await killed.pid(0), signal.SIGKILL)
+        await killed.workers.train_step(killed.steps[0], -1)
+
+    expected = "train worker 0 died; all restarts of trainer.max_restarts=3 are used up"
+    with pytest.raises(TrainWorkersLostError, match=expected):
+        killed.run(scenario())
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,6 +20,7 @@ from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny_model import build_model
 from trainer.worker import TrainWorker
 
+pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
 NUM_STEPS = 3
 CONFIG = Config(
@@ -28,17 +28,6 @@ CONFIG = Config(
     rollout=RolloutConfig(temperature=0.8),
     trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_it_was() -> Iterator[None]:
-    """A worker owns its process: it sets the environment and the number of threads."""
-    environment, num_threads = dict(os.environ), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

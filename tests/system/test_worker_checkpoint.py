@@ -1,9 +1,8 @@
 """TrainWorker's state on disk: staged while training goes on, loaded into as many ranks as there are."""
 
 import multiprocessing
-import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,10 +138,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """A worker owns its process: the environment and the number of threads are put back as they were."""
-    environment, num_threads = dict(os.environ), torch.get_num_threads()
-    torch.set_num_threads(1)
+def scene(process_as_it_was: None, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     folder = tmp_path_factory.mktemp("checkpoints")
     model = build_model(VOCAB_SIZE, seed=0)
     model.save_pretrained(folder / "model")
@@ -162,10 +158,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         folder / "answer.pickle",
     )
     one_from_one, one_from_two = (one_rank(replace(alone, load=path)) for path in saved)
-    yield Scene(folder, one, two, one_from_one, one_from_two, two_from_one, two_from_two, failed)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(num_threads)
+    return Scene(folder, one, two, one_from_one, one_from_two, two_from_one, two_from_two, failed)
 
 
 def with_values(groups: Any, num_ranks: int) -> StepBatch:

@@ -1,7 +1,6 @@
 """TrainWorker with a reference policy, a critic and losses of whole trajectories, on one FSDP rank and on two."""
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from trainer.batch import StepBatch
 from trainer.critic import ValueModel, clipped_value_loss
 from trainer.tiny_model import build_model
 
+pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
 NUM_STEPS = 3
 TRAINER = TrainerConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S)
@@ -32,17 +32,6 @@ SEQUENCES = replace(
     algorithm=AlgorithmConfig(loss="gspo", proximal=Proximal.current, correction=Correction.seq_is, importance_cap=1.5),
 )
 CRITIC = replace(BONUSES, algorithm=AlgorithmConfig(advantage="gae"), critic=CriticConfig(lr=3e-3, value_clip=0.1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_it_was() -> Iterator[None]:
-    """A worker owns its process: it sets the environment and the number of threads."""
-    environment, num_threads = dict(os.environ), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from trainer.metrics import to_floats
 from trainer.tiny_model import build_model
 from trainer.worker import TrainWorker
 
+pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
 CONFIG = Config(
     algorithm=AlgorithmConfig(group_size=4),
@@ -86,7 +87,7 @@ def state_of(worker: TrainWorker) -> dict[str, Any]:
                     key: value.full_tensor().clone() if hasattr(value, "full_tensor") else copy.copy(value)
                     for key, value in moments.items()
                 }
-                for moments in optimizer._adamw.state_dict()["state"].values()
+                for moments in optimizer.adamw.state_dict()["state"].values()
             ],
             optimizer.lr,
         )

@@ -43,7 +43,7 @@ PROCESSES = {
 """Fault -> the beginning of the process's title, and the signal."""
 
 BACK = {"train worker killed": "the train workers are back", "agent worker killed": None}
-"""What the console says when a fault has been made good, where that is not that a replica is in service. None: nothing."""
+"""What the console says when it has been made good, where that is not that a replica is in service. None: nothing."""
 
 
 class Run:

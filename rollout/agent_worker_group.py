@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
+from configs.deadline import within
 from configs.schema import Config
 from rollout.agent_loop import AgentLoop, load_agent_loop
 from rollout.agent_worker import AgentWorker, EvaluationPart
@@ -17,8 +18,12 @@ from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
 from rollout.rewards.registry import load_reward
-from rollout.router import ReplicaLostError
+from rollout.router import AgentWorkerLostError, ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+
+RETRY_S = 0.5
+MAX_RESTARTS = 8
+"""Of one agent worker. One that dies again and again has an agent loop or a reward that kills it."""
 
 
 class AgentWorkerActor(AgentWorker):
@@ -81,7 +86,7 @@ class AgentWorkerGroup:
         options: dict[str, Any] = {
             "num_cpus": 0.1,
             "max_concurrency": 8192,
-            "max_restarts": -1,
+            "max_restarts": MAX_RESTARTS,
             "runtime_env": {"env_vars": ENV},
         }
         remote_class = ray.remote(**options)(AgentWorkerActor)
@@ -95,6 +100,7 @@ class AgentWorkerGroup:
             for index in range(config.rollout.num_agent_workers)
         ]
         self._turns = itertools.cycle(self.actors)
+        self._start_timeout_s = config.rollout.start_timeout_s
         self._replicas = {replica.name: replica.actor for replica in replicas}
 
     async def ready(self) -> None:
@@ -121,12 +127,26 @@ class AgentWorkerGroup:
         arguments = (list(prompts), replica, sampling, num_samples)
         try:
             return await self._call("evaluate", *arguments)
-        except RayActorError:  # the worker died; there is another, or it starts again
+        except AgentWorkerLostError:
             return await self._call("evaluate", *arguments)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Raises RayActorError when the worker dies meanwhile."""
-        return await cancelled_with_us(next(self._turns).call_on.remote(self._replicas[args[1]], method, *args))
+        """Raises AgentWorkerLostError when the worker dies meanwhile, once it is back."""
+        worker = next(self._turns)
+        try:
+            return await cancelled_with_us(worker.call_on.remote(self._replicas[args[1]], method, *args))
+        except RayActorError as error:
+            await self._until_back(worker)
+            raise AgentWorkerLostError(f"an agent worker died: {error}") from error
+
+    async def _until_back(self, worker: Any) -> None:
+        """Raises RayActorError when it has died for good, TimeoutError past the deadline."""
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", "starting an agent worker again"):
+            while True:
+                try:
+                    return await worker.ready.remote()
+                except ActorUnavailableError:
+                    await asyncio.sleep(RETRY_S)
 
     def kill(self) -> None:
         for actor in self.actors:

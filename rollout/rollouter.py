@@ -11,7 +11,7 @@ from rollout.buffer import TrajectoryBuffer
 from rollout.progress import Attempt, Progress, SoFar
 from rollout.prompts import PromptStream
 from rollout.rewards.budget import GroupBudget
-from rollout.router import ReplicaLostError, ReplicaRouter
+from rollout.router import AgentWorkerLostError, ReplicaLostError, ReplicaRouter
 from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 
@@ -110,20 +110,27 @@ class Rollouter:
                 told_all = await self._on_lost(replica, error)
                 so_far = self._progress.so_far(ordinal)
                 self._count_lost(so_far, told_all)
+            except AgentWorkerLostError as error:
+                logger.warning("prompt %d goes on elsewhere: %s", ordinal, error)
+                so_far = await self._ask_for(ordinal, replica)
             except Exception as error:
                 group.failures += 1
                 logger.warning("prompt %d failed on %s (%d)", ordinal, replica, group.failures, exc_info=error)
                 if self._failures.gives_up(ordinal, group.failures, error):
                     await self._buffer.fail(group.slot)
                     return self._forget(ordinal)
-                if self._ask is not None:
-                    await self._ask(replica)
-                so_far = self._progress.so_far(ordinal)
+                so_far = await self._ask_for(ordinal, replica)
             else:
                 await self._buffer.put(group.slot, finished)
                 return self._forget(ordinal)
             group.attempt = Attempt(number=group.attempt.number + 1, so_far=so_far)
             replica = await self._router.acquire(self._group_size)
+
+    async def _ask_for(self, ordinal: int, replica: str) -> dict[str, SoFar]:
+        """What the group has on a replica that lives."""
+        if self._ask is not None:
+            await self._ask(replica)
+        return self._progress.so_far(ordinal)
 
     async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
         prompt = group.prompt

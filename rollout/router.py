@@ -14,6 +14,10 @@ class NoReplicaLeftError(RuntimeError):
     """Every replica has been removed; the message names each with its error."""
 
 
+class AgentWorkerLostError(RuntimeError):
+    """The process that ran a group's agent loop died. Another one, or the same started again, is there to go on."""
+
+
 class ReplicaLostError(RuntimeError):
     """A replica was lost with what it was generating. The message names it."""
 

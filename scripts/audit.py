@@ -38,7 +38,9 @@ def audit(run_dir: Path) -> Audit:
     steps = [int(file.stem.removeprefix("step_")) for file in files]
     for step, file in zip(steps, files, strict=True):
         ordinals = set()
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        with file.open(encoding="utf-8") as opened:
+            lines = list(opened)  # not splitlines(): a response may hold characters that it splits at
+        for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
                 versions = [version for _, _, version in record["versions"]]

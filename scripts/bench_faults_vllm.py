@@ -19,7 +19,7 @@ from scripts.audit import audit
 from scripts.bench_faults import Row
 from trainer.tracking import METRICS_FILE, read_metrics
 
-STEPS = 60
+STEPS = 150
 OVERRIDES = (
     "plain_console=true",
     f"trainer.total_steps={STEPS}",
@@ -35,8 +35,8 @@ OVERRIDES = (
 DEADLINE_S = 300.0
 PROCESSES = {
     "engine killed": ("VLLM::EngineCore", signal.SIGKILL),
-    "replica's actor killed": ("ray::ReplicaActor", signal.SIGKILL),
-    "replica's actor stopped": ("ray::ReplicaActor", signal.SIGSTOP),
+    "actor killed": ("ray::ReplicaActor", signal.SIGKILL),
+    "actor stopped": ("ray::ReplicaActor", signal.SIGSTOP),
     "agent worker killed": ("ray::AgentWorkerActor", signal.SIGKILL),
     "train worker killed": ("ray::TrainWorkerActor", signal.SIGKILL),
 }

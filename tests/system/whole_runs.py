@@ -75,6 +75,7 @@ class Run:
 
 @contextlib.contextmanager
 def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
+    tmp_path.mkdir(parents=True, exist_ok=True)
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(

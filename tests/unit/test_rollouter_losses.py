@@ -8,6 +8,7 @@ from rollout.members import TooFewReplicasError
 from rollout.progress import Attempt, Partial, ProgressReport
 from rollout.rewards.budget import GroupBudget, GroupFailuresError
 from rollout.rollouter import GroupUnderWay
+from rollout.router import AgentWorkerLostError
 from tests.fakes import make_completion, make_prompt, run_virtual
 from tests.unit.test_rollouter import GROUP_SIZE, Setup
 
@@ -92,6 +93,18 @@ def test_a_group_that_fails_is_tried_again_under_the_same_slot() -> None:
             setup.ordinals("start") == [0, 1, 1] and setup.rollouter.counters["trajectories_started"] == 2 * GROUP_SIZE
         )
         assert setup.buffer.ledger.num_failed == 0 and setup.runner.attempts[-1].number == 1
+
+    run_virtual(main())
+
+
+def test_an_agent_worker_that_dies_is_no_failure_of_its_groups() -> None:
+    setup = Setup(seconds=[1.0], failures=GroupBudget(max_retries=0), max_staleness=0, num_steps=1)
+    setup.runner.errors_once = {1: AgentWorkerLostError("an agent worker died")}
+
+    async def main() -> None:
+        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+        assert sorted(trained) == [0, 1] and setup.ordinals("start") == [0, 1, 1]
+        assert setup.rollouter.counters["restarted"] == 0 and setup.reserved == 0
 
     run_virtual(main())
 

@@ -17,7 +17,6 @@ from configs.checkpoint import CheckpointConfig
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agent_loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agent_worker import AgentWorker
-from rollout.buffer import make_buffer
 from rollout.engines.base import EngineDiedError
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet import ReplicaFleet
@@ -25,16 +24,15 @@ from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
 from rollout.health import HealthMonitor
 from rollout.progress import Progress, ProgressReport
-from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.prompts import EncodedRow, Row
 from rollout.replica import CommitReport, RolloutReplica
-from rollout.rewards.budget import failure_budget, group_budget
-from rollout.rollout_state import Rollouts, capture, encode, restore
-from rollout.rollouter import Rollouter
+from rollout.rollout_state import capture, encode, restore
 from rollout.router import ReplicaLostError, ReplicaRouter, max_inflight
-from rollout.types import Completion, GenerationRequest, SamplingParams
+from rollout.types import Completion, GenerationRequest
 from scripts.bench_common import ForcedLengths, UniformLengths
 from scripts.bench_simulated import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.resume import CHECKPOINTS, ROLLOUTS, Resumed, read
+from scripts.rollouts import make_rollouts
 from scripts.supervision import until_first_ends
 from trainer.checkpoint_store import CheckpointStore
 from trainer.checkpointer import Checkpointer
@@ -165,10 +163,9 @@ class Job:
         self.loop = FaultyLoop()
         self.messages: list[str] = []
         self.workers = SavedTrainer(train_s)
-        rollout, group_size, progress = config.rollout, config.algorithm.group_size, Progress()
-        router = ReplicaRouter(
-            [replica.name for replica in self.replicas], max_inflight(rollout.max_num_seqs, group_size)
-        )
+        rollout, progress = config.rollout, Progress()
+        inflight = max_inflight(rollout.max_num_seqs, config.algorithm.group_size)
+        router = ReplicaRouter([replica.name for replica in self.replicas], inflight)
         self.fleet = ReplicaFleet(
             self.replicas,
             router,
@@ -195,33 +192,8 @@ class Job:
             catch_up=self.manager.catch_up,
             drain_timeout_s=rollout.group_timeout_s,
         )
-        failed_rewards, failed_groups = failure_budget(config), group_budget(config)
         rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
-        stream, buffer = (
-            PromptStream(rows, config.seed),
-            make_buffer(config, failed_rewards, failed_groups, self.first_step),
-        )
-        self.rollouts = Rollouts(
-            stream=stream,
-            buffer=buffer,
-            rollouter=Rollouter(
-                stream=stream,
-                buffer=buffer,
-                router=router,
-                runner=self._agents,
-                sampling=SamplingParams(),
-                group_size=group_size,
-                group_timeout_s=rollout.group_timeout_s,
-                on_lost=self.fleet.lose,
-                progress=progress,
-                ask=self.fleet.ask,
-                failures=failed_groups,
-            ),
-            progress=progress,
-            failed_rewards=failed_rewards,
-            failed_groups=failed_groups,
-            group_size=group_size,
-        )
+        self.rollouts = make_rollouts(config, rows, self._agents, router, self.fleet, progress, self.first_step)
         if resumed is not None:
             restore(resumed.rollouts, self.rollouts)
 

@@ -6,16 +6,15 @@ from typing import Any
 
 from configs.schema import Config
 from rollout.agent_worker_group import AgentWorkerGroup
-from rollout.buffer import make_buffer
 from rollout.evaluation import Evaluator, InService, OnLost
 from rollout.pinned_evaluation import PinnedEvaluator
-from rollout.prompts import EncodedRow, PromptStream, as_prompt
-from rollout.rewards.budget import FailureBudget, failure_budget, group_budget
-from rollout.rollout_state import OtherPromptsError, Rollouts, capture, encode, restore
-from rollout.rollouter import Rollouter
+from rollout.prompts import EncodedRow, as_prompt
+from rollout.rewards.budget import FailureBudget
+from rollout.rollout_state import OtherPromptsError, capture, encode, restore
 from rollout.types import SamplingParams
 from scripts.parts import Parts
 from scripts.resume import ROLLOUTS, Resumed
+from scripts.rollouts import make_rollouts
 from scripts.supervision import until_first_ends
 from scripts.workers import make_checkpointer
 from trainer.console import Console
@@ -37,7 +36,9 @@ class _Training:
     def __init__(self, config: Config, parts: Parts, console: Console, recorder: RunRecorder, resumed: Resumed | None):
         self._config, self._parts, self._console, self._recorder = config, parts, console, recorder
         self._first_step = 0 if resumed is None else resumed.global_steps
-        self._rollouts = make_rollouts(config, parts, self._first_step)
+        self._rollouts = make_rollouts(
+            config, parts.train_rows, parts.agents, parts.router, parts.fleet, parts.progress, self._first_step
+        )
         self._evaluator = make_evaluator(
             config, parts.val_rows, parts.router, parts.agents, self._rollouts.failed_rewards, parts.fleet.lose
         )
@@ -103,46 +104,6 @@ class _Training:
         given_up = f", {given_back} do not fit and start again" if given_back else ""
         what = f"{ready} groups are ready, {under_way} go on{given_up}"
         self._console.message(f"resumed {resumed.checkpoint.path} at step {self._first_step}: {what}")
-
-
-def make_rollouts(config: Config, parts: Parts, global_steps: int = 0) -> Rollouts:
-    """What produces the groups of a run that has taken so many steps."""
-    failed_rewards, failed_groups = failure_budget(config), group_budget(config)
-    stream = PromptStream(parts.train_rows, config.seed)
-    buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
-    rollouter = Rollouter(
-        stream=stream,
-        buffer=buffer,
-        router=parts.router,
-        runner=parts.agents,
-        sampling=training_sampling(config),
-        group_size=config.algorithm.group_size,
-        group_timeout_s=config.rollout.group_timeout_s,
-        on_lost=parts.fleet.lose,
-        progress=parts.progress,
-        ask=parts.fleet.ask,
-        failures=failed_groups,
-    )
-    return Rollouts(
-        stream=stream,
-        buffer=buffer,
-        rollouter=rollouter,
-        progress=parts.progress,
-        failed_rewards=failed_rewards,
-        failed_groups=failed_groups,
-        group_size=config.algorithm.group_size,
-    )
-
-
-def training_sampling(config: Config) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.max_response_tokens,
-        seed=config.seed if rollout.seeded_sampling else None,
-    )
 
 
 def make_evaluator(

@@ -16,8 +16,9 @@ from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
 from scripts.data import load_rows
 from scripts.parts import Parts
+from scripts.rollouts import training_sampling
 from scripts.run import owner, start
-from scripts.training import train, training_sampling
+from scripts.training import train
 from scripts.workers import make_workers
 from trainer.batch import assemble
 from trainer.console import PlainConsole

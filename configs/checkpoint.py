@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     every: int = 20
-    """Optimizer steps between checkpoints, a multiple of weight_sync.interval; the last step has one too. 0: none."""
+    """Optimizer steps between checkpoints: each comes with the first update at or after a multiple, and one with
+    the last step. 0: none."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every: int | None = None
@@ -19,8 +20,8 @@ def checkpoint_problems(checkpoint: CheckpointConfig, update_interval: int) -> l
     """(key, value, what is allowed) of what cannot work."""
     problems: list[tuple[str, object, str]] = []
     every, keep_every = checkpoint.every, checkpoint.keep_every
-    if every > 0 and update_interval > 0 and every % update_interval:
-        allowed = f"must be a multiple of weight_sync.interval={update_interval}, or 0: a checkpoint follows an update"
+    if every > 0 and update_interval > 0 and keep_every is not None and every % update_interval:
+        allowed = f"with checkpoint.keep_every, must be a multiple of weight_sync.interval={update_interval}"
         problems.append(("checkpoint.every", every, allowed))
     if every > 0 and keep_every is not None and keep_every % every:
         allowed = f"must be a multiple of checkpoint.every={every}: no other step has a checkpoint"

@@ -208,6 +208,7 @@ class Job:
                 snapshots={ROLLOUTS: self._snapshot},
                 config=config.checkpoint,
                 total_steps=config.trainer.total_steps,
+                update_interval=config.weight_sync.interval,
                 report=self.messages.append,
             )
         loop = TrainLoop(

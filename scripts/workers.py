@@ -45,5 +45,6 @@ def make_checkpointer(
         snapshots=snapshots,
         config=config.checkpoint,
         total_steps=config.trainer.total_steps,
+        update_interval=config.weight_sync.interval,
         report=console.message,
     )

@@ -125,6 +125,12 @@ class CheckpointStore:
             if _ASIDE_NAME.fullmatch(path.name):
                 self._remove(path)
 
+    def remove_after(self, global_steps: int) -> None:
+        """Those of later steps: a run that goes on from `global_steps` is not their run any more."""
+        for path in self._folders():
+            if _steps_of(path) > global_steps:
+                self._remove(path)
+
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
         """The newest whose marker and files are what was written. Newer ones that are not are reported, each in a
         sentence that says what is wrong and what is taken in its place."""

@@ -62,14 +62,16 @@ class Checkpointer:
         snapshots: Snapshots,
         config: CheckpointConfig,
         total_steps: int,
+        update_interval: int,
         report: Callable[[str], None],
     ):
-        """`snapshots`: by name, what gives the state of other parts. Taken while staging."""
+        """`snapshots`: by name, what gives the state of other parts. Taken while staging. `update_interval`:
+        weight_sync.interval; a checkpoint follows an update."""
         self._store = store
         self._workers = workers
         self._snapshots = snapshots
         self._config = config
-        self._total_steps = total_steps
+        self._total_steps, self._update_interval = total_steps, update_interval
         self._report = report
         self._model_files: dict[str, bytes] | None = None
         self._staged: _Save | None = None
@@ -78,8 +80,10 @@ class Checkpointer:
         self._last: dict[str, float] = {}
 
     def is_due(self, global_steps: int) -> bool:
-        every = self._config.every
-        return every > 0 and (global_steps % every == 0 or global_steps == self._total_steps)
+        every, interval = self._config.every, self._update_interval
+        if every == 0 or global_steps % interval:
+            return False
+        return global_steps // every > (global_steps - interval) // every or global_steps == self._total_steps
 
     async def stage(self, global_steps: int) -> None:
         """Takes the snapshots and copies the workers' state. Waits for the save before. Raises what a snapshot raises,

@@ -90,6 +90,7 @@ def scene(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPath
         snapshots={},
         config=CONFIG.checkpoint,
         total_steps=NUM_STEPS,
+        update_interval=1,
         report=reports.append,
     )
     model = double(Qwen3ForCausalLM.from_pretrained(tiny_model))

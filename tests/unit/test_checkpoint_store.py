@@ -251,3 +251,12 @@ def test_what_an_interrupted_or_a_failed_save_left_is_removed(tmp_path: Path) ->
     assert names(store) == [interrupted.name, "step_000020"]
     store.remove_leftovers()
     assert names(store) == ["step_000020"]
+
+
+def test_what_a_run_left_behind_after_the_step_it_goes_on_from_is_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (10, 20, 30):
+        save(store, step, keep_last=9)
+    (tmp_path / "step_000030" / MARKER).unlink()
+    store.remove_after(10)
+    assert names(store) == ["step_000010"]

@@ -66,6 +66,7 @@ class FullDisk(Disk):
 class Scene:
     folder: Path
     config: CheckpointConfig = CheckpointConfig(every=10, keep_last=2)
+    update_interval: int = 1
     workers: Workers = field(default_factory=Workers)
     reports: list[str] = field(default_factory=list)
     disk: FullDisk = field(default_factory=FullDisk)
@@ -80,6 +81,7 @@ class Scene:
             snapshots={"rollouts": self._take},
             config=self.config,
             total_steps=35,
+            update_interval=self.update_interval,
             report=self.reports.append,
         )
 
@@ -113,6 +115,8 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 def test_steps_with_a_checkpoint() -> None:
     scene = Scene(Path("/nowhere"))
     assert [step for step in range(1, 36) if scene.checkpointer.is_due(step)] == [10, 20, 30, 35]
+    rare = Scene(Path("/nowhere"), update_interval=7)
+    assert [step for step in range(1, 36) if rare.checkpointer.is_due(step)] == [14, 21, 35], "with an update each"
     never = Scene(Path("/nowhere"), config=CheckpointConfig(every=0))
     assert not any(never.checkpointer.is_due(step) for step in range(1, 36))
 

@@ -175,10 +175,7 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
             "evaluation.replicas=2: must leave one of rollout.num_replicas=2 to the training",
         ),
         ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=120"),
-        (
-            {"weight_sync__interval": 8, "checkpoint__keep_every": 40},
-            "checkpoint.every=20: with checkpoint.keep_every, must be a multiple of weight_sync.interval=8",
-        ),
+        ({"weight_sync__interval": 8, "checkpoint__keep_every": 40}, "checkpoint.every=20: with checkpoint.keep_every"),
         ({"checkpoint__keep_every": 30}, "checkpoint.keep_every=30: must be a multiple of checkpoint.every=20: no o"),
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),

@@ -89,7 +89,7 @@ class RolloutReplica:
             self._running -= 1
             if self._running == 0:
                 self._busy_s += time.monotonic() - self._busy_since
-        self._continued += max(0, parts - 1)
+        self._continued += parts - 1  # -1: it was complete, but for saying so
         self._finished += 1
         self._aborted += completion.finish_reason == "abort"
         self._prompt_tokens += len(request.prompt_ids)

@@ -4,11 +4,13 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import PauseMode
 from rollout.continuation import join, tail
+from rollout.engines.base import EngineDiedError
 from rollout.progress import Attempt, Partial, Progress, ProgressReport, SoFar, going_on, prompt_checksum
 from rollout.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest
@@ -172,6 +174,33 @@ def test_a_request_that_went_on_here_tells_only_what_is_new() -> None:
         (completion,) = await group
         assert completion.token_ids.tolist() == [7, 8, 0, 0, 0]
         assert (await replica.stats())["tokens"] == 3, "sampled here"
+
+    on_replica(test)
+
+
+def test_a_request_that_was_complete_when_it_was_lost_costs_no_engine_request() -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        had = make_completion([7, 8], [0, 0], "")
+        (completion,) = await replica.generate_group([replace(make_request("3.1-0", 2), so_far=had)])
+        assert completion.token_ids.tolist() == [7, 8] and completion.finish_reason == "length"
+        stats = await replica.stats()
+        assert stats["engine_requests"] - stats["trajectories"] - stats["continued"] == 0, "nothing was sent twice"
+
+    on_replica(test)
+
+
+def test_what_a_dying_engine_had_sampled_can_still_be_told() -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        await replica.progress({})
+        had = replace(make_request("3.1-0", 9), so_far=make_completion([7], [0], ""))
+        group = asyncio.create_task(replica.generate_group([had, make_request("3.1-1", 9)]))
+        await asyncio.sleep(2.5)
+        engine.kill()
+        with pytest.raises(EngineDiedError):
+            await group
+        report = await replica.progress({"3.1-0": 2})
+        told = {p.request_id: (p.start, p.piece.token_ids.tolist(), p.piece.finish_reason) for p in report.partials}
+        assert told == {"3.1-0": (2, [0], ""), "3.1-1": (0, [0, 0], "")}
 
     on_replica(test)
 

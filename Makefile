@@ -7,10 +7,10 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train serve test unit lint clean distclean FORCE
+.PHONY: help install train serve test test-slow unit lint clean distclean FORCE
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS="..."                 passed on: make train ARGS="trainer.lr=1e-4 rollout.num_replicas=2"'
 	@echo '  PYTHON=python3.12          the interpreter a new .venv is made with (3.11 or newer)'
@@ -29,7 +29,10 @@ serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
 	@$(PY) -m scripts.serve $(ARGS)
 
 test: $(STAMP)  ## unit and system tests
-	@$(PY) -m pytest tests/unit tests/system -n 2 --dist loadfile $(ARGS)
+	@$(PY) -m pytest tests/unit tests/system -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)  ## the system tests that take minutes each: recipes, faults, clusters, fleets
+	@$(PY) -m pytest tests/system -n 2 --dist loadfile -m slow $(ARGS)
 
 unit: $(STAMP)  ## unit tests only: seconds
 	@$(PY) -m pytest tests/unit -n 2 --dist loadfile $(ARGS)

@@ -12,6 +12,7 @@ The last line is JSON: the sums of injected, lost, twice, restarted, unbounded_w
 import argparse
 import asyncio
 import json
+import logging
 import random
 import signal
 import subprocess
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--vllm-kills", type=int, default=3, help="of the whole run, on vLLM")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)  # every failed group is a warning
     rows = [part_faults(fault, options.injections, options.seed) for fault in (*REPLICA_FAULTS, *LOOP_FAULTS)]
     with tempfile.TemporaryDirectory() as folder:
         rows.append(job_kills(options.kills, options.seed, Path(folder)))

@@ -23,7 +23,7 @@ from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
 from rollout.health import HealthMonitor
-from rollout.progress import Progress, ProgressReport
+from rollout.progress import Progress, ProgressReport, in_group
 from rollout.prompts import EncodedRow, Row
 from rollout.replica import CommitReport, RolloutReplica
 from rollout.rollout_state import capture, encode, restore
@@ -120,11 +120,12 @@ class FaultyLoop:
     """An agent loop of one turn that raises or hangs when it is told to."""
 
     faults: list[str] = field(default_factory=list)
-    """What happens to the next groups, in order: raises, hangs."""
+    """What happens to the next groups that are tried for the first time: raises, hangs."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         episodes = await ForcedLengths({"": LENGTHS}).run(tasks, generate)
-        if self.faults:
+        is_first = "." not in in_group(tasks[0].name)[0]
+        if self.faults and is_first:
             if self.faults.pop() == "raises":
                 raise RuntimeError("the tool of the agent loop raised")
             await asyncio.sleep(1e9)

@@ -22,6 +22,8 @@ from scripts.elastic import ReplicaStarter, make_fleet, make_monitor_and_operato
 from tests.system.test_replica_actor import no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Config(rollout=RolloutConfig(num_replicas=2, max_num_seqs=8, progress_interval_s=0.2, replica_timeout_s=20))
 DEADLINE_S = 60
 SPEC = EngineSpec(

@@ -13,6 +13,8 @@ import pytest
 from tests.system.whole_runs import REPO_ROOT, Run, check_training, find, small, started, trained
 from trainer.tracking import read_metrics
 
+pytestmark = pytest.mark.slow
+
 RECOVERY_DEADLINE_S = 180
 TOTAL_STEPS = 36
 

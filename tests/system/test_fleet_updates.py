@@ -35,6 +35,8 @@ from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import combine
 from weight_sync.transports.registry import make_sender, release_all
 
+pytestmark = pytest.mark.slow
+
 OWNER = "fleet-updates"
 CONFIG = Config(
     model=ModelConfig(),

@@ -13,6 +13,8 @@ from tests.published import dapo_record, write_jsonl, write_parquet
 from tests.system.whole_runs import REPO_ROOT, START_DEADLINE_S, Run, started
 from trainer.tracking import read_metrics
 
+pytestmark = pytest.mark.slow
+
 GSM8K = REPO_ROOT.parent / "shared" / "data" / "gsm8k"
 NUM_QUESTIONS = 12
 SMALL = [

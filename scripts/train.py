@@ -67,9 +67,8 @@ def _run(  # noqa: PLR0915
     config: Config, device: str, run_dir: Path, checkpoint: "Checkpoint | None", messages: Sequence[str]
 ) -> int:
     from scripts.plot_curve import CURVE_FILE, METRICS_FILE, plot_curve  # noqa: PLC0415
-    from scripts.resume import CHECKPOINTS, read  # noqa: PLC0415
+    from scripts.resume import read  # noqa: PLC0415
     from scripts.run import run  # noqa: PLC0415
-    from trainer.checkpoint_store import CheckpointStore  # noqa: PLC0415
     from trainer.console import make_console  # noqa: PLC0415
     from trainer.files import FailedWrites  # noqa: PLC0415
     from trainer.recorder import RunRecorder  # noqa: PLC0415
@@ -92,10 +91,7 @@ def _run(  # noqa: PLR0915
         for message in messages:
             console.message(message)
         resumed = None if checkpoint is None else read(checkpoint)
-        if resumed is not None:
-            recorder.restore(resumed.recorder, resumed.global_steps)
-            CheckpointStore(run_dir / CHECKPOINTS).remove_after(resumed.global_steps)
-        elif config.resume == "auto":
+        if resumed is None and config.resume == "auto":
             recorder.restore(recorder.state(), BEFORE_THE_FIRST)  # of a run that had no checkpoint yet
         summary = asyncio.run(cancelled_by_sigterm(run(config, device, run_dir, console, recorder, resumed)))
         with failed.tolerated(CURVE_FILE):

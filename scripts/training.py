@@ -100,6 +100,9 @@ class _Training:
             given_back = restore(resumed.rollouts, self._rollouts)
         except OtherPromptsError as error:
             raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self._config.seed})") from error
+        # Only now that it can go on is anything removed of what the run did after the checkpoint.
+        self._recorder.restore(resumed.recorder, resumed.global_steps)
+        self._parts.store.remove_after(resumed.global_steps)
         under_way, ready = len(self._rollouts.rollouter.under_way), len(self._rollouts.buffer.ready)
         given_up = f", {given_back} do not fit and start again" if given_back else ""
         what = f"{ready} groups are ready, {under_way} go on{given_up}"

@@ -29,9 +29,9 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path: Path, tiny_model: Path) -> None:
-    """Killed once between two checkpoints, with groups under way; the newest checkpoint is damaged besides, so that the
-    one before is taken. The undisturbed run has another number of replicas."""
-    with started(tmp_path / "whole", *small(tiny_model), *ON_POLICY, "rollout.num_replicas=2") as whole:
+    """Killed between two checkpoints, with groups under way; the newest checkpoint is damaged besides, so that the one
+    before is taken. It is resumed with another number of replicas."""
+    with started(tmp_path / "whole", *small(tiny_model), *ON_POLICY) as whole:
         assert whole.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, whole.output.read_text()
     with started(tmp_path / "killed", *small(tiny_model), *ON_POLICY) as first:
         first.wait_for(" 7/8 ")
@@ -42,7 +42,7 @@ def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    with started(tmp_path / "killed", *small(tiny_model), *ON_POLICY) as second:
+    with started(tmp_path / "killed", *small(tiny_model), *ON_POLICY, "rollout.num_replicas=2") as second:
         assert second.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, second.output.read_text()
         output = second.output.read_text()
     assert f"a checkpoint is refused: {damaged} is not what was written: its checksum differs" in output

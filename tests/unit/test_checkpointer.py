@@ -157,21 +157,21 @@ def test_a_save_waits_for_the_one_before_and_older_ones_are_pruned(tmp_path: Pat
     scene = Scene(tmp_path)
 
     async def scenario() -> None:
-        await scene.save(10)
-        await scene.save(20)
-        await committed()
-        scene.workers.written.clear()
-        await scene.save(30)
-        fourth = asyncio.create_task(scene.save(35))
-        await settle()
-        assert scene.workers.events[-1] == "write w30", "the fourth has taken nothing yet"
-        scene.workers.written.set()
-        await fourth
         async with scene.checkpointer:
-            pass
+            await scene.save(10)
+            await scene.save(20)
+            await committed()
+            scene.workers.written.clear()
+            await scene.save(30)
+            fourth = asyncio.create_task(scene.save(35))
+            await settle()
+            assert scene.workers.events[-1] == "write w30", "the fourth has taken nothing yet"
+            scene.workers.written.set()
+            await fourth
         assert scene.names() == ["step_000030", "step_000035"]
 
     run(scenario())
+    assert scene.reports == []
     assert scene.workers.events.count("model_files") == 1
 
 

@@ -31,7 +31,7 @@ serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
 test: $(STAMP)  ## unit and system tests
 	@$(PY) -m pytest tests/unit tests/system -n 2 --dist loadfile -m "not slow" $(ARGS)
 
-test-slow: $(STAMP)  ## the system tests that take minutes each: recipes, faults, clusters, fleets
+test-slow: $(STAMP)  ## the system tests that take minutes each: resume, faults, clusters, fleets, recipes
 	@$(PY) -m pytest tests/system -n 2 --dist loadfile -m slow $(ARGS)
 
 unit: $(STAMP)  ## unit tests only: seconds

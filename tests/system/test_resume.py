@@ -11,6 +11,8 @@ from scripts.audit import audit
 from tests.system.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, small, started
 from trainer.tracking import read_metrics
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 ON_POLICY = [
     f"trainer.total_steps={STEPS}",

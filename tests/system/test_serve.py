@@ -58,11 +58,16 @@ def test_a_stream_paused_for_three_seconds_has_one_gap_and_all_its_tokens(server
         await pausing
         assert len(stream.token_ids[0]) == len(stream.logprobs[0]) == 50 and stream.ended
         gaps = sorted(later - earlier for earlier, later in zip(stream.times, stream.times[1:], strict=False))
-        assert 2.9 < gaps[-1] < 4 and gaps[-2] < 1, "one gap, of the 3 s"
+        assert 2.9 < gaps[-1] < 5 and gaps[-2] < 2, "one gap, of the 3 s"
         await post(client, f"{server.gateway}/v1/abort_requests", json={"abort_all": True})
         await asyncio.gather(*reading)
 
     run(server, scenario)
+
+
+def num_tokens(stream: Stream) -> int:
+    """A busy machine sends several in one chunk."""
+    return len(stream.token_ids.get(0, ()))
 
 
 def test_a_keep_pause_changes_nothing_of_what_is_generated(server: Server) -> None:
@@ -81,13 +86,13 @@ def test_a_keep_pause_changes_nothing_of_what_is_generated(server: Server) -> No
                 for stream, one in zip(found, asked, strict=True)
             ]
             for cycle in range(cycles):
-                await until(lambda: asyncio.sleep(0, all(len(s.times) > 3 + 20 * cycle for s in found)))  # noqa: B023
+                await until(lambda: asyncio.sleep(0, all(num_tokens(s) > 3 + 20 * cycle for s in found)))  # noqa: B023
                 await post(client, f"{server.gateway}/pause?mode=keep")
                 assert (await client.get(f"{server.gateway}/is_paused")).json() == {"is_paused": True}
                 await asyncio.sleep(0.5)  # what was sampled before the pause is still on its way
-                seen = [len(stream.times) for stream in found]
+                seen = [num_tokens(stream) for stream in found]
                 await asyncio.sleep(0.5)
-                assert [len(stream.times) for stream in found] == seen
+                assert [num_tokens(stream) for stream in found] == seen
                 await post(client, f"{server.gateway}/resume")
             return await asyncio.gather(*reading)
 

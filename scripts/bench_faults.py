@@ -116,7 +116,7 @@ def _in_service(job: Job) -> list[FaultyReplica]:
 
 
 def job_kills(num_kills: int, seed: int, folder: Path, steps: int = 60) -> Row:
-    """SIGKILL of the whole job at seeded random moments, every third one inside a save, until `num_kills` are done."""
+    """SIGKILL of the whole job at seeded random moments, one in five inside a save, until `num_kills` are done."""
     row = Row(fault="whole job killed", engine="simulated", tokens_again=float("nan"))
     chance = random.Random(seed)
     number = 0
@@ -150,7 +150,7 @@ def job_kills(num_kills: int, seed: int, folder: Path, steps: int = 60) -> Row:
 def _kills(num_left: int, chance: random.Random) -> Iterator[float | None]:
     """Seconds after the first step; None: let it end. Negative: inside the next save."""
     for index in range(min(num_left, 5)):
-        yield -1.0 if index % 3 == 2 else chance.uniform(0.0, 1.5)
+        yield -1.0 if index == 2 else chance.uniform(0.0, 1.5)
     yield None
 
 

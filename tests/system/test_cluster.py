@@ -55,7 +55,7 @@ class NoAgents:
     def __init__(self) -> None:
         self.connected: list[str] = []
 
-    async def connect(self, replica: ReplicaHandle) -> None:
+    def connect(self, replica: ReplicaHandle) -> None:
         self.connected.append(replica.name)
 
 

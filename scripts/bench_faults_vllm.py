@@ -19,7 +19,7 @@ from scripts.audit import audit
 from scripts.bench_faults import Row
 from trainer.tracking import METRICS_FILE, read_metrics
 
-STEPS = 100
+STEPS = 200
 OVERRIDES = (
     "plain_console=true",
     f"trainer.total_steps={STEPS}",

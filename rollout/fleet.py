@@ -9,8 +9,9 @@ from typing import Any
 
 from configs.deadline import within
 from configs.schema import PauseMode
-from rollout.fleet_member import FleetMember, ProgressStore
+from rollout.fleet_member import FleetMember
 from rollout.members import FleetMembers
+from rollout.progress import Progress
 from rollout.replica import ReplicaStatus
 from rollout.router import ReplicaRouter
 
@@ -40,7 +41,7 @@ class ReplicaFleet(FleetMembers):
         *,
         serving: int | None = None,
         max_replacements: int = 0,
-        progress: ProgressStore | None = None,
+        progress: Progress | None = None,
     ):
         super().__init__(
             replicas,

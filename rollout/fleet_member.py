@@ -41,23 +41,3 @@ class FleetMember(Protocol):
     def kill(self) -> None:
         """For sure, whatever state its processes are in. Returns at once."""
         ...
-
-
-class ProgressStore(Protocol):
-    """Keeps what is known of every trajectory under way."""
-
-    def known(self, name: str) -> Mapping[str, int]:
-        """request -> tokens of it that are known, on that replica."""
-        ...
-
-    def take(self, name: str, report: ProgressReport) -> None: ...
-
-
-class NoStore:
-    """Keeps nothing: trajectories of lost replicas start again."""
-
-    def known(self, name: str) -> Mapping[str, int]:
-        return {}
-
-    def take(self, name: str, report: ProgressReport) -> None:
-        pass

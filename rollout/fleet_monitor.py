@@ -5,7 +5,7 @@ import asyncio
 from rollout.fleet import ReplicaFleet
 from rollout.fleet_member import FleetMember
 from rollout.health import HealthMonitor
-from rollout.members import NoProgressError
+from rollout.members import NoProgressError, now
 from rollout.progress import ProgressReport
 
 
@@ -62,8 +62,3 @@ class FleetMonitor:
                 return f"{replica.name} died: {error.__cause__}; {log}"
         found = self._health.observe(replica.name, now(), report)
         return None if found is None else f"{replica.name} is lost: {found}; {log}"
-
-
-def now() -> float:
-    """Seconds of the running event loop's clock."""
-    return asyncio.get_running_loop().time()

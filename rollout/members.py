@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from configs.deadline import within
-from rollout.fleet_member import FleetMember, NoStore, ProgressStore
+from rollout.fleet_member import FleetMember
 from rollout.lifecycle import Lifecycle, ReplicaState
-from rollout.progress import ProgressReport
+from rollout.progress import Progress, ProgressReport
 from rollout.router import ReplicaRouter
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class FleetMembers:
         *,
         serving: int | None = None,
         max_replacements: int = 0,
-        progress: ProgressStore | None = None,
+        progress: Progress | None = None,
     ):
         """`replicas`: started. `serving`: the version they serve already; None: nothing is routed to them before their
         first update. `report`: told in a sentence who leaves and who comes. `max_replacements`: how many of those that
@@ -50,7 +50,7 @@ class FleetMembers:
         self._min_replicas = min_replicas
         self._report = report
         self._max_replacements = self._replacements_left = max_replacements
-        self._progress = progress or NoStore()
+        self._progress = progress or Progress()
         self._lives: dict[str, Lifecycle] = {}
         self._replicas: dict[str, FleetMember] = {}
         self._asking: dict[str, asyncio.Lock] = {}
@@ -127,7 +127,7 @@ class FleetMembers:
         life.verified(global_steps)
         if name in self._lost_at:
             self._num_replaced += 1
-            self._recovery_s = _now() - self._lost_at.pop(name)
+            self._recovery_s = now() - self._lost_at.pop(name)
             self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
         elif before is ReplicaState.STALE:
             self._report(f"{name} is back in service")
@@ -227,7 +227,7 @@ class FleetMembers:
         if self._replacements_left > 0:
             self._replacements_left -= 1
             replacement = self.want()
-            self._lost_at[replacement] = self._lost_at.pop(name, _now())
+            self._lost_at[replacement] = self._lost_at.pop(name, now())
             self._report(f"{replacement} is to replace {name}")
 
     async def _bury(self, name: str, error: BaseException) -> bool:
@@ -280,5 +280,6 @@ class FleetMembers:
         }
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds of the running event loop's clock."""
     return asyncio.get_running_loop().time()

@@ -1,6 +1,6 @@
-"""A run's fleet that heals and changes: who watches it, who starts its replicas, and the socket of scripts/fleet.py."""
+"""A run's fleet that heals and changes: who starts its replicas, and the socket of scripts/fleet.py."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -8,19 +8,12 @@ from configs.deadline import within
 from configs.schema import Config
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
-from rollout.fleet import ReplicaFleet
-from rollout.fleet_member import FleetMember
-from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
-from rollout.health import HealthMonitor
 from rollout.http.fleet_app import fleet_app
 from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
-from rollout.progress import Progress
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
-from rollout.router import ReplicaRouter, max_inflight
 from scripts.fleet import SOCKET_FILE
-from weight_sync.checkpoint_manager import CheckpointManager
 
 
 class ReplicaStarter:
@@ -55,43 +48,6 @@ class ReplicaStarter:
             replica.kill()
             raise
         return replica
-
-
-def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, HealthMonitor]:
-    rollout = config.rollout
-    health = HealthMonitor(rollout.replica_timeout_s, rollout.slow_factor)
-    return FleetMonitor(fleet, health, rollout.progress_interval_s), health
-
-
-def make_fleet(
-    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None], progress: Progress
-) -> tuple[ReplicaFleet, ReplicaRouter]:
-    """Of replicas that wait for their first weights."""
-    rollout = config.rollout
-    inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
-    router = ReplicaRouter([replica.name for replica in replicas], inflight)
-    return ReplicaFleet(
-        replicas, router, rollout.min_replicas, report, max_replacements=rollout.max_replacements, progress=progress
-    ), router
-
-
-def make_monitor_and_operator(
-    config: Config,
-    fleet: ReplicaFleet,
-    router: ReplicaRouter,
-    manager: CheckpointManager,
-    start: Callable[[str], Awaitable[FleetMember]],
-) -> tuple[FleetMonitor, FleetOperator]:
-    monitor, health = make_monitor(config, fleet)
-    operator = FleetOperator(
-        fleet=fleet,
-        router=router,
-        health=health,
-        start=start,
-        catch_up=manager.catch_up,
-        drain_timeout_s=config.rollout.group_timeout_s,
-    )
-    return monitor, operator
 
 
 @asynccontextmanager

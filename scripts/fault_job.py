@@ -19,18 +19,15 @@ from rollout.agent_loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agent_worker import AgentWorker
 from rollout.engines.base import EngineDiedError
 from rollout.engines.simulated import SimulatedEngine
-from rollout.fleet import ReplicaFleet
-from rollout.fleet_monitor import FleetMonitor
-from rollout.fleet_operator import FleetOperator
-from rollout.health import HealthMonitor
 from rollout.progress import Progress, ProgressReport, in_group
 from rollout.prompts import EncodedRow, Row
 from rollout.replica import CommitReport, RolloutReplica
 from rollout.rollout_state import capture, encode, restore
-from rollout.router import ReplicaLostError, ReplicaRouter, max_inflight
+from rollout.router import ReplicaLostError
 from rollout.types import Completion, GenerationRequest
 from scripts.bench_common import ForcedLengths, UniformLengths
 from scripts.bench_simulated import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
+from scripts.healing import make_fleet, make_monitor_and_operator
 from scripts.resume import CHECKPOINTS, ROLLOUTS, Resumed, read
 from scripts.rollouts import make_rollouts
 from scripts.supervision import until_first_ends
@@ -164,20 +161,9 @@ class Job:
         self.loop = FaultyLoop()
         self.messages: list[str] = []
         self.workers = SavedTrainer(train_s)
-        rollout, progress = config.rollout, Progress()
-        inflight = max_inflight(rollout.max_num_seqs, config.algorithm.group_size)
-        router = ReplicaRouter([replica.name for replica in self.replicas], inflight)
-        self.fleet = ReplicaFleet(
-            self.replicas,
-            router,
-            rollout.min_replicas,
-            self.messages.append,
-            max_replacements=rollout.max_replacements,
-            progress=progress,
-        )
-        health = HealthMonitor(rollout.replica_timeout_s, rollout.slow_factor)
+        progress = Progress()
+        self.fleet, router = make_fleet(config, self.replicas, self.messages.append, progress)
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
-        self.monitor = FleetMonitor(self.fleet, health, rollout.progress_interval_s)
         self._agents = AgentWorker(
             config=config,
             tokenizer=NoTokenizer(),
@@ -185,14 +171,7 @@ class Job:
             reward=no_reward,
             replicas={replica.name: replica.generate_group for replica in self.replicas},
         )
-        self.operator = FleetOperator(
-            fleet=self.fleet,
-            router=router,
-            health=health,
-            start=self._start,
-            catch_up=self.manager.catch_up,
-            drain_timeout_s=rollout.group_timeout_s,
-        )
+        self.monitor, self.operator = make_monitor_and_operator(config, self.fleet, router, self.manager, self._start)
         rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
         self.rollouts = make_rollouts(config, rows, self._agents, router, self.fleet, progress, self.first_step)
         if resumed is not None:

@@ -21,7 +21,8 @@ from rollout.replica_group import ReplicaActor, create_replicas
 from scripts import models
 from scripts.cluster import cluster, output_to
 from scripts.data import encode_rows, load_rows
-from scripts.elastic import ReplicaStarter, fleet_socket, make_fleet, make_monitor_and_operator
+from scripts.elastic import ReplicaStarter, fleet_socket
+from scripts.healing import make_fleet, make_monitor_and_operator
 from scripts.parts import Parts
 from scripts.resume import Resumed
 from scripts.training import train

@@ -17,7 +17,7 @@ from rollout.replica_group import ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from scripts import run
 from scripts.cluster import cluster, output_to
-from scripts.elastic import make_monitor
+from scripts.healing import make_monitor
 from trainer.console import Console, PlainConsole
 
 UNBOUNDED = sys.maxsize

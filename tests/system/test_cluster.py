@@ -18,7 +18,8 @@ from rollout.progress import Progress
 from rollout.replica import RolloutReplica
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.types import Completion, GenerationRequest, SamplingParams
-from scripts.elastic import ReplicaStarter, make_fleet, make_monitor_and_operator
+from scripts.elastic import ReplicaStarter
+from scripts.healing import make_fleet, make_monitor_and_operator
 from tests.system.test_replica_actor import no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
 

@@ -62,7 +62,7 @@ class _Training:
             checkpointer=checkpointer,
         )
         await manager.update_weights(self._first_step)
-        if not recorder.counts.accuracies:
+        if self._first_step == 0:
             console.stage("evaluating before the first step")
             recorder.record_evaluation(self._first_step, await self._evaluator.evaluate())
         console.stage("training")

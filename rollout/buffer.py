@@ -61,10 +61,13 @@ class TrajectoryBuffer:
             return self.ledger.claim()
 
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
-        """Raises RewardFailuresError or TooFewGroupsError when this group is one too many."""
+        """A group that somebody aborted as a whole makes room for another prompt. Raises RewardFailuresError or
+        TooFewGroupsError when this group is one too many."""
         self._failures.count(group.errors)
         async with self._changed:
-            if self._max_sample_batches is not None and not group.rewards_differ:
+            if group.is_aborted:
+                self.ledger.filter(slot)
+            elif self._max_sample_batches is not None and not group.rewards_differ:
                 self.ledger.filter(slot)
                 self._check_filtered(self._max_sample_batches)
             else:

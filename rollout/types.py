@@ -109,7 +109,7 @@ class Trajectory:
     overlong_penalty: float = 0.0
     """Of a response near its limit, 0 or less; not part of `reward`."""
     error: str | None = None
-    """Why there is no reward. Such a trajectory is not trained, and counts in no baseline."""
+    """Why there is no reward."""
 
     @property
     def shaped_reward(self) -> float:
@@ -117,13 +117,15 @@ class Trajectory:
         return self.reward + self.overlong_penalty
 
     @property
-    def min_version(self) -> int:
-        """`global_steps` of the oldest weights that sampled a token."""
-        return min(span.global_steps for span in self.spans)
+    def is_scored(self) -> bool:
+        """Whether its reward says anything. One without a reward, or that somebody aborted, is not trained, and counts
+        in no baseline."""
+        return self.error is None and self.finish_reason != "abort"
 
     @property
-    def max_version(self) -> int:
-        return max(span.global_steps for span in self.spans)
+    def min_version(self) -> int:
+        """`global_steps` of the oldest weights that sampled a token. ValueError where there is no token."""
+        return min(span.global_steps for span in self.spans)
 
     def token_versions(self) -> IntArray:
         """[R] `global_steps` of every token."""
@@ -152,11 +154,17 @@ class TrajectoryGroup:
     def rewards_differ(self) -> bool:
         """False for a group that every group-relative advantage sets to 0. The overlong penalty does not count: a
         group is solved or not whatever its lengths (DAPO, arXiv:2503.14476, eq. 11)."""
-        return len({trajectory.reward for trajectory in self.trajectories if trajectory.error is None}) > 1
+        return len({trajectory.reward for trajectory in self.trajectories if trajectory.is_scored}) > 1
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether nothing is left of it to learn from: somebody aborted every trajectory."""
+        return all(trajectory.finish_reason == "abort" for trajectory in self.trajectories)
 
     @property
     def min_version(self) -> int:
-        return min(trajectory.min_version for trajectory in self.trajectories)
+        """`global_steps` of the oldest weights that sampled a token. ValueError where there is no token."""
+        return min(trajectory.min_version for trajectory in self.trajectories if trajectory.spans)
 
     @property
     def num_tokens(self) -> int:

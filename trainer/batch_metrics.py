@@ -12,13 +12,13 @@ def group_metrics(
 ) -> dict[str, float]:
     """Metrics of the groups that optimizer step `global_steps` trains."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    scored = [trajectory for trajectory in trajectories if trajectory.error is None]
+    scored = [trajectory for trajectory in trajectories if trajectory.is_scored]
     rewards = np.array([trajectory.shaped_reward for trajectory in scored] or [0.0])
     scores = np.array([trajectory.reward for trajectory in scored] or [0.0])
     response_lengths = np.array([len(trajectory.response_ids) for trajectory in trajectories])
     prompt_lengths = np.array([len(trajectory.prompt_ids) for trajectory in trajectories])
     flat_advantages = np.concatenate(list(advantages))
-    solved = [{trajectory.reward for trajectory in group.trajectories if trajectory.error is None} for group in groups]
+    solved = [{trajectory.reward for trajectory in group.trajectories if trajectory.is_scored} for group in groups]
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/rewards/mean": float(rewards.mean()),
@@ -66,4 +66,4 @@ def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, up
 
 def is_spanning(trajectory: Trajectory) -> bool:
     """Whether two or more versions sampled its tokens."""
-    return trajectory.min_version != trajectory.max_version
+    return len({span.global_steps for span in trajectory.spans}) > 1

@@ -23,7 +23,7 @@ def advantages_of(
     `rewards`: per group [G], what is learned; a number that is not read where there is no reward.
     """
     advantages = [np.zeros(len(group.trajectories), np.float32) for group in groups]
-    scored = [np.array([trajectory.error is None for trajectory in group.trajectories]) for group in groups]
+    scored = [np.array([trajectory.is_scored for trajectory in group.trajectories]) for group in groups]
     usable = [index for index, has_reward in enumerate(scored) if has_reward.sum() >= 2]
     if not usable:
         return advantages
@@ -42,11 +42,11 @@ def advantages_of(
 
 
 def is_trainable(trajectory: Trajectory, mask_truncated: bool) -> bool:
-    return trajectory.error is None and not (mask_truncated and trajectory.finish_reason == "length")
+    return trajectory.is_scored and not (mask_truncated and trajectory.finish_reason == "length")
 
 
 def trainable(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[TrajectoryGroup]:
-    """The groups with the loss masks of trajectories emptied that have no reward, and with `mask_truncated` those that
+    """The groups with the loss masks of trajectories emptied that are not scored, and with `mask_truncated` those that
     did not end by themselves: overlong filtering (DAPO, arXiv:2503.14476, sec. 3.4).
 
     The reward of a truncated trajectory stays in its group's baseline, as in SkyRL and TRL; the DAPO paper does not
@@ -67,5 +67,5 @@ def _scored_group(group: TrajectoryGroup, rewards: FloatArray, has_reward: BoolA
     return ScoredGroup(
         rewards=rewards[has_reward],
         lengths=np.array([max(1, trajectory.loss_mask.sum()) for trajectory in scored], np.int32),
-        greedy_reward=None if greedy is None or greedy.error is not None else greedy.shaped_reward,
+        greedy_reward=None if greedy is None or not greedy.is_scored else greedy.shaped_reward,
     )

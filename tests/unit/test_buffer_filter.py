@@ -9,7 +9,7 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, 
 from rollout.buffer import TooFewGroupsError, TrainBatch, TrajectoryBuffer, make_buffer
 from rollout.rewards.budget import FailureBudget, RewardFailuresError, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
-from rollout.types import TrajectoryGroup
+from rollout.types import Trajectory, TrajectoryGroup
 from tests.fakes import make_group, make_mixed_group, make_trajectory, run_virtual, settle
 
 
@@ -72,6 +72,34 @@ def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float |
         assert ordinals(await buffer.next_batch(0)) == [0 if differ else 1]
         await buffer.close()
         await asyncio.gather(waiter)
+
+    run_virtual(main())
+
+
+def aborted(*versions: int) -> Trajectory:
+    return replace(make_trajectory(*versions), finish_reason="abort")
+
+
+def test_an_aborted_group_makes_room_for_another() -> None:
+    """Nothing is left of it to learn from, and maybe no token that would have a version."""
+
+    async def main() -> None:
+        buffer = small_buffer()
+        await buffer.put(await must_claim(buffer), replace(make_group(0, 0), trajectories=(aborted(), aborted(0, 0))))
+        assert buffer.gauges()["rollout/filtered_groups"] == 1
+        await buffer.put(await must_claim(buffer), make_group(1, 0))
+        assert ordinals(await buffer.next_batch(0)) == [1]
+
+    run_virtual(main())
+
+
+def test_a_trajectory_aborted_before_its_first_token_leaves_its_group_as_stale_as_it_is() -> None:
+    async def main() -> None:
+        buffer = small_buffer(max_staleness=1)
+        group = replace(make_group(0, 0), trajectories=(aborted(), make_trajectory(1, 2), make_trajectory(2)))
+        await buffer.put(await must_claim(buffer), group)
+        assert ordinals(await buffer.next_batch(0)) == [0]
+        assert group.min_version == 1
 
     run_virtual(main())
 

@@ -104,6 +104,7 @@ def test_a_step_whose_tokens_are_all_masked_has_no_staleness() -> None:
 def test_spanning_is_about_versions_not_about_spans() -> None:
     assert not is_spanning(make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 5), VersionSpan(1, 2, 5))))
     assert is_spanning(make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 4), VersionSpan(1, 2, 5))))
+    assert not is_spanning(make_trajectory([1], [], spans=(), finish_reason="abort"))
 
 
 @dataclass

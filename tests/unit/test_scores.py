@@ -40,6 +40,16 @@ def test_a_failed_reward_counts_in_no_baseline() -> None:
     assert advantages(rewarded(None, 1, None, 0), rewarded(3, 2, 2, 1)) == [[0, 0.5, 0, -0.5], [1, 0, 0, -1]]
 
 
+def test_an_aborted_trajectory_counts_in_no_baseline_and_is_not_trained() -> None:
+    """Its reward is of half an answer."""
+    half = make_trajectory([1], [2], reward=9, finish_reason="abort")
+    nothing = make_trajectory([1], [], spans=(), finish_reason="abort")
+    group = [half, *rewarded(1, 0), nothing]
+    assert advantages(group) == [[0, 0.5, -0.5, 0]]
+    [masked] = trainable([make_group(0, group)], mask_truncated=False)
+    assert [trajectory.loss_mask.tolist() for trajectory in masked.trajectories] == [[False], [True] * 2, [True] * 2, []]
+
+
 def test_a_group_with_fewer_than_two_rewards_learns_nothing() -> None:
     """Whatever the estimator, which is not even asked where no group has two."""
 

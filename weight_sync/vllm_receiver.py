@@ -130,7 +130,8 @@ class WeightReceiver:
 
     def _receiver_index(self) -> int:
         parallel = self.parallel_config  # pyright: ignore[reportAttributeAccessIssue]
-        return parallel.data_parallel_rank * parallel.world_size + self.rank  # pyright: ignore
+        # Not data_parallel_rank: vLLM sets that to 0 in every engine of a dense model.
+        return parallel.data_parallel_index * parallel.world_size + self.rank  # pyright: ignore
 
 
 STAGE_WAIT_S = 0.005

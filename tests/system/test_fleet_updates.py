@@ -57,6 +57,7 @@ class OpenReplica(ReplicaActor):
 @dataclass
 class Scene:
     runner: asyncio.Runner
+    specs: list[EngineSpec]
     replicas: list[ReplicaHandle]
     workers: TrainWorkerGroup
     fleet: ReplicaFleet
@@ -75,8 +76,9 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(ray_cluster: None, engine_spec: EngineSpec, tiny_model: Path) -> Iterator[Scene]:
-    """One replica whose model is split over two workers, one that is whole, and a trainer of two ranks."""
-    specs = [replace(engine_spec, max_num_seqs=2, tensor_parallel_size=size) for size in (2, 1)]
+    """A replica whose model is split over two workers, one of two engines with the whole, a trainer of two ranks."""
+    small = replace(engine_spec, max_num_seqs=2)
+    specs = [replace(small, tensor_parallel_size=2), replace(small, data_parallel_size=2)]
     replicas = [create_replica(f"replica-{i}", spec, no_redirect, OpenReplica) for i, spec in enumerate(specs)]
     workers = TrainWorkerGroup(
         config=CONFIG,
@@ -95,7 +97,7 @@ def scene(ray_cluster: None, engine_spec: EngineSpec, tiny_model: Path) -> Itera
 
         runner.run(start())
         try:
-            yield Scene(runner, replicas, workers, fleet)
+            yield Scene(runner, specs, replicas, workers, fleet)
         finally:
             for part in (workers, *replicas):
                 part.kill()
@@ -132,11 +134,11 @@ def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
     ]
 
 
-def as_engine(weights: dict[str, torch.Tensor], name: str, worker: int, num_workers: int) -> torch.Tensor:
-    """What a worker of a replica should hold under vLLM's name: fused, and its part of what is split."""
+def as_engine(weights: dict[str, torch.Tensor], name: str, rank: int, num_ranks: int) -> torch.Tensor:
+    """What a tensor-parallel rank should hold under vLLM's name: fused, and its part of what is split."""
 
     def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return tensor.chunk(num_workers, dim)[worker]
+        return tensor.chunk(num_ranks, dim)[rank]
 
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for together, names in fused.items():
@@ -147,19 +149,20 @@ def as_engine(weights: dict[str, torch.Tensor], name: str, worker: int, num_work
     return weights[name]
 
 
-def check_dump(folder: Path, weights: dict[str, torch.Tensor], num_workers: int) -> None:
+def check_dump(folder: Path, weights: dict[str, torch.Tensor], spec: EngineSpec) -> None:
     files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == num_workers
+    assert len(files) == spec.data_parallel_size * spec.tensor_parallel_size
     for worker, file in enumerate(files):
+        rank = worker % spec.tensor_parallel_size
         held = load_file(file)
         assert len(held) > 10
         for name, tensor in held.items():
             if "embed_tokens" in name or "lm_head" in name:  # split by rows, which are padded to a round number
-                rows = len(tensor) * worker
+                rows = len(tensor) * rank
                 wanted = weights["model.embed_tokens.weight"][rows : rows + len(tensor)]
                 tensor = tensor[: len(wanted)]
             else:
-                wanted = as_engine(weights, name, worker, num_workers)
+                wanted = as_engine(weights, name, rank, spec.tensor_parallel_size)
             assert torch.equal(tensor, wanted), f"{name} on worker {worker}"
 
 
@@ -199,8 +202,8 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
         return weights, list(await asyncio.gather(*load))
 
     weights, completions = scene.run(scenario())
-    for replica in scene.replicas:
-        check_dump(tmp_path / replica.name, weights, replica.num_workers)
+    for replica, spec in zip(scene.replicas, scene.specs, strict=True):
+        check_dump(tmp_path / replica.name, weights, spec)
     assert {status.global_steps for status in scene.run(scene.fleet.statuses())} == {scene.version}
     for group in completions:
         assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in group)

@@ -111,7 +111,7 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0
     """gae: 1 is the return minus the value, 0 the one-step temporal difference."""
     normalize_by_std: bool = True
-    """Divide a group's advantages by its reward's standard deviation (GRPO, pass@k); false is Dr. GRPO."""
+    """Divide a group's advantages by its rewards' standard deviation (GRPO, pass@k); false is Dr. GRPO."""
     filter_groups: bool = False
     """Leave out groups whose rewards are all equal, and sample other prompts in their place (DAPO)."""
     max_sample_batches: int = 30
@@ -131,7 +131,8 @@ class AlgorithmConfig:
     loss_horizon: int | None = None
     """What seq_mean_token_sum_norm divides by, in tokens; null is rollout.max_response_tokens."""
     clip_ratio_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_ratio_low. dppo: the divergence allowed downwards; gmpo: of log ratio."""
+    """The ratio is clipped below at 1 - this. gspo: the trajectory's ratio (its paper: 3e-4, and 4e-4 above); gmpo: the
+    log ratio (0.4); dppo: the divergence allowed downwards (dppo_kl: about 0.05)."""
     clip_ratio_high: float = 0.28
     """The ratio is clipped above at 1 + clip_ratio_high (DAPO's clip-higher). dppo, gmpo: as clip_ratio_low."""
     clip_ratio_c: float = 3.0
@@ -156,7 +157,8 @@ class AlgorithmConfig:
     kl_loss_estimator: KLEstimator = KLEstimator.k3
     """k2 or k3."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL to the reference, summed over a trajectory's tokens, that is taken off its reward."""
+    """Weight of the KL to the reference, summed over a trajectory's tokens, that is taken off its reward; with gae each
+    token loses its own share. The KL is that of the policy that sampled."""
     kl_reward_estimator: KLEstimator = KLEstimator.k1
     """k1, k2 or k3."""
     proximal: Proximal = Proximal.rollout
@@ -194,4 +196,5 @@ class CriticConfig:
     lr: float = 1e-3
     """AdamW's learning rate after warm-up."""
     value_clip: float = 0.5
-    """A value's loss is clipped where it moved further than this from the value before the step."""
+    """A value's loss is clipped where it moved further than this from the value before the step: never, as long as a
+    batch is trained in one optimizer step."""

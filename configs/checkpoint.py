@@ -11,9 +11,10 @@ class CheckpointConfig:
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every: int | None = None
-    """Checkpoints of steps that are multiples of this are kept for good; null: none."""
+    """Checkpoints of steps that are multiples of this, itself one of `every`, are kept for good; null: none."""
     timeout_s: float = 1800.0
-    """Deadline of staging one checkpoint, of the workers' writing it, and of what the driver adds."""
+    """Deadline of each part of a save. Past that of staging the train workers start again; past that of the workers'
+    writing, or of what the driver adds, the save has failed and training goes on."""
 
 
 def checkpoint_problems(checkpoint: CheckpointConfig, update_interval: int) -> list[tuple[str, object, str]]:

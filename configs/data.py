@@ -17,7 +17,7 @@ class OverlongPrompts(Enum):
 class DataConfig:
     train_files: str | None = None
     """JSONL or parquet files, folders of `save_to_disk` (a split by `folder@train`) and hub data sets
-    (`openai/gsm8k:main@train`), separated by commas. null makes arithmetic word problems here."""
+    (`openai/gsm8k:main@train`), separated by commas. null, with val_files: arithmetic word problems made here."""
     val_files: str | None = None
     """The held-out set, as train_files."""
     loader: str | None = None
@@ -31,10 +31,10 @@ class DataConfig:
     answer_key: str = "answer"
     """Column with the reference answer, such as `reward_model.ground_truth`; GSM8K's follows `####`."""
     prompt_template: str = "Question: {question}\nAnswer: "
-    """Text that takes the place of the question; `{question}` in it is replaced."""
+    """Text that takes the place of the question; it contains `{question}`, which is replaced."""
     chat_template: bool = False
     """Wrap the messages, or the question as the user's, in the tokenizer's chat template; false joins their texts."""
     max_prompt_tokens: int = 1024
-    """Longest prompt."""
+    """Longest prompt. The engine's context is this plus rollout.max_response_tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.filter
     """What happens to longer ones: filter (left out, and counted) or refuse."""

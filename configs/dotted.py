@@ -2,12 +2,15 @@
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function or class at `path`, "package.module:name". Its module is imported, so its own errors show here.
+    """The function or class at `path`, "package.module:name". Its module is imported, so its own errors show here; it is
+    looked up in the current folder too, where console scripts and Ray's workers would not look.
 
     `parameters`: what it is called with, by position; a class is called with those of its constructor. `known`: the
     built-in names that the key takes besides, for the message. Raises ValueError that names the key, the value and
@@ -19,6 +22,8 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         allowed = f"one of {', '.join(known)}, or package.module:name" if known else "package.module:name"
         raise ValueError(f"{key}={path}: must be {allowed}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -10,12 +10,12 @@ class EvaluationConfig:
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
-    """Nucleus."""
+    """As rollout.top_p, for the evaluation."""
     replicas: int = 1
     """Replicas that hold one version and only evaluate while an evaluation beside the training lasts; one is always
     left to the training. 0, or a single replica: evaluation shares the replicas, and updates go on under it."""
     timeout_s: float = 1200.0
-    """Deadline of one evaluation."""
+    """Deadline of one evaluation; then the run ends."""
 
 
 def evaluation_problems(evaluation: EvaluationConfig, num_replicas: int) -> list[tuple[str, object, str]]:

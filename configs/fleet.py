@@ -8,7 +8,7 @@ class FleetKeys:
     min_replicas: int = 1
     """The run ends when fewer replicas than this can serve and none is on its way to replace one."""
     max_replacements: int = 8
-    """Replicas that are lost and replaced by new ones, over the whole run; 0: none."""
+    """Replicas that are lost and replaced by new ones, in all; 0: none. A resumed run counts anew."""
     progress_interval_s: float = 1.0
     """Every so often each replica is asked how it is, and for the tokens of what it is generating: the most that its
     death costs."""
@@ -20,4 +20,4 @@ class FleetKeys:
     """Share of the run's groups that may fail for good: other prompts take their places. One more ends the run."""
     slow_factor: float | None = 8.0
     """A replica is lost that is slower than the others' median by more than this, in tokens/s as a whole and per
-    request; null: never."""
+    request; at least 2, null: never."""

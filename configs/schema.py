@@ -58,7 +58,7 @@ class Transport(Enum):
     collective = "collective"
     """torch.distributed broadcast in buckets: NCCL between GPUs, gloo between CPUs. Any number of machines."""
     cuda_ipc = "cuda_ipc"
-    """Replicas map the trainer's GPU memory. Replicas and trainer on one machine."""
+    """Replicas map the trainer's GPU memory. Replicas and trainer on one machine. Never run so far."""
     filesystem = "filesystem"
     """safetensors files in a folder that all machines share."""
 
@@ -134,22 +134,23 @@ class RolloutConfig(FleetKeys):
     stale_policy: StalePolicy = StalePolicy.wait
     """What happens to a group that would become staler: wait, mask or drop."""
     max_num_seqs: int = 256
-    """Trajectories that one replica runs at once."""
+    """Trajectories that each copy of the model (a replica has data_parallel_size) runs at once; as many more wait."""
     max_response_tokens: int = 32
     """Tokens sampled per trajectory at most."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts."""
+    """Sampling temperature of training rollouts, above 0."""
     top_p: float = 1.0
-    """Nucleus of training rollouts. The recorded logprobs are those of the distribution after it."""
+    """Training rollouts sample only from the most likely tokens that together have this probability. Below 1 the
+    recorded logprobs are of the truncated distribution, the trainer's of the whole one: every ratio is then biased."""
     top_k: int = -1
-    """Most likely tokens that training rollouts sample from; -1 is all of them."""
+    """Most likely tokens that training rollouts sample from; -1 is all. Others bias the ratios as top_p does."""
     seeded_sampling: bool = False
     """Give every trajectory a sampling seed of its own (from seed, ordinal and index): repeatable, a little slower."""
     reward: str = "gsm8k"
     """gsm8k, gsm8k_flexible, dapo, math_verify, format, or `package.module:function` taking (prompt, text); or a sum
     such as `gsm8k+0.1*format`."""
     reward_timeout_s: float = 60.0
-    """Deadline of one reward, which has failed when it passes."""
+    """Deadline of all rewards of one group together. Those that have not come then have failed."""
     max_failed_rewards: float = 0.01
     """Share of the run's trajectories whose reward may fail: those are not trained. One more ends the run; 0: the first
     does."""
@@ -169,19 +170,19 @@ class RolloutConfig(FleetKeys):
     enforce_eager: bool = True
     """No torch.compile and no CUDA graphs: starts sooner, generates slower on GPUs."""
     kv_cache_mb: int | None = 256
-    """KV cache per replica. null takes gpu_memory_utilization of the GPU."""
+    """MiB of KV cache on each GPU, on CPU of each engine. null takes what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = 0.85
     """Share of the GPU that vLLM takes, where kv_cache_mb is null."""
     start_timeout_s: float = 600.0
-    """Deadline of the start of all replicas and train workers, the warm-up included."""
+    """Deadline of the start of all replicas and train workers, the warm-up included, and of each later start of one."""
     group_timeout_s: float = 1200.0
-    """Deadline of a group, from dispatch to rewards."""
+    """Deadline of one try at a group, from dispatch to rewards; then it is tried again (max_group_retries)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     total_steps: int = 120
-    """Optimizer steps of the run."""
+    """Optimizer steps of the run, a multiple of weight_sync.interval."""
     prompts_per_step: int = 16
     """Groups per optimizer step."""
     num_ranks: int = 1
@@ -191,13 +192,13 @@ class TrainerConfig:
     lr: float = 3e-4
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = 5
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; the learning rate is constant afterwards."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     adam_beta1: float = 0.9
-    """AdamW's first moment."""
+    """Decay of AdamW's first moment."""
     adam_beta2: float = 0.95
-    """AdamW's second moment."""
+    """Decay of AdamW's second moment."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     layout: Layout = Layout.shared_prompt
@@ -211,9 +212,9 @@ class TrainerConfig:
     max_skipped_steps: int = 3
     """Steps that may be skipped because loss, logprobs or gradient norm is NaN or infinite. One more ends the run."""
     batch_timeout_s: float = 1800.0
-    """Deadline of the wait for a batch."""
+    """Deadline of the wait for a batch; then the run ends."""
     step_timeout_s: float = 1800.0
-    """Deadline of one optimizer step on the workers."""
+    """Deadline of one optimizer step, and of scoring a batch; then the train workers start again (max_restarts)."""
     max_restarts: int = 3
     """How often the train workers may start again from the newest checkpoint after one died or hung."""
 
@@ -221,13 +222,13 @@ class TrainerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
     interval: int = 1
-    """Optimizer steps between updates of the replicas."""
+    """Optimizer steps between updates of the replicas; divides trainer.total_steps."""
     transport: Transport = Transport.shared_memory
     """How weights travel: shared_memory, collective, cuda_ipc or filesystem."""
     delta: bool = False
     """Send only what changed since the version before, bit for bit. For bfloat16 replicas, most does not change."""
     directory: str | None = None
-    """Folder of transport=filesystem."""
+    """Folder that all machines share, for transport=filesystem only."""
     staging: Staging = Staging.host
     """Where replicas take them in while they generate: none, host or device."""
     pause_mode: PauseMode = PauseMode.keep
@@ -242,7 +243,7 @@ class WeightSyncConfig:
     pause_timeout_s: float = 60.0
     """Deadline of pausing one replica, and of resuming it."""
     swap_timeout_s: float = 120.0
-    """Deadline of one replica's swap."""
+    """Deadline of one replica's swap, with staging=none of the whole transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +259,7 @@ class WandbConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     address: str | None = None
-    """A running cluster (`auto` or host:port). null starts one on this machine for the run."""
+    """A running cluster (`auto` or host:port); device must be given then. null starts one on this machine."""
     start_timeout_s: float = 120.0
     """Deadline of connecting to Ray, or of starting it."""
 
@@ -266,7 +267,7 @@ class RayConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     seed: int = 0
-    """Seed of the model, the prompt order and, with rollout.seeded_sampling, of sampling."""
+    """Seed of the tiny model, the prompt order, clip_cov's choice and, with rollout.seeded_sampling, of sampling."""
     device: Device = Device.auto
     """auto, cpu or cuda, for replicas and trainer alike."""
     dry_run: bool = False
@@ -274,7 +275,8 @@ class Config:
     plain_console: bool = False
     """One line per step, also on a terminal."""
     resume: str = "never"
-    """Go on from a checkpoint: never, auto (the newest good one of the run folder), or the path of one."""
+    """Go on from a checkpoint: never; auto: the newest good one of the run folder, which hydra.run.dir must name; or a
+    run folder (its newest) or a checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -27,7 +27,7 @@ class Audit:
     descending_versions: int
     """Trajectories with a token of an older version than the one before it."""
     max_staleness: int
-    """Versions between a trained token's and the one that was trained, in optimizer steps."""
+    """The most optimizer steps between the weights that sampled a token and the step that trained it."""
 
 
 def audit(run_dir: Path) -> Audit:

@@ -1,10 +1,11 @@
 """What faults cost: injected one after the other into running jobs, and audited by what was trained.
 
-    python -m scripts.bench_faults [--injections 200] [--kills 20] [--vllm] [--vllm-kills 3]
+    python -m scripts.bench_faults [--injections 100] [--kills 20] [--seed 0] [--vllm] [--vllm-kills 3]
 
 On simulated engines (scripts/fault_job.py): replicas that die, hang, fall silent or slow down, and agent loops that
 raise or hang, on a virtual clock; and the whole job killed by SIGKILL in real time, to go on from its newest
-checkpoint. With --vllm the same on whole runs of scripts/train.py: see scripts/bench_faults_vllm.py.
+checkpoint. With --vllm processes of whole runs of scripts/train.py are killed or stopped besides: see
+scripts/bench_faults_vllm.py.
 
 The last line is JSON: the sums of injected, lost, twice, restarted, unbounded_waits.
 """

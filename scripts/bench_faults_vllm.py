@@ -1,6 +1,7 @@
 """Faults in whole runs of scripts/train.py, on real engines: for scripts/bench_faults.py.
 
-One run loses engines, actors and train workers one after the other; another is killed as a whole, again and again.
+Each fault has a run of its own: an engine, an actor (killed, stopped), an agent worker, a train worker. One more run is
+killed as a whole, again and again.
 """
 
 import json

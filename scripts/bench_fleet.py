@@ -3,6 +3,8 @@
 Publish, stage, pause, swap, verify and resume are the real code; an engine takes `SWAP_S` to swap, and nothing else. In
 a run every replica has a process of its own: here the driver's and all replicas' work is one core's, so the CPU time
 per replica is an upper bound of what the driver pays for each.
+
+For scripts/bench_weight_sync.py.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Arithmetic on the arrival times of a request's tokens. Times are seconds of one clock."""
+"""Arithmetic on the arrival times of a request's tokens. Times are seconds of one clock.
+
+For scripts/bench_weight_sync.py.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""What it costs to abort requests at an update and go on from their tokens, against keeping them."""
+"""What it costs to abort requests at an update and go on from their tokens, against keeping them.
+
+For scripts/bench_weight_sync.py.
+"""
 
 import asyncio
 import logging

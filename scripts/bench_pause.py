@@ -1,4 +1,7 @@
-"""How long an update stops one engine, as the reader of a stream sees it, in several arms."""
+"""How long an update stops one engine, as the reader of a stream sees it, in several arms.
+
+For scripts/bench_weight_sync.py.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,7 @@
-"""The vLLM engine with clocks in it. Imports vLLM, so its environment must be set before."""
+"""The vLLM engine with clocks in it. Imports vLLM, so its environment must be set before.
+
+For scripts/bench_weight_sync.py.
+"""
 
 import time
 from typing import Any

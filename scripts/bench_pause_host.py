@@ -1,4 +1,7 @@
-"""An engine in this process with requests in flight, and the arms that update its weights."""
+"""An engine in this process with requests in flight, and the arms that update its weights.
+
+For scripts/bench_weight_sync.py.
+"""
 
 import asyncio
 import os

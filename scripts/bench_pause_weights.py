@@ -1,4 +1,7 @@
-"""What the benchmark of weight updates updates: random models of a given size, who publishes them, and the floor."""
+"""What the benchmark of weight updates updates: random models of a given size, who publishes them, and the floor.
+
+For scripts/bench_weight_sync.py.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,7 @@
-"""Benchmarks on the real thing: Ray, vLLM, agent workers and a train worker, with the tiny model and forced lengths."""
+"""Benchmarks on the real thing: Ray, vLLM, agent workers and a train worker, with the tiny model and forced lengths.
+
+For scripts/bench_async.py.
+"""
 
 import asyncio
 import logging

@@ -76,7 +76,8 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
             if offered.get(resource, 0) < count:
                 raise ConfigError(
                     f"rollout.num_replicas={config.rollout.num_replicas} x rollout.tensor_parallel_size="
-                    f"{config.rollout.tensor_parallel_size} and trainer.num_ranks={config.trainer.num_ranks} need "
+                    f"{config.rollout.tensor_parallel_size} x rollout.data_parallel_size="
+                    f"{config.rollout.data_parallel_size} and trainer.num_ranks={config.trainer.num_ranks} need "
                     f"{count} {resource}s; the cluster has {offered.get(resource, 0):g}"
                 )
         yield

@@ -1,7 +1,7 @@
 """avg@k, pass@k and maj@k of a model on held-out data: `python -m scripts.evaluate`, `slipstream-evaluate`.
 
 model.path is a Hugging Face name or folder, data.val_files what is asked, evaluation.* how; the other keys mean what
-they do in training, where the same replicas and rewards evaluate.
+they do in training, where the same replicas and rewards evaluate. Writes evaluation.json into its run folder.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from configs.load import check_overrides, load, register
+from configs.load import check_overrides, load, register, without_token
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.evaluation import Evaluation
@@ -61,7 +61,7 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     if config.dry_run:
         sys.stdout.write("\n".join([_plan(config, device), *warnings(config, device, NEEDED_FILES)]) + "\n")
         return 0
-    OmegaConf.save(composed, run_dir / "config.yaml", resolve=True)
+    OmegaConf.save(without_token(composed), run_dir / "config.yaml", resolve=True)
     try:
         report = asyncio.run(cancelled_by_sigterm(_evaluate(config, device, run_dir)))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: `python -m scripts.export_hf CHECKPOINT OUT_DIR`.
+"""A checkpoint as a Hugging Face folder: `python -m scripts.export_hf CHECKPOINT OUT_DIR [--dtype bfloat16]`.
 
 CHECKPOINT is one (`runs/x/checkpoints/step_000020`), or a run folder: its newest good one. What is written loads in
 transformers and in vLLM.

@@ -3,7 +3,7 @@
 Rollouter, buffer, router, fleet, monitor, replacement, weight updates, train loop, checkpoints and records are the real
 ones. Simulated are the engines (a token per step of a clock), the trainer (a pause) and the text.
 
-    python -m scripts.fault_job RUN_DIR        # goes on from RUN_DIR's newest checkpoint, as with resume=auto
+    python -m scripts.fault_job RUN_DIR STEPS        # goes on from RUN_DIR's newest checkpoint, as with resume=auto
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Replicas of a running run that come and go: `python -m scripts.fleet add [N] | drain NAME | remove NAME | status`.
+"""Replicas of a running run that come and go.
+
+python -m scripts.fleet [--run FOLDER] add [N] | drain NAME | remove NAME | status        (default: runs/latest)
 
     add       starts N more replicas; each serves once it has the current weights
     drain     no new work goes to the replica; it ends when it has finished what it has

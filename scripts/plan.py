@@ -15,7 +15,8 @@ def describe(config: Config, device: str, run_dir: Path) -> str:
     model = config.model.path or f"tiny model made here, {config.model.warmup_steps} warm-up steps"
     prompts = data.train_files or f"{data.num_train} arithmetic problems made here"
     slots = (rollout.max_staleness + 1) * config.weight_sync.interval * trainer.prompts_per_step
-    per_replica = f"{rollout.tensor_parallel_size} GPU(s)" if device == "cuda" else "CPU"
+    gpus = rollout.tensor_parallel_size * rollout.data_parallel_size
+    per_replica = f"{gpus} GPU(s)" if device == "cuda" else "CPU"
     steps = f"{trainer.total_steps} steps of {trainer.prompts_per_step} prompts x {algorithm.group_size} trajectories"
     lines = [
         ("model", model),

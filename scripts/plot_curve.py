@@ -91,7 +91,7 @@ def _draw_learning(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
             markersize=8,
             markeredgecolor="white",
             markeredgewidth=1.5,
-            label="held-out accuracy, greedy",
+            label="held-out accuracy",
             clip_on=False,
             zorder=5,
         )

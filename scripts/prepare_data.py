@@ -1,4 +1,6 @@
-"""Turns public data sets into parquet files of one schema, verl's: `python -m scripts.prepare_data gsm8k`.
+"""Turns public data sets into parquet files of one schema, verl's.
+
+python -m scripts.prepare_data gsm8k|dapo_math|aime_2024|all [--source PATH] [--folder data]
 
 data_source, prompt (a list of messages), ability, reward_model {style, ground_truth}, extra_info {split, index}.
 """

@@ -1,4 +1,6 @@
-"""A model served over HTTP by several replicas behind one address: `make serve`, `python -m scripts.serve`.
+"""A model served over HTTP by several replicas behind one address.
+
+`make serve`, `python -m scripts.serve`, `slipstream-serve`.
 
 model.* and rollout.* mean what they do in training, serve.* where it listens. The replicas serve the model's own
 weights, as version 0.

@@ -1,4 +1,8 @@
-"""The entry point: `make train`, `python -m scripts.train`, `slipstream-train`."""
+"""The entry point: `make train`, `python -m scripts.train`, `slipstream-train`.
+
+Arguments are key=value, as in configs/; --help lists the keys. Exit code: 0, 1 after an error, 130 after Ctrl-C or
+SIGTERM.
+"""
 
 import asyncio
 import logging

@@ -1,5 +1,6 @@
 """A user's function by dotted path: what is found, and what is refused with the key, the value and the reason."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_a_function_is_found_and_is_the_one_of_the_module(own: str) -> None:
     assert find("rollout.reward", f"{own}:two", ("prompt", "text"))(1, 2) == (1, 2)
     assert find("rollout.reward", f"{own}:any_number", ("prompt", "text"))(1, 2) == 2
     assert find("data.loader", "os.path:join", ("a", "b"))("x", "y") == "x/y"
+
+
+def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `python -m`, also for console scripts and in Ray's workers."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    name = f"here_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    assert find("rollout.reward", f"{name}:two", ("prompt", "text"))(1, 2) == (1, 2)
 
 
 def test_async_functions_and_classes_are_callable_too(own: str) -> None:

@@ -62,7 +62,7 @@ def test_the_png_has_the_promised_size_and_colors(tmp_path: Path) -> None:
 def test_every_series_is_where_it_belongs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "metrics.jsonl")
     top, bottom, above = drawn(tmp_path, monkeypatch)
-    assert lines(top)["held-out accuracy, greedy"] == ([0, 40], [0.1, 0.9])
+    assert lines(top)["held-out accuracy"] == ([0, 40], [0.1, 0.9])
     assert "training reward, sampled (mean of 3 steps)" in lines(top)
     assert {text.get_text() for text in top.texts} == {"0.100", "0.900"}
     assert lines(bottom)["mean"] == (list(range(1, 41)), [0.8] * 40)

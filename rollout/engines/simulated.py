@@ -70,7 +70,8 @@ class SimulatedEngine:
             self._admission.submitted(request.request_id)
             return await sequence.done
         except EngineDiedError as error:
-            raise EngineDiedError(str(error), _completion(self._running[request.request_id].tokens, "")) from None
+            sequence = self._running.get(request.request_id)  # None: killed as it was let in
+            raise EngineDiedError(str(error), sequence and _completion(sequence.tokens, "")) from None
         finally:
             self._running.pop(request.request_id, None)
             self._admission.leave(request.request_id)

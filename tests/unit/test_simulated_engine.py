@@ -275,3 +275,17 @@ def test_a_killed_engine_fails_every_request_now_and_later(paused: bool) -> None
         engine.kill()  # twice is once
 
     on_engine(test, max_num_seqs=2)
+
+
+def test_an_engine_killed_as_it_lets_a_request_in_has_nothing_of_it() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        first, second = start(engine, "a", 5), start(engine, "b", 5)
+        await asyncio.sleep(1.5)
+        first.cancel()
+        await asyncio.sleep(0)  # its seat is the second's, which has not been told yet
+        engine.kill()
+        with pytest.raises(EngineDiedError) as caught:
+            await second
+        assert caught.value.so_far is None
+
+    on_engine(test, max_num_seqs=1)

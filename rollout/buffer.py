@@ -24,7 +24,7 @@ class TooFewGroupsError(RuntimeError):
 
 
 class TrajectoryBuffer:
-    """`claim -> put -> next_batch -> advance`, each waiting on one condition; `close` ends every wait.
+    """`claim -> put -> next_batch -> advance`, each waiting on one condition.
 
     Invariants: a slot is held from `claim` until its weights are live; under `wait` no token of a batch is staler
     than the window allows; every group that is put is in exactly one batch, unless it is dropped or filtered out, and
@@ -49,16 +49,12 @@ class TrajectoryBuffer:
         self._group_failures = group_failures or GroupBudget()
         self._groups: dict[int, TrajectoryGroup] = {}
         self._changed = asyncio.Condition()
-        self._closed: BaseException | bool = False
 
     async def claim(self) -> Slot | None:
         """A slot for one group, or None when the run has all the groups it needs. Consumes: freed slots."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self.ledger.complete or self.ledger.can_claim())
-            self._raise_if_failed()
-            if self._closed or self.ledger.complete:
-                return None
-            return self.ledger.claim()
+            await self._changed.wait_for(lambda: self.ledger.complete or self.ledger.can_claim())
+            return None if self.ledger.complete else self.ledger.claim()
 
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
         """A group that somebody aborted as a whole makes room for another prompt. Raises RewardFailuresError or
@@ -66,7 +62,7 @@ class TrajectoryBuffer:
         self._failures.count(group.errors)
         async with self._changed:
             if group.is_aborted:
-                self.ledger.filter(slot)
+                self.ledger.replace(slot)
             elif self._max_sample_batches is not None and not group.rewards_differ:
                 self.ledger.filter(slot)
                 self._check_filtered(self._max_sample_batches)
@@ -97,12 +93,11 @@ class TrajectoryBuffer:
     async def next_batch(self, global_steps: int) -> TrainBatch:
         """The groups that optimizer step `global_steps` trains. Their slots stay held until `advance`.
 
-        Raises TimeoutError when they do not come in time, and the error that the buffer was closed with.
+        Raises TimeoutError when they do not come in time.
         """
         try:
-            async with asyncio.timeout(self._batch_timeout_s) as deadline, self._changed:
+            async with asyncio.timeout(self._batch_timeout_s), self._changed:
                 while True:
-                    self._raise_if_failed()
                     self._drop_expired(global_steps)
                     chosen = self.ledger.select(global_steps)
                     if chosen is not None:
@@ -110,8 +105,6 @@ class TrajectoryBuffer:
                     await self._changed.wait()
                 self._changed.notify_all()  # the last batch completes the ledger, and claim() has to see it
         except TimeoutError:
-            if not deadline.expired():
-                raise  # the error that the buffer was closed with
             raise TimeoutError(
                 f"no batch for optimizer step {global_steps} within trainer.batch_timeout_s="
                 f"{self._batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
@@ -126,12 +119,6 @@ class TrajectoryBuffer:
             self.ledger.advance(global_steps)
             self._changed.notify_all()
 
-    async def close(self, error: BaseException | None = None) -> None:
-        """End every wait: with `error`, or, for claim(), with None."""
-        async with self._changed:
-            self._closed = error or self._closed or True  # an error stays, whatever closes it again
-            self._changed.notify_all()
-
     def gauges(self) -> dict[str, float]:
         return {
             "rollout/inflight_groups": self.ledger.num_in_flight,
@@ -142,10 +129,6 @@ class TrajectoryBuffer:
             **self._failures.gauges(),
             **self._group_failures.gauges(),
         }
-
-    def _raise_if_failed(self) -> None:
-        if isinstance(self._closed, BaseException):
-            raise self._closed
 
     def _check_filtered(self, max_sample_batches: int) -> None:
         """Groups filtered out while enough wait for the trainer are no sign of anything."""

@@ -137,11 +137,15 @@ class SlotLedger:
         del self._in_flight[slot.slot_id]
         self.num_failed += 1
 
-    def filter(self, slot: Slot) -> None:
+    def replace(self, slot: Slot) -> None:
         """The slot's group has come and is not wanted: give the slot back, for another prompt. KeyError if the slot is
         not in flight."""
         del self._in_flight[slot.slot_id]
         self.num_filtered += 1
+
+    def filter(self, slot: Slot) -> None:
+        """`replace`, for equal rewards: many of those in a row say something of the prompts."""
+        self.replace(slot)
         self.num_filtered_since_batch += 1
 
     def drop_expired(self, step: int) -> list[int]:

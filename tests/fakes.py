@@ -47,7 +47,7 @@ def make_trajectory(*versions: int) -> Trajectory:
     """One token per version: make_trajectory(4, 4, 5) has the spans [0, 2) -> 4 and [2, 3) -> 5."""
     starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
     ends = [*starts[1:], len(versions)]
-    spans = [VersionSpan(start, end, versions[start]) for start, end in zip(starts, ends, strict=True)]
+    spans = [VersionSpan(start, end, versions[start]) for start, end in zip(starts, ends, strict=False)]
     return Trajectory(
         prompt_ids=np.array([1, 2], np.int32),
         response_ids=np.zeros(len(versions), np.int32),

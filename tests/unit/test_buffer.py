@@ -131,41 +131,6 @@ def test_a_slot_dropped_while_the_trainer_waits_is_claimed_again() -> None:
 # -- every wait has an end ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [RuntimeError("replica r1 died"), TimeoutError("prompt 3 took too long")])
-def test_close_ends_every_wait_with_its_error(error: Exception) -> None:
-    """Also with a TimeoutError, which is not the one of the batch."""
-
-    async def main() -> None:
-        buffer = make_buffer()
-        await buffer.claim()
-        waits = [asyncio.create_task(wait) for wait in (buffer.claim(), buffer.next_batch(0), buffer.claim())]
-        await settle()
-        await buffer.close(error)
-        results = await asyncio.gather(*waits, return_exceptions=True)
-        assert all(result is error for result in results), results
-        for wait in (buffer.claim(), buffer.next_batch(0)):
-            with pytest.raises(type(error), match=str(error)):
-                await wait
-
-    run_virtual(main())
-
-
-def test_close_without_an_error_ends_claims_and_does_not_hide_an_earlier_error() -> None:
-    async def main() -> None:
-        buffer = make_buffer()
-        await buffer.claim()
-        waiter = asyncio.create_task(buffer.claim())
-        await settle()
-        await buffer.close()
-        assert await waiter is None
-        await buffer.close(RuntimeError("first"))
-        await buffer.close()
-        with pytest.raises(RuntimeError, match="first"):
-            await buffer.claim()
-
-    run_virtual(main())
-
-
 def test_a_batch_that_does_not_come_names_the_knob_and_what_is_missing() -> None:
     async def main() -> None:
         buffer = make_buffer(groups_per_step=2, max_staleness=1)

@@ -70,8 +70,7 @@ def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float |
         if not differ:
             await buffer.put(waiter.result() or slot, make_mixed_group(1, 0))
         assert ordinals(await buffer.next_batch(0)) == [0 if differ else 1]
-        await buffer.close()
-        await asyncio.gather(waiter)
+        waiter.cancel()
 
     run_virtual(main())
 
@@ -89,6 +88,23 @@ def test_an_aborted_group_makes_room_for_another() -> None:
         assert buffer.gauges()["rollout/filtered_groups"] == 1
         await buffer.put(await must_claim(buffer), make_group(1, 0))
         assert ordinals(await buffer.next_batch(0)) == [1]
+
+    run_virtual(main())
+
+
+def test_aborted_groups_say_nothing_of_the_prompts() -> None:
+    """A client may abort as many as it wants, and equal rewards are counted as before."""
+
+    async def main() -> None:
+        buffer = small_buffer(max_sample_batches=1)
+        await buffer.put(await must_claim(buffer), make_group(0, 0))
+        for ordinal in range(1, 9):
+            await buffer.put(
+                await must_claim(buffer), replace(make_group(ordinal, 0), trajectories=(aborted(0), aborted(0)))
+            )
+        assert buffer.gauges()["rollout/filtered_groups"] == 9
+        with pytest.raises(TooFewGroupsError, match="^2 groups with equal rewards"):
+            await buffer.put(await must_claim(buffer), make_group(9, 0))
 
     run_virtual(main())
 

@@ -39,6 +39,7 @@ class Setup:
     failures: GroupBudget | None = None
     flat: list[bool] | None = None
     """Which prompts' groups have equal rewards; those are filtered out."""
+    make_runner: type[FakeRunner] = FakeRunner
 
     def __post_init__(self) -> None:
         flat = self.flat or [False]
@@ -49,7 +50,7 @@ class Setup:
         self.told: list[str] = []
         members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in self.replicas]
         fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
-        self.runner = FakeRunner(self.seconds, self.errors, self.deaths, lambda ordinal: flat[ordinal % len(flat)])
+        self.runner = self.make_runner(self.seconds, self.errors, self.deaths, lambda n: flat[n % len(flat)])
         self.stream = FakeStream()
         self.progress = Progress()
         self.rollouter = Rollouter(
@@ -224,22 +225,6 @@ def test_a_timeout_inside_a_group_keeps_its_own_message() -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await setup.rollouter.run()
         assert [raised.__cause__ for raised in caught.value.exceptions] == [error]
-
-    run_virtual(main())
-
-
-def test_the_buffers_error_ends_the_run() -> None:
-    setup = Setup(seconds=[50.0], max_staleness=0)
-
-    async def main() -> None:
-        run = asyncio.create_task(setup.rollouter.run())
-        await settle()
-        error = RuntimeError("the trainer crashed")
-        await setup.buffer.close(error)
-        with pytest.raises(ExceptionGroup) as caught:
-            await run
-        assert caught.value.exceptions == (error,)
-        assert setup.reserved == 0
 
     run_virtual(main())
 

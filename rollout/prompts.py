@@ -53,6 +53,8 @@ class PromptStream:
         self.returned = sorted(returned)
         self._epoch = -1
         self._order: IntArray = np.empty(0, np.int32)
+        self.checksum = _checksum(rows, seed)
+        """Of everything that says which prompt an ordinal is: the seed, and the rows in their order."""
 
     def next(self) -> Prompt:
         if self.returned:
@@ -67,12 +69,12 @@ class PromptStream:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).astype(np.int32)
         return as_prompt(self._rows[self._order[place]], ordinal)
 
-    def checksum(self) -> int:
-        """Of everything that says which prompt an ordinal is: the seed, and the rows in their order."""
-        crc = zlib.crc32(f"{self._seed}/{len(self._rows)}".encode())
-        for row in self._rows:
-            crc = zlib.crc32(f"{row.text}\0{row.row.ground_truth}\0".encode(), crc)
-        return crc
+
+def _checksum(rows: Sequence[EncodedRow], seed: int) -> int:
+    crc = zlib.crc32(f"{seed}/{len(rows)}".encode())
+    for row in rows:
+        crc = zlib.crc32(f"{row.text}\0{row.row.ground_truth}\0".encode(), crc)
+    return crc
 
 
 def as_prompt(encoded: EncodedRow, ordinal: int) -> Prompt:

@@ -15,7 +15,7 @@ from rollout.progress import Attempt, Progress, SoFar
 from rollout.prompts import PromptStream
 from rollout.rewards.budget import FailureBudget, GroupBudget
 from rollout.rollouter import GroupUnderWay, Rollouter
-from rollout.types import TrajectoryGroup
+from rollout.types import Trajectory, TrajectoryGroup
 
 
 class OtherPromptsError(ValueError):
@@ -33,6 +33,15 @@ class UnderWay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ready:
+    """A group that waits for the trainer. Its prompt is what the stream has at the ordinal."""
+
+    ordinal: int
+    trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutState:
     prompts_checksum: int
     group_size: int
@@ -41,7 +50,7 @@ class RolloutState:
     """Ordinals before `next_ordinal` that were given back to the stream."""
     under_way: tuple[UnderWay, ...]
     """In the order of dispatch."""
-    ready: tuple[TrajectoryGroup, ...]
+    ready: tuple[Ready, ...]
     """In the order of becoming ready."""
     failed_groups: tuple[int, ...]
     failed_rewards: int
@@ -66,7 +75,7 @@ def capture(rollouts: Rollouts) -> RolloutState:
     """What there is now; the next await may change it."""
     ledger = rollouts.buffer.ledger
     return RolloutState(
-        prompts_checksum=rollouts.stream.checksum(),
+        prompts_checksum=rollouts.stream.checksum,
         group_size=rollouts.group_size,
         next_ordinal=rollouts.stream.ordinal,
         returned=tuple(rollouts.stream.returned),
@@ -79,7 +88,10 @@ def capture(rollouts: Rollouts) -> RolloutState:
             )
             for ordinal, group in rollouts.rollouter.under_way.items()
         ),
-        ready=rollouts.buffer.ready,
+        ready=tuple(
+            Ready(ordinal=group.prompt.ordinal, trajectories=group.trajectories, greedy=group.greedy)
+            for group in rollouts.buffer.ready
+        ),
         failed_groups=tuple(rollouts.failed_groups.failed),
         failed_rewards=rollouts.failed_rewards.num_failed,
         counters={"dropped": ledger.num_dropped, "filtered": ledger.num_filtered, **rollouts.rollouter.counters},
@@ -92,13 +104,15 @@ def restore(state: RolloutState, rollouts: Rollouts) -> int:
 
     Raises OtherPromptsError.
     """
-    if rollouts.stream.checksum() != state.prompts_checksum:
+    if rollouts.stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
     same_groups = state.group_size == rollouts.group_size
     given_back: list[int] = []
-    for group in state.ready:
+    for ready in state.ready:
+        prompt = rollouts.stream.at(ready.ordinal)
+        group = TrajectoryGroup(prompt=prompt, trajectories=ready.trajectories, greedy=ready.greedy)
         if not (same_groups and rollouts.buffer.adopt(group)):
-            given_back.append(group.prompt.ordinal)
+            given_back.append(ready.ordinal)
     for under_way in state.under_way:
         slot = rollouts.buffer.ledger.adopt(under_way.claimed_version) if same_groups else None
         if slot is None:
@@ -121,7 +135,6 @@ def restore(state: RolloutState, rollouts: Rollouts) -> int:
 
 
 def encode(state: RolloutState) -> bytes:
-    """Raises TypeError for what a row's `extra` may not hold: anything but JSON's types, bytes and dates."""
     return msgspec.msgpack.encode(state, enc_hook=_encode_array)
 
 

@@ -1,5 +1,7 @@
 """An ordinal is the whole state of the prompt stream."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +63,25 @@ def test_a_prompt_carries_everything_of_its_row() -> None:
     assert prompt == Prompt(
         ordinal=5, text="Q: q0", token_ids=(0, 7), ground_truth="a0", data_source="made", extra={"index": 0}
     )
+
+
+class ReadOnce(list[EncodedRow]):
+    """Of a million rows, each look at all of them stops the run's event loop for a while."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[EncodedRow]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+def test_the_checksum_is_of_all_rows_and_the_seed_and_reads_them_once() -> None:
+    rows = ReadOnce(make_rows(9))
+    stream = PromptStream(rows, seed=3)
+    assert {stream.checksum, PromptStream(make_rows(9), seed=3).checksum, stream.checksum} == {stream.checksum}
+    assert rows.num_passes == 1
+    others = [PromptStream(make_rows(8), seed=3), PromptStream(make_rows(9), seed=4)]
+    assert stream.checksum not in {other.checksum for other in others}
 
 
 def test_a_stream_of_nothing_is_refused() -> None:

@@ -18,7 +18,7 @@ from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
-from tests.fakes import FakeRunner, make_completion, make_group, run_virtual
+from tests.fakes import FakeRunner, make_completion, make_group, make_trajectory, run_virtual
 from tests.unit.test_prompts import make_rows
 
 B = 2  # groups per step
@@ -140,7 +140,7 @@ def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change:
         first = Run([1.0, 9.0, 3.0], max_staleness=3)
         state = await first.until(2)
         run = replace(Run([1.0], max_staleness=3, global_steps=2), **change)
-        untrained = {group.prompt.ordinal for group in state.ready} | {group.ordinal for group in state.under_way}
+        untrained = {group.ordinal for group in state.ready} | {group.ordinal for group in state.under_way}
         given_back = restore(state, run.rollouts)
         assert given_back == len(run.rollouts.stream.returned) > 0
         if "group_size" in change:
@@ -166,15 +166,13 @@ def test_other_prompts_are_refused(changed: str) -> None:
 
 def test_the_state_survives_its_encoding() -> None:
     run = Run([1.0])
-    group = make_group(3, 0, 0, 1, group_size=2)
-    prompt = replace(group.prompt, extra={"level": 3, "tags": ["a"]})
-    assert run.rollouts.buffer.adopt(replace(group, prompt=prompt))
+    assert run.rollouts.buffer.adopt(make_group(3, 0, 0, 1, group_size=2))
     run.rollouts.failed_groups.failed = [9]
     run.rollouts.failed_rewards.num_failed = 2
     run.rollouts.rollouter.counters["moved"] = 7
     state = capture(run.rollouts)
     again = decode(encode(state))
-    assert again.ready[0].prompt == prompt and again.failed_groups == (9,) and again.failed_rewards == 2
+    assert again.ready[0].ordinal == 3 and again.failed_groups == (9,) and again.failed_rewards == 2
     old, new = state.ready[0].trajectories[1], again.ready[0].trajectories[1]
     for name in ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"):
         np.testing.assert_array_equal(getattr(new, name), getattr(old, name), strict=True)
@@ -185,14 +183,23 @@ def test_the_state_survives_its_encoding() -> None:
     assert other.rollouts.failed_rewards.num_failed == 2
 
 
-def test_what_cannot_be_kept_is_named() -> None:
-    run = Run([1.0])
-    group = make_group(3, 0)
-    run.rollouts.buffer.adopt(replace(group, prompt=replace(group.prompt, extra={"x": object()})))
-    with pytest.raises(TypeError, match="a checkpoint cannot hold a object"):
-        encode(capture(run.rollouts))
+def test_prompts_are_the_streams_again_whatever_their_rows_hold() -> None:
+    rows = [replace(encoded, row=replace(encoded.row, extra={"x": object()})) for encoded in make_rows(5)]
+    runs = [Run([1.0]), Run([1.0])]
+    for run in runs:
+        run.rollouts = replace(run.rollouts, stream=PromptStream(rows, seed=3))
+    group = replace(make_group(3, 0, group_size=4), prompt=runs[0].rollouts.stream.at(3), greedy=make_trajectory(0))
+    assert runs[0].rollouts.buffer.adopt(group)
+    assert restore(decode(encode(capture(runs[0].rollouts))), runs[1].rollouts) == 0
+    (again,) = runs[1].rollouts.buffer.ready
+    assert again.prompt == group.prompt and len(again.trajectories) == 4 and again.greedy is not None
+
+
+def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(ValueError):
         decode(b"rubbish")
+    with pytest.raises(TypeError, match="a checkpoint cannot hold a object"):
+        encode(replace(capture(Run([1.0]).rollouts), counters={"moved": object()}))  # pyright: ignore
 
 
 def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint() -> None:

@@ -159,7 +159,7 @@ class Fleet:
         return {"rollout/engine_requests": 64.0, "perf/replica_idle": 0.25}
 
 
-def run(
+def run(  # noqa: PLR0913
     world: World,
     *,
     total_steps: int = 2,
@@ -169,6 +169,7 @@ def run(
     algorithm: AlgorithmConfig | None = None,
     max_skipped_steps: int = 3,
     first_step: int = 0,
+    is_evaluated: bool = True,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
@@ -193,7 +194,7 @@ def run(
         checkpointer=world,
     )
     try:
-        asyncio.run(loop.run(first_step))
+        asyncio.run(loop.run(first_step, is_evaluated=is_evaluated))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return world

@@ -143,22 +143,28 @@ class TrainLoop:
         self._skipped_evaluations = 0
         self._started = time.perf_counter()
 
-    async def run(self, first_step: int = 0) -> None:
-        """Steps first_step .. total_steps - 1. Replicas already serve version `first_step`."""
+    async def run(self, first_step: int = 0, *, is_evaluated: bool = True) -> None:
+        """Steps first_step .. total_steps - 1. Replicas already serve version `first_step`. `is_evaluated`: whether its
+        evaluation, where one is due, has been recorded; if not, it comes now, beside the steps."""
         total_steps = self._config.trainer.total_steps
         self._started = time.perf_counter()
         async with asyncio.TaskGroup() as beside:  # its end waits for an evaluation, whose error ends the steps
+            if not is_evaluated:
+                await self._evaluate_if_due(first_step, beside)
             for global_steps in range(first_step, total_steps):
                 await self._step(global_steps)
-                if self._is_evaluated(global_steps + 1):
-                    self._start_evaluation(beside)
-                    await asyncio.sleep(0)  # it takes its replicas before the next step begins
+                await self._evaluate_if_due(global_steps + 1, beside)
 
-    def _is_evaluated(self, done: int) -> bool:
+    async def _evaluate_if_due(self, done: int, beside: asyncio.TaskGroup) -> None:
+        if self._is_due(done):
+            self._start_evaluation(beside)
+            await asyncio.sleep(0)  # it takes its replicas before the next step begins
+
+    def _is_due(self, done: int) -> bool:
         """The first update at or after every `eval_every` steps; what comes before and after all is the caller's."""
         every, interval = self._config.trainer.eval_every, self._config.weight_sync.interval
         is_due = every > 0 and done // every > (done - interval) // every
-        return is_due and done % interval == 0 and done < self._config.trainer.total_steps
+        return is_due and done % interval == 0 and 0 < done < self._config.trainer.total_steps
 
     def _start_evaluation(self, beside: asyncio.TaskGroup) -> None:
         """Training never waits for an evaluation. One that is due while another goes on is skipped and counted: later

@@ -17,6 +17,7 @@ from trainer.tracking import METRICS_FILE, Tracker, cut_metrics
 
 TRAJECTORIES = "trajectories"
 BAD_BATCHES = "bad_batches"
+ACCURACY = "eval/accuracy"
 
 
 @dataclass(slots=True)
@@ -61,11 +62,17 @@ class RunRecorder:
         """
         self.counts = RunCounts(**json.loads(state))
         self._elapsed_before = self.counts.elapsed
-        cut_metrics(self._run_dir / METRICS_FILE, global_steps)
+        for record in cut_metrics(self._run_dir / METRICS_FILE, global_steps):
+            if ACCURACY in record and not self.is_evaluated(record["step"]):  # after the checkpoint was saved
+                self.counts.accuracies.append((record["step"], record[ACCURACY]))
         for folder in (self._run_dir / TRAJECTORIES, self._run_dir / BAD_BATCHES):
             for path in folder.glob("step_*"):
                 if int(path.name[5:].partition(".")[0]) > global_steps:
                     path.unlink()
+
+    def is_evaluated(self, global_steps: int) -> bool:
+        """Whether an evaluation of that version has been recorded, by this process or one before it."""
+        return any(step == global_steps for step, _ in self.counts.accuracies)
 
     @property
     def _seconds(self) -> float:
@@ -104,7 +111,7 @@ class RunRecorder:
         self._tracker.log(
             global_steps,
             {
-                "eval/accuracy": evaluation.accuracy,
+                ACCURACY: evaluation.accuracy,
                 "eval/response_length": evaluation.mean_response_tokens,
                 "eval/num_prompts": evaluation.num_prompts,
                 "eval/pinned": float(evaluation.pinned),

@@ -66,12 +66,14 @@ class JsonlSink:
         """There is nothing to finish."""
 
 
-def cut_metrics(path: Path, global_steps: int) -> None:
-    """Leave the records of steps up to `global_steps`, in one step. Raises what `read_metrics` does."""
-    if path.exists():
-        lines = path.read_bytes().split(b"\n")[:-1]
-        records = zip(lines, read_metrics(path), strict=True)
-        write_atomically(path, b"".join(line + b"\n" for line, record in records if record["step"] <= global_steps))
+def cut_metrics(path: Path, global_steps: int) -> list[dict[str, Any]]:
+    """Leave the records of steps up to `global_steps`, in one step, and return them. Raises as `read_metrics` does."""
+    if not path.exists():
+        return []
+    lines, records = path.read_bytes().split(b"\n")[:-1], read_metrics(path)
+    kept = [(line, record) for line, record in zip(lines, records, strict=True) if record["step"] <= global_steps]
+    write_atomically(path, b"".join(line + b"\n" for line, _ in kept))
+    return [record for _, record in kept]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -113,6 +113,26 @@ def test_counts_and_clocks_go_on_and_what_came_after_the_checkpoint_is_gone(tmp_
     assert trajectories(tmp_path) == names(1, 2, 3, 4, 5)
 
 
+def test_an_evaluation_that_ended_after_the_checkpoint_was_saved_is_not_forgotten(tmp_path: Path) -> None:
+    """It is of the checkpoint's version, which the run goes on from."""
+    first = Process(tmp_path)
+    first.recorder.record_evaluation(0, Evaluated(0.25))
+    first.steps(1, 2)
+    state = first.recorder.state()
+    first.recorder.record_evaluation(2, Evaluated(0.5, versions=(2,)))
+    first.steps(3, 3)
+    first.recorder.record_evaluation(3, Evaluated(0.75, versions=(3,)))
+    for _ in range(2):
+        resumed = Process(tmp_path)
+        resumed.recorder.restore(state, 2)
+        assert [resumed.recorder.is_evaluated(step) for step in range(4)] == [True, False, True, False]
+        assert [accuracy for _, accuracy in resumed.recorder.counts.accuracies] == [0.25, 0.5]
+        state = resumed.recorder.state()
+    elsewhere = Process(tmp_path / "new folder")
+    elsewhere.recorder.restore(first.recorder.state(), 3)
+    assert elsewhere.recorder.is_evaluated(3), "there are no metrics of before, but the state knows"
+
+
 def test_the_seconds_of_all_processes_are_counted(tmp_path: Path) -> None:
     state = json.loads(Process(tmp_path).recorder.state()) | {"seconds": 1000.0}
     for _ in range(2):

@@ -39,3 +39,22 @@ def test_an_evaluation_that_fails_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="evaluate broke"):
         run(world, total_steps=1000, eval_every=2)
     assert 2 <= len(world.records) < 10 and world.evaluations == []
+
+
+@pytest.mark.parametrize(
+    ("first_step", "is_evaluated", "expected"), [(2, False, [2, 4]), (2, True, [4]), (3, False, [4])]
+)
+def test_a_resumed_loop_begins_with_the_evaluation_that_its_checkpoint_still_lacks(
+    first_step: int, is_evaluated: bool, expected: list[int]
+) -> None:
+    world = World(live=first_step)
+    run(world, total_steps=6, eval_every=2, first_step=first_step, is_evaluated=is_evaluated)
+    assert [step for step, _ in world.evaluations] == expected
+    if expected[0] == first_step:
+        assert world.events[0] == "evaluate", "it takes its replicas before the first step"
+
+
+@pytest.mark.parametrize("first_step", [0, 6])
+def test_what_comes_before_and_after_all_is_never_the_loops(first_step: int) -> None:
+    world = run(World(), total_steps=6, eval_every=6, first_step=first_step, is_evaluated=False)
+    assert world.evaluations == []

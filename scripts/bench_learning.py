@@ -41,6 +41,7 @@ from scripts.run import owner, start
 from scripts.training import train
 from scripts.workers import make_workers
 from trainer.console import PlainConsole
+from trainer.recovering_workers import RecoveringUpdater
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.registry import release_all
 
@@ -107,7 +108,7 @@ async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: st
     try:
         await workers.setup(policy_path)
         curve = Curve()
-        manager = CheckpointManager(workers, parts.fleet, config.weight_sync)
+        manager = RecoveringUpdater(CheckpointManager(workers, parts.fleet, config.weight_sync), workers)
         await train(config, replace(parts, workers=workers, manager=manager), console, curve)  # pyright: ignore
         return curve
     finally:

@@ -8,9 +8,9 @@ from rollout.fleet_member import FleetMember
 from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
 from rollout.health import HealthMonitor
+from rollout.pinned_evaluation import Updates
 from rollout.progress import Progress
 from rollout.router import ReplicaRouter, max_inflight
-from weight_sync.checkpoint_manager import CheckpointManager
 
 
 def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, HealthMonitor]:
@@ -35,7 +35,7 @@ def make_monitor_and_operator(
     config: Config,
     fleet: ReplicaFleet,
     router: ReplicaRouter,
-    manager: CheckpointManager,
+    manager: Updates,
     start: Callable[[str], Awaitable[FleetMember]],
 ) -> tuple[FleetMonitor, FleetOperator]:
     monitor, health = make_monitor(config, fleet)

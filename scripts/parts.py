@@ -11,8 +11,7 @@ from rollout.prompts import EncodedRow
 from rollout.replica_group import ReplicaHandle
 from rollout.router import ReplicaRouter
 from trainer.checkpoint_store import CheckpointStore
-from trainer.recovering_workers import RecoveringWorkers
-from weight_sync.checkpoint_manager import CheckpointManager
+from trainer.recovering_workers import RecoveringUpdater, RecoveringWorkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,5 +28,5 @@ class Parts:
     store: CheckpointStore
     train_rows: list[EncodedRow]
     val_rows: list[EncodedRow]
-    manager: CheckpointManager
+    manager: RecoveringUpdater
     progress: Progress

@@ -30,7 +30,7 @@ from scripts.workers import make_workers, owner
 from trainer.checkpoint_store import CheckpointStore
 from trainer.console import Console
 from trainer.recorder import RunRecorder
-from trainer.recovering_workers import RecoveringWorkers
+from trainer.recovering_workers import RecoveringUpdater, RecoveringWorkers
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.registry import release_all
 
@@ -46,6 +46,7 @@ async def run(  # noqa: PLR0913
     """Returns the summary. Whatever goes wrong anywhere is raised here, after everything has been ended."""
     rows = load_rows(config)  # a malformed row is an error before anything starts
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
+    release_all(config.weight_sync, owner(run_dir))  # what a killed process of this run left
     console.stage("starting Ray")
     async with cluster(config, device):
         try:
@@ -99,7 +100,7 @@ async def start(  # noqa: PLR0913
     train_rows, val_rows = data.result()
     progress = Progress()
     fleet, router = make_fleet(config, replicas, console.message, progress)
-    manager = CheckpointManager(workers, fleet, config.weight_sync)
+    manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
     starter = ReplicaStarter(config, spec, agents, on_start, actor_class, console.message)
     monitor, operator = make_monitor_and_operator(config, fleet, router, manager, starter)
     return Parts(

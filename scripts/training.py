@@ -20,7 +20,6 @@ from scripts.workers import make_checkpointer
 from trainer.console import Console
 from trainer.loop import TrainLoop
 from trainer.recorder import RunRecorder
-from trainer.recovering_workers import RecoveringUpdater
 
 
 async def train(
@@ -37,7 +36,14 @@ class _Training:
         self._config, self._parts, self._console, self._recorder = config, parts, console, recorder
         self._first_step = 0 if resumed is None else resumed.global_steps
         self._rollouts = make_rollouts(
-            config, parts.train_rows, parts.agents, parts.router, parts.fleet, parts.progress, self._first_step
+            config,
+            parts.train_rows,
+            parts.agents,
+            parts.router,
+            parts.fleet,
+            parts.progress,
+            self._first_step,
+            parts.manager.publishing,
         )
         self._evaluator = make_evaluator(
             config, parts.val_rows, parts.router, parts.agents, self._rollouts.failed_rewards, parts.fleet.lose
@@ -47,13 +53,12 @@ class _Training:
 
     async def train(self) -> None:
         config, parts, recorder, console = self._config, self._parts, self._recorder, self._console
-        manager = RecoveringUpdater(parts.manager, parts.workers)
         checkpointer = make_checkpointer(config, parts.store, parts.workers, {ROLLOUTS: self._snapshot}, console)
         loop = TrainLoop(
             config=config,
             buffer=self._rollouts.buffer,
             workers=parts.workers,
-            manager=manager,
+            manager=parts.manager,
             held_out=PinnedEvaluator(
                 self._evaluator, parts.fleet, parts.manager, config.evaluation.replicas, console.message
             ),
@@ -61,13 +66,15 @@ class _Training:
             recorder=recorder,
             checkpointer=checkpointer,
         )
-        await manager.update_weights(self._first_step)
+        await parts.manager.update_weights(self._first_step)
         if self._first_step == 0:
             console.stage("evaluating before the first step")
-            recorder.record_evaluation(self._first_step, await self._evaluator.evaluate())
+            recorder.record_evaluation(0, await self._evaluator.evaluate())
+        is_evaluated = self._first_step == 0 or recorder.is_evaluated(self._first_step)
         console.stage("training")
         async with checkpointer:
-            await until_first_ends(loop.run(self._first_step), beside=[self._rollouts.rollouter.run()])
+            training = loop.run(self._first_step, is_evaluated=is_evaluated)
+            await until_first_ends(training, beside=[self._rollouts.rollouter.run()])
         console.stage("evaluating after the last step")
         recorder.record_evaluation(config.trainer.total_steps, await self._evaluator.evaluate())
 

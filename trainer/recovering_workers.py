@@ -4,7 +4,7 @@ same batches again, so that nothing is lost and no version is given to other wei
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint_store import Checkpoint, CheckpointStore
+from trainer.loop import UpdateReport, WeightUpdater
 from trainer.metrics import Metric
 
 T = TypeVar("T")
@@ -179,31 +180,28 @@ class RecoveringWorkers:
                 origin = "the first policy" if checkpoint is None else str(checkpoint.path)
                 reason = f"the train workers cannot go on from {origin} to step {self._next_step}"
                 raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
+            again = [(step, self._trained[step]) for step in steps]  # of which a save that waits may forget some
             await self._group.start_again(None if checkpoint is None else checkpoint.path / TRAIN_FOLDER)
-        for step in steps:
-            await self._take(self._trained[step], step)
+        for step, batch in again:
+            await self._take(batch, step)
         origin = "the first policy" if checkpoint is None else checkpoint.path.name
         self._report(
             f"the train workers are back at step {self._next_step}, {time.perf_counter() - started:.0f} s later: "
-            f"from {origin}, with {len(steps)} step(s) trained again"
+            f"from {origin}, with {len(again)} step(s) trained again"
         )
 
 
-class UpdateReport(Protocol):
-    def gauges(self) -> dict[str, float]: ...
+class Updates(WeightUpdater, Protocol):
+    """The checkpoint manager."""
 
-
-class WeightUpdater(Protocol):
-    @property
-    def publishing(self) -> asyncio.Lock: ...
-
-    async def update_weights(self, global_steps: int) -> UpdateReport: ...
+    async def catch_up(self, names: Collection[str]) -> UpdateReport | None: ...
 
 
 class RecoveringUpdater:
-    """Weight updates that are done again when a train worker was lost in one."""
+    """The checkpoint manager, whose transactions are done again when a train worker was lost in one: nobody else but
+    this may publish, or a restart of the train workers would outlast the deadlines of an update."""
 
-    def __init__(self, manager: WeightUpdater, workers: RecoveringWorkers):
+    def __init__(self, manager: Updates, workers: RecoveringWorkers):
         self._manager = manager
         self._workers = workers
 
@@ -213,3 +211,6 @@ class RecoveringUpdater:
 
     async def update_weights(self, global_steps: int) -> UpdateReport:
         return await self._workers.again_if_lost(lambda: self._manager.update_weights(global_steps))
+
+    async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
+        return await self._workers.again_if_lost(lambda: self._manager.catch_up(names))

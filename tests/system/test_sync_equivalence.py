@@ -24,6 +24,7 @@ from trainer.batch import assemble
 from trainer.console import PlainConsole
 from trainer.credit import assign_credit
 from trainer.recorder import RunCounts
+from trainer.recovering_workers import RecoveringUpdater
 from trainer.signals import sampled_tokens
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.registry import release_all
@@ -75,7 +76,8 @@ async def with_new_workers(config: Config, parts: Parts, run_dir: Path, console:
     """The same replicas, and workers that start from the first weights again."""
     workers = make_workers(config, "cpu", run_dir, parts.store, console)
     await workers.setup(str(run_dir / "untrained_model"))
-    return replace(parts, workers=workers, manager=CheckpointManager(workers, parts.fleet, config.weight_sync))
+    manager = CheckpointManager(workers, parts.fleet, config.weight_sync)
+    return replace(parts, workers=workers, manager=RecoveringUpdater(manager, workers))
 
 
 async def synchronous_run(config: Config, parts: Parts) -> Recorded:

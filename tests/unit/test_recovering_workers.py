@@ -1,7 +1,7 @@
 """Lost train workers: what is trained again, what is done again, and when the run ends instead."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,32 @@ def test_a_death_while_they_start_again_is_the_next_restart(tmp_path: Path, deat
     run(scenario())
 
 
+def test_a_save_that_commits_while_they_train_again_takes_no_batch_from_them(tmp_path: Path) -> None:
+    """It was waiting for the lock that the restart holds while it looks for a checkpoint."""
+    scene = Scene(tmp_path, Group(deaths=["train 4"], gate=asyncio.Event()))
+
+    async def commit() -> None:
+        async with scene.store.busy:
+            scene.workers.forget_before(4)
+            scene.group.events.append("commit 4")
+
+    async def scenario() -> None:
+        assert scene.group.gate is not None
+        await scene.train(0, 1, 2, 3)
+        training = asyncio.create_task(scene.train(4))
+        await settle()
+        committing = asyncio.create_task(commit())
+        await settle()
+        scene.group.events.clear()
+        scene.group.gate.set()
+        await training
+        assert scene.group.events.index("commit 4") < scene.group.events.index("train 1")
+        assert scene.group.weights == ["b0", "b1", "b2", "b3", "b4"]
+        await committing
+
+    run(scenario())
+
+
 def test_restarts_are_bounded(tmp_path: Path) -> None:
     config = Config(trainer=TrainerConfig(max_restarts=2))
     scene = Scene(tmp_path, Group(deaths=["train 1"] * 5), config)
@@ -159,19 +185,25 @@ def test_without_checkpoints_a_death_ends_the_run_and_no_batch_is_kept(tmp_path:
 
 
 class Manager:
-    """Publishes and sends, and wraps what goes wrong."""
+    """Publishes and sends, and wraps what goes wrong. Publishing has a deadline."""
 
     def __init__(self, workers: RecoveringWorkers):
         self._workers = workers
+        self.publishing = asyncio.Lock()
         self.updates: list[Any] = []
 
-    async def update_weights(self, global_steps: int) -> Any:
+    async def update_weights(self, global_steps: int | None) -> Any:
         try:
-            manifest = await self._workers.publish(global_steps, {}, None)
-            await self._workers.send(manifest)
+            async with self.publishing:
+                async with asyncio.timeout(0.05):
+                    manifest = await self._workers.publish(global_steps, {}, None)
+                await self._workers.send(manifest)
         except Exception as error:
             raise RuntimeError(f"publish on trainer failed: {error}") from error
         self.updates.append(manifest)
+
+    async def catch_up(self, names: Collection[str]) -> Any:
+        await self.update_weights(None)
 
 
 @pytest.mark.parametrize("dies_in", ["publish 2", "send"])
@@ -195,6 +227,45 @@ def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(tm
             await updater.update_weights(3)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("dies_in", ["publish None", "send"])
+def test_so_is_catching_up(tmp_path: Path, dies_in: str) -> None:
+    scene = Scene(tmp_path, Group(deaths=[dies_in]))
+    manager = Manager(scene.workers)
+
+    async def scenario() -> None:
+        await scene.train(0)
+        await RecoveringUpdater(manager, scene.workers).catch_up(["replica-1"])
+        assert manager.updates == [{"global_steps": None, "weights": ["b0"]}]
+
+    run(scenario())
+    assert scene.workers.gauges() == {"trainer/restarts": 1}
+
+
+def test_a_restart_that_outlasts_the_deadline_of_publishing_is_waited_for(tmp_path: Path) -> None:
+    """It begins, for a batch that is scored, between the update's beginning and its publishing."""
+    scene = Scene(tmp_path, Group(gate=asyncio.Event()))
+    manager = Manager(scene.workers)
+
+    async def scenario() -> None:
+        assert scene.group.gate is not None
+        await scene.train(0)
+        async with manager.publishing:
+            catching_up = asyncio.create_task(RecoveringUpdater(manager, scene.workers).catch_up(["replica-1"]))
+            await settle()
+            scene.group.lost = "train worker 0 died"
+            batch: Any = "b1"
+            scoring = asyncio.create_task(scene.workers.score(batch))
+            await settle()
+        await asyncio.sleep(0.1)
+        assert not catching_up.done()
+        scene.group.gate.set()
+        await asyncio.gather(catching_up, scoring)
+        assert manager.updates == [{"global_steps": None, "weights": ["b0"]}]
+
+    run(scenario())
+    assert scene.workers.gauges() == {"trainer/restarts": 1}
 
 
 def test_nothing_is_published_from_half_started_workers_and_two_callers_start_them_once(tmp_path: Path) -> None:

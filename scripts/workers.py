@@ -1,6 +1,7 @@
 """The train workers of a run and what saves them."""
 
-import os
+import hashlib
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from weight_sync.transports.registry import make_sender, release_all
 
 
 def owner(run_dir: Path) -> str:
-    """Names this run's files in shared memory."""
-    return f"{run_dir.name}-{os.getpid()}"
+    """Names what this run publishes: the same for every process that goes on in the run folder, so that it removes what
+    a killed one left, and another for each other folder, of other machines too."""
+    return hashlib.sha256(f"{socket.gethostname()}:{run_dir.resolve()}".encode()).hexdigest()[:12]
 
 
 def make_workers(

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from scripts.audit import audit
+from scripts.workers import owner
 from tests.system.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, small, started
 from trainer.tracking import read_metrics
+from weight_sync.transports.shared_memory import DIRECTORY
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +25,10 @@ ON_POLICY = [
     "resume=auto",
 ]
 LEARNED = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean", "response_length/mean")
+
+
+def weights_in_memory(run_dir: Path) -> list[Path]:
+    return list(DIRECTORY.glob(f"slipstream-{owner(run_dir)}-*"))
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -39,6 +45,7 @@ def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path
         first.wait_for(" 7/8 ")
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
+    assert weights_in_memory(first.run_dir) != []
     newest = max((first.run_dir / "checkpoints").glob("step_*"))
     damaged = next((newest / "train").glob("*.distcp"))
     data = bytearray(damaged.read_bytes())
@@ -47,6 +54,7 @@ def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path
     with started(tmp_path / "killed", *small(tiny_model), *ON_POLICY, "rollout.num_replicas=2") as second:
         assert second.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, second.output.read_text()
         output = second.output.read_text()
+    assert weights_in_memory(second.run_dir) == []
     assert f"a checkpoint is refused: {damaged} is not what was written: its checksum differs" in output
     resumed_from = json.loads((second.run_dir / "summary.json").read_text())["resumed_from"]
     assert resumed_from == int(newest.name.removeprefix("step_")) - 2 and f" at step {resumed_from}: " in output

@@ -16,6 +16,7 @@ from rollout.replica import ReplicaStatus
 from rollout.router import ReplicaRouter
 
 logger = logging.getLogger(__name__)
+PAUSE_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 30.0
 GAUGES_TIMEOUT_S = 2.0
 """Metrics of a step are not worth waiting for a replica that hangs."""
@@ -52,29 +53,44 @@ class ReplicaFleet(FleetMembers):
             max_replacements=max_replacements,
             progress=progress,
         )
+        self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
         self._last_busy_s = 0.0
 
     # -- control -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float = 60.0) -> None:
+    async def join(self, replica: FleetMember) -> bool:
+        """Its engine runs. In a paused fleet it is paused too. False when it is not wanted any more. Raises
+        FleetPauseError."""
+        if not self.joined(replica):
+            return False
+        if (mode := self._mode) is not None:
+            what = f"pause({mode.value})"
+            if errors := await self._on_all(lambda r: r.pause(mode), PAUSE_TIMEOUT_S, what, [replica]):
+                raise FleetPauseError(what, errors)
+        return True
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
         """Returns when every replica is paused. Raises FleetPauseError when one is not: then those that were not paused
         before are resumed."""
-        before = {status.name: status for status in await self.statuses()}
+        modes: dict[str, str | None] = {status.name: status.pause_mode for status in await self.statuses()}
+        before, self._mode = self._mode, mode  # from here on, who joins is paused too
         errors = await self._on_all(lambda r: r.pause(mode, clear_cache), timeout_s, f"pause({mode.value})")
         if errors:
-            undo = [r for r in self.running if r.name not in errors and before[r.name].pause_mode is None]
+            self._mode = before
+            undo = [r for r in self.running if r.name not in errors and modes.get(r.name, before) is None]
             errors |= await self._on_all(lambda r: r.resume(), timeout_s, "resume", undo)
             raise FleetPauseError(f"pause({mode.value})", errors)
 
-    async def resume(self, timeout_s: float = 60.0) -> None:
+    async def resume(self, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
         """Returns when every replica goes on. Raises FleetPauseError; the others do go on."""
+        self._mode = None
         errors = await self._on_all(lambda r: r.resume(), timeout_s, "resume")
         if errors:
             raise FleetPauseError("resume", errors)
 
-    async def abort(self, request_ids: Collection[str] | None = None, timeout_s: float = 60.0) -> list[str]:
+    async def abort(self, request_ids: Collection[str] | None = None, timeout_s: float = PAUSE_TIMEOUT_S) -> list[str]:
         """End these requests wherever they are; None is all. Returns those that there were."""
         async with within(timeout_s, "timeout_s", "abort"):
             answers = await asyncio.gather(*(replica.abort(request_ids) for replica in self.running))

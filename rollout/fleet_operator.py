@@ -74,7 +74,7 @@ class FleetOperator:
         error: BaseException = RuntimeError(f"{name} could not be brought to the current weights")
         try:
             replica = await self._start(name)
-            if not self._fleet.joined(replica):  # it was removed meanwhile
+            if not await self._fleet.join(replica):  # it was removed meanwhile
                 replica.kill()
                 return
             await self._catch_up([name])

@@ -16,7 +16,7 @@ so much. A replica is judged after four of them at the earliest."""
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Between two reports in which requests ran and nothing was paused."""
+    """Between two reports in which requests ran, nothing was paused, and no tokens went with a cancelled request."""
 
     seconds: float
     tokens: int
@@ -62,6 +62,7 @@ class HealthMonitor:
             if watch.silent_s >= self._timeout_s:
                 return f"no answer for {watch.silent_s:.0f} s (rollout.replica_timeout_s={self._timeout_s:g})"
             return None
+        # With fewer than before, a request was cancelled with its tokens: whether new ones came cannot be seen.
         is_stuck = _runs(report) and watch.report is not None and report.tokens == watch.report.tokens
         watch.stuck_s = watch.stuck_s + elapsed if is_stuck else 0.0
         self._measure(watch, now, report)
@@ -90,10 +91,12 @@ class HealthMonitor:
 
     def _measure(self, watch: _Watch, now: float, report: ProgressReport) -> None:
         before = watch.report
-        if before is not None and _runs(before) and _runs(report) and now > watch.reported:
-            seconds = now - watch.reported
+        if before is None or not _runs(before) or not _runs(report) or now <= watch.reported:
+            return
+        seconds, tokens = now - watch.reported, report.tokens - before.tokens
+        if tokens >= 0:
             running = (before.running + report.running) / 2
-            watch.intervals.append(_Interval(seconds, report.tokens - before.tokens, running * seconds))
+            watch.intervals.append(_Interval(seconds, tokens, running * seconds))
             while sum(i.seconds for i in watch.intervals) - watch.intervals[0].seconds >= self._window_s:
                 watch.intervals.popleft()
 

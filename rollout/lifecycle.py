@@ -46,10 +46,6 @@ class Lifecycle:
         self.global_steps = -1
         """Tag of the weights that were last verified; -1 before any were."""
 
-    @property
-    def is_routable(self) -> bool:
-        return self.state is ReplicaState.READY
-
     def started(self) -> None:
         """The engine runs."""
         self._go("started", ReplicaState.SYNCING)

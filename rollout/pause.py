@@ -18,6 +18,9 @@ class PauseInterruptedError(RuntimeError):
     """A pause that waited for running requests was ended by a resume."""
 
 
+TORN = "the weights are torn"
+
+
 class Pausable(Protocol):
     """The parts that an engine's pause is made of."""
 
@@ -65,7 +68,7 @@ class PauseControl:
 
     Calls may come at any time and from several clients: they take effect one after the other. Pausing again in the same
     mode, and resuming twice, change nothing. From `keep`, `abort` and `wait` end or finish what is frozen. While a
-    `wait` waits, `abort` ends its waiting, `resume` interrupts it, and `keep` is refused.
+    `wait` waits, updates go on, `abort` ends its waiting, `resume` interrupts it, and `keep` is refused.
     """
 
     def __init__(self, engine: Pausable, timeout_s: float):
@@ -73,8 +76,9 @@ class PauseControl:
         self._engine = engine
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
-        self._waiting: asyncio.Task[None] | None = None  # a pause in mode `wait`, not yet complete
-        self._interrupted = False
+        self._waits: set[asyncio.Future[Exception]] = set()
+        """One for each pause in mode `wait` that is not complete: nobody new gets in, those inside go on. Its result is
+        why it was ended."""
         self._closed = False
         self.mode: PauseMode | None = None
         self.torn = False
@@ -88,32 +92,58 @@ class PauseControl:
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
         """Returns when it is complete. When it fails or is cancelled, the engine is as it was before."""
-        if self._waiting is not None and mode is PauseMode.keep:
-            raise PauseConflictError("a pause in mode wait is under way: resume first, or pause in mode abort")
-        if mode is PauseMode.abort and self.mode is not mode:
-            await self.abort(None)  # before its turn: a pause that waits for these requests holds the turn
+        if mode is PauseMode.wait:
+            return await self._pause_when_empty(clear_cache)
         async with self._turn:
+            if mode is PauseMode.keep and self._waits:
+                raise PauseConflictError("a pause in mode wait is under way: resume first, or pause in mode abort")
             if mode is self.mode and not clear_cache:
                 return
-            await self._pause(mode, clear_cache)
+            await self._close()
+            try:
+                if mode is PauseMode.abort:
+                    await self._end_running()
+                await self._freeze(clear_cache)
+            except BaseException:
+                await self._settle()
+                raise
+            self.mode = mode
 
-    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        before = self.mode
-        await self._close()
+    async def _pause_when_empty(self, clear_cache: bool) -> None:
+        """The caller sets the deadline: it is its requests that take their time. Meanwhile others have their turns."""
+        wait = asyncio.get_running_loop().create_future()
         try:
-            if mode is PauseMode.abort:
-                await self._end_running()
-            elif mode is PauseMode.wait and before is not PauseMode.wait:
-                await self._finish_running()
-            await self._freeze(clear_cache)
+            async with self._turn:
+                if self.mode is PauseMode.wait and not clear_cache:
+                    return
+                if self.torn:
+                    raise PauseConflictError(f"{TORN}: only abort can end its requests before an update is whole")
+                before = self.mode
+                await self._close()
+                self._waits.add(wait)
+                await self._settle()
+            emptied = asyncio.ensure_future(self._engine.emptied())
+            try:
+                await asyncio.wait({emptied, wait}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                emptied.cancel()
+            async with self._turn:
+                if wait.done():
+                    raise wait.result()
+                await self._freeze(clear_cache)
+                self._waits.remove(wait)
+                if self.mode is before:  # else it was paused otherwise meanwhile
+                    self.mode = PauseMode.wait
         except BaseException:
-            if self.paused:
-                await self._freeze(clear_cache=False)
-            else:
-                await self._thaw()
-                self._open()
+            self._waits.discard(wait)
+            async with self._turn:
+                await self._settle()
             raise
-        self.mode = mode
+
+    def _end_waits(self, error: Exception) -> None:
+        for wait in self._waits:
+            wait.set_result(error)
+        self._waits.clear()
 
     async def _close(self) -> None:
         """Stays so when the engine then cannot be thawed: the next resume or update tries again."""
@@ -121,25 +151,22 @@ class PauseControl:
             await self._engine.hold()
             self._closed = True
 
-    def _open(self) -> None:
-        self._closed = False
-        self._engine.release()
-
-    async def _finish_running(self) -> None:
-        """The caller sets the deadline: it is its requests that take their time."""
-        if self.torn:
-            raise PauseConflictError("the weights are torn: only abort can end its requests before an update is whole")
-        await self._thaw()
-        self._interrupted = False
-        self._waiting = asyncio.ensure_future(self._engine.emptied())
-        try:
-            await self._waiting
-        except asyncio.CancelledError:
-            if self._interrupted:
-                raise PauseInterruptedError("a resume came while the pause waited for running requests") from None
-            raise
-        finally:
-            self._waiting = None
+    async def _settle(self) -> float:
+        """Freeze or thaw the engine, and open it, as the state says. Returns for how many seconds it was frozen, if it
+        goes on. Whoever had the turn leaves it so."""
+        if self.torn or (self.mode is not None and not self._waits):
+            if not self.frozen:
+                await self._freeze(clear_cache=False)
+            return 0.0
+        if not self._closed:
+            return 0.0
+        async with within(self._timeout_s, "weight_sync.pause_timeout_s", "resuming"):
+            frozen_s = await self._engine.thaw()
+        self.frozen = False
+        if not self._waits:
+            self._closed = False
+            self._engine.release()
+        return frozen_s
 
     async def _end_running(self, request_ids: Collection[str] | None = None) -> None:
         async with within(self._timeout_s, "weight_sync.pause_timeout_s", "ending requests"):
@@ -151,26 +178,18 @@ class PauseControl:
             await self._engine.freeze(clear_cache)
         self.frozen = True
 
-    async def _thaw(self) -> float:
-        async with within(self._timeout_s, "weight_sync.pause_timeout_s", "resuming"):
-            frozen_s = await self._engine.thaw()
-        self.frozen = False
-        return frozen_s
-
     async def resume(self) -> float:
         """Returns for how many seconds it was frozen; 0 when it was not. Raises PauseConflictError on torn weights."""
-        if self._waiting is not None:
-            self._interrupted = True
-            self._waiting.cancel()
         async with self._turn:
             if self.torn:
-                raise PauseConflictError("the weights are torn by a failed update: a whole update must come first")
-            if not self._closed:
-                return 0.0
-            frozen_s = await self._thaw()
-            self.mode = None
-            self._open()
-            return frozen_s
+                raise PauseConflictError(f"{TORN} by a failed update: a whole update must come first")
+            self._end_waits(PauseInterruptedError("a resume came while the pause waited for running requests"))
+            before, self.mode = self.mode, None
+            try:
+                return await self._settle()
+            except BaseException:
+                self.mode = before
+                raise
 
     async def abort(self, request_ids: Collection[str] | None) -> list[str]:
         """In any state, at once. The ids of the requests it ended."""
@@ -184,10 +203,10 @@ class PauseControl:
     async def update_window(
         self, clear_cache: bool, before_abort: Callable[[list[str]], None] | None
     ) -> AsyncIterator[UpdateWindow]:
-        """Frozen inside. Afterwards open again, unless a client keeps it paused, or the window was left torn.
+        """Frozen inside. Afterwards as before, unless the window was left torn.
 
-        An engine that was torn before opens again when this window is left whole. `before_abort`: the requests that run
-        are aborted first, and this is told their ids before.
+        An engine that was torn before goes on when this window is left whole. `before_abort`: the requests that run are
+        aborted first, and this is told their ids before.
         """
         async with self._turn:
             window = UpdateWindow(torn=self.torn)
@@ -200,6 +219,6 @@ class PauseControl:
                 yield window
             finally:
                 self.torn = window.torn
-                if not self.paused:
-                    window.frozen_s = await self._thaw()
-                    self._open()
+                if self.torn:
+                    self._end_waits(PauseConflictError(f"{TORN}: a pause that waited was given up"))
+                window.frozen_s = await self._settle()

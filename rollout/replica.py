@@ -38,6 +38,8 @@ class ReplicaStatus:
     """The mode that a client paused it in."""
     torn: bool
     """Frozen by an update that failed half-way, until another one is whole."""
+    frozen: bool
+    """No token moves: it is paused or torn, or in an update, or could not be told to go on after one."""
 
 
 class RolloutReplica:
@@ -81,6 +83,7 @@ class RolloutReplica:
             completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
         except BaseException as error:
             self._aborted += 1
+            self._tokens_told = 0  # with it go its tokens, so that fewer are told than before
             if isinstance(error, EngineDiedError) and error.so_far is not None:
                 self._told.lose(request.request_id, error.so_far)
             raise
@@ -132,6 +135,7 @@ class RolloutReplica:
             global_steps=self.global_steps,
             pause_mode=None if mode is None else mode.value,
             torn=self._control.torn,
+            frozen=self._control.frozen,
         )
 
     # -- weights -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The control routes, as vLLM has them and as FastDeploy has them, over one replica or the whole fleet."""
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
@@ -8,13 +9,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from configs.schema import PauseMode
-from rollout.fleet import FleetPauseError
+from rollout.fleet import PAUSE_TIMEOUT_S, FleetPauseError
 from rollout.http.controlled import Controlled
 from rollout.http.metrics import exposition
 from rollout.pause import PauseConflictError, PauseInterruptedError
 from rollout.request_names import client_names, response_name
 
-PAUSE_TIMEOUT_S = 60.0
 OPEN_PATHS = ("/health", "/metrics", "/versions")
 """Routes that change nothing: probes and scrapers need no token for them."""
 
@@ -134,9 +134,16 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, FleetPauseError)
     # Ray puts the remote traceback before the message, which is the last line.
     reasons = {name: str(reason).strip().rpartition("\n")[2] for name, reason in error.errors.items()}
-    only_conflicts = all(isinstance(e, PauseConflictError | PauseInterruptedError) for e in error.errors.values())
     message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return JSONResponse({"error": message, "replicas": reasons}, status_code=409 if only_conflicts else 500)
+    return JSONResponse({"error": message, "replicas": reasons}, status_code=_status_of(error.errors.values()))
+
+
+def _status_of(errors: Collection[BaseException]) -> int:
+    """What one replica answers, where all of those that failed agree."""
+    for kinds, status in (((PauseConflictError, PauseInterruptedError), 409), (TimeoutError, 504)):
+        if all(isinstance(error, kinds) for error in errors):
+            return status
+    return 500
 
 
 async def _too_late(_request: Request, error: Exception) -> JSONResponse:

@@ -137,6 +137,24 @@ def test_a_client_that_keeps_it_paused_finds_the_new_weights_at_the_resume() -> 
     on_replica(test)
 
 
+def test_one_that_cannot_be_told_to_go_on_says_so_until_it_can() -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        group = start_group(replica, 4)
+        await asyncio.sleep(1.5)
+        engine.seconds["thaw"] = 1e6
+        with pytest.raises(TimeoutError, match=r"resuming took longer than weight_sync\.pause_timeout_s=10"):
+            await update(replica, 1)
+        status = await replica.status()
+        assert (status.frozen, status.torn, status.pause_mode, status.global_steps) == (True, False, None, 1)
+        del engine.seconds["thaw"]
+        await update(replica, 2)
+        assert not (await replica.status()).frozen
+        assert [answer(completion) for completion in await group] == [(4, "stop")]
+        await assert_serves(replica, 2)
+
+    on_replica(test)
+
+
 # -- torn --------------------------------------------------------------------------------------------------------------
 
 TORN = {

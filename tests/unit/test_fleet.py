@@ -145,6 +145,24 @@ def test_when_one_does_not_resume_the_others_do_and_it_is_named() -> None:
     on_fleet(test)
 
 
+@pytest.mark.parametrize("before", [None, PauseMode.keep])
+def test_who_joined_during_a_pause_that_fails_is_as_the_others_are(before: PauseMode | None) -> None:
+    async def test(setup: Setup) -> None:
+        if before is not None:
+            await setup.fleet.pause(before)
+        late = make_replica(setup.fleet.want(), ClockedEngine())
+        setup.engines["b"].errors["freeze"], setup.engines["b"].seconds["freeze"] = OSError("no"), 5
+        pausing = asyncio.create_task(setup.fleet.pause(PauseMode.wait))
+        await asyncio.sleep(1)
+        assert await setup.fleet.join(late) and late.is_paused()
+        with pytest.raises(FleetPauseError, match="OSError"):
+            await pausing
+        state = None if before is None else "wait"
+        assert await setup.paused() == {"a": state, "b": before and before.value, late.name: state}
+
+    on_fleet(test)
+
+
 def test_any_client_sees_the_version_and_state_of_every_replica() -> None:
     async def test(setup: Setup) -> None:
         await update(setup.replicas["a"], 4)
@@ -153,8 +171,8 @@ def test_any_client_sees_the_version_and_state_of_every_replica() -> None:
             await update(setup.replicas["b"], 4)
         await setup.replicas["a"].pause(PauseMode.wait)
         assert await setup.fleet.statuses() == [
-            ReplicaStatus(name="a", global_steps=4, pause_mode="wait", torn=False),
-            ReplicaStatus(name="b", global_steps=0, pause_mode=None, torn=True),
+            ReplicaStatus(name="a", global_steps=4, pause_mode="wait", torn=False, frozen=True),
+            ReplicaStatus(name="b", global_steps=0, pause_mode=None, torn=True, frozen=True),
         ]
         assert await setup.fleet.is_paused(), "torn is frozen too"
 

@@ -154,6 +154,18 @@ def test_a_replica_that_does_not_go_on_is_lost_within_its_deadline_and_ended(
     watched(test)
 
 
+def test_a_replica_goes_on_after_a_long_group_was_cancelled() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        long = start_group(setup.replicas["a"], 900, 900, prefix="long ")
+        await asyncio.sleep(200.5)
+        long.cancel()
+        assert [len(c.token_ids) for c in await start_group(setup.replicas["a"], 100)] == [100]
+        assert (await setup.replicas["a"].progress({})).tokens == 100, "those of the long ones went with them"
+        assert setup.told == []
+
+    watched(test)
+
+
 def test_the_tokens_of_a_dead_engine_are_asked_for_before_its_actor_is_ended() -> None:
     async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
         await asyncio.sleep(1.5)
@@ -186,7 +198,7 @@ def test_replicas_that_join_are_watched_and_those_that_left_are_not() -> None:
         late = WatchedReplica(name, ClockedEngine(), WeightSyncConfig())
         await asyncio.sleep(2)
         assert late.asked == 0
-        assert setup.fleet.joined(late)
+        assert await setup.fleet.join(late)
         await asyncio.sleep(2)
         assert late.asked >= 2
         await setup.fleet.retire(name, "no longer wanted")

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 import pytest
 
-from configs.schema import WeightSyncConfig
+from configs.schema import PauseMode, WeightSyncConfig
 from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import FleetMonitor
 from rollout.fleet_operator import FleetOperator
@@ -137,6 +137,46 @@ def test_nothing_is_routed_to_the_dead_from_the_moment_of_the_loss_on() -> None:
         await asyncio.sleep(0)
         assert not losing.done() and setup.router.healthy == ["replica-0"]
         await losing
+
+    operated(test)
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_who_joins_a_paused_fleet_is_paused_too_until_the_fleet_is_resumed(mode: PauseMode) -> None:
+    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+        await setup.fleet.pause(mode)
+        for name in ("replica-0", "replica-1"):
+            await setup.fleet.lose(name, DIED)
+        await asyncio.sleep(START_S + 1)
+        assert setup.router.healthy == ["replica-2", "replica-3"]
+        assert await setup.fleet.is_paused()
+        assert [status.pause_mode for status in await setup.fleet.statuses()] == [mode.value] * 2
+        frozen = start_group(setup.replicas["replica-2"], 3)
+        await asyncio.sleep(50)
+        assert not frozen.done()
+        await setup.fleet.resume()
+        await frozen
+        setup.operator.add(1)
+        await asyncio.sleep(START_S + 1)
+        assert "replica-4" in setup.router.healthy and not await setup.fleet.is_paused()
+
+    operated(test)
+
+
+def test_who_cannot_be_paused_does_not_join_a_paused_fleet() -> None:
+    class Unpausable(RolloutReplica):
+        async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+            raise OSError("cannot freeze")
+
+    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+        await setup.fleet.pause(PauseMode.keep)
+        make, setup.make = setup.make, lambda name: Unpausable(name, ClockedEngine(), WeightSyncConfig())
+        setup.operator.add(1)
+        await asyncio.sleep(START_S + 1)
+        setup.make = make
+        failed = "replica-2 is given up: pause(keep) failed on replica-2: OSError('cannot freeze')"
+        assert setup.told == [failed, "replica-3 is to replace replica-2"]
+        assert await setup.fleet.is_paused()
 
     operated(test)
 

@@ -258,6 +258,20 @@ def test_a_replica_that_fails_is_named_and_the_others_go_on() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("errors", "status"), [({}, 504), ({"freeze": OSError("no reply")}, 500)])
+def test_a_pause_past_its_deadline_is_504_where_nothing_else_fails(errors: dict[str, Exception], status: int) -> None:
+    async def main() -> None:
+        engines = [ClockedEngine(), ClockedEngine()]
+        async with fleet_client(*engines) as (replicas, client, _):
+            engines[0].errors |= errors
+            generating(replicas[1], "long", 1000)
+            await settle()
+            late = await client.post("/pause?mode=wait&timeout_s=4")
+            assert (late.status_code, len(late.json()["replicas"])) == (status, 1 + len(errors))
+
+    run_virtual(main())
+
+
 def test_a_conflict_on_the_replicas_is_a_conflict_of_the_fleet() -> None:
     async def main() -> None:
         async with fleet_client(ClockedEngine(), ClockedEngine()) as (replicas, client, _):

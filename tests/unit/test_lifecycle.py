@@ -59,9 +59,8 @@ def test_no_path_leads_to_ready_without_verified_weights_and_none_out_of_death(c
             continue
         assert not died, "nothing happens to the dead"
         died = life.state is ReplicaState.DEAD
-        if life.is_routable:
+        if life.state is ReplicaState.READY:
             assert (name, before) == ("verified", ReplicaState.SYNCING)
-        assert life.is_routable == (life.state is ReplicaState.READY)
 
 
 def test_a_replicas_way_through_an_update_that_it_missed() -> None:
@@ -77,4 +76,4 @@ def test_a_version_that_is_none_is_refused() -> None:
     life = in_state(ReplicaState.SYNCING)
     with pytest.raises(ValueError, match=re.escape("replica-4: -1 is no version of the weights; tags begin at 0")):
         life.verified(-1)
-    assert not life.is_routable
+    assert life.state is ReplicaState.SYNCING

@@ -1,4 +1,5 @@
-"""What pause, resume and abort mean for one engine, in every state. Failures are in test_pause_failures."""
+"""What pause, resume and abort mean for one engine, in every state. Failures are in test_pause_failures,
+updates in test_pause_updates."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -240,6 +241,22 @@ def test_resume_interrupts_the_waiting_and_the_request_goes_on() -> None:
             await waiting
         await asyncio.sleep(4)
         assert engine.step_starts == list(range(6))
+
+    while_waiting(test)
+
+
+def test_who_gives_up_waiting_opens_nothing_for_which_others_wait() -> None:
+    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
+        second = asyncio.create_task(control.pause(WAIT))
+        await settle()
+        waiting.cancel()
+        late = start(engine, "late", 1)
+        await asyncio.sleep(2)
+        assert waiting.cancelled() and not second.done() and not late.done()
+        await second
+        assert now() == 6 and control.mode is WAIT
+        await control.resume()
+        assert answer(await late) == (1, "stop")
 
     while_waiting(test)
 

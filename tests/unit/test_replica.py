@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,12 +82,14 @@ def test_the_weights_it_was_started_with_can_be_given_a_version() -> None:
 
 def test_any_client_that_asks_sees_whether_it_is_paused_how_and_on_which_version() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        assert await replica.status() == ReplicaStatus(name="replica-3", global_steps=0, pause_mode=None, torn=False)
+        is_open = ReplicaStatus(name="replica-3", global_steps=0, pause_mode=None, torn=False, frozen=False)
+        assert await replica.status() == is_open
         for mode in PauseMode:
             await replica.pause(mode)
-            assert replica.is_paused() and (await replica.status()).pause_mode == mode.value
+            assert replica.is_paused()
+            assert await replica.status() == replace(is_open, pause_mode=mode.value, frozen=True)
         await replica.resume()
-        assert not replica.is_paused() and (await replica.status()).pause_mode is None
+        assert not replica.is_paused() and await replica.status() == is_open
 
     on_replica(test)
 

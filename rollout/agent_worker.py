@@ -14,6 +14,7 @@ from rollout.prompts import EncodedRow, Row
 from rollout.rewards.base import Reward, RewardResult
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.scoring import score
+from rollout.rewards.threads import RewardThreads
 from rollout.rewards.weighted_sum import WeightedSum
 from rollout.sample_scores import EvaluatedSample
 from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup
@@ -56,6 +57,7 @@ class AgentWorker:
         self._loop = loop
         self._reward = reward
         self._replicas = dict(replicas)
+        self._threads = RewardThreads()
 
     def connect(self, name: str, generate: GenerateGroup) -> None:
         """From now on it can generate on this replica too."""
@@ -92,12 +94,13 @@ class AgentWorker:
         )
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
-        """`num_samples` episodes per prompt, all side by side on one replica, with their scores."""
+        """`num_samples` episodes per prompt, all side by side on one replica, with their scores. `attempt`: another one
+        in each call, since the requests of one that was lost may still run there."""
         sampling = self._with_stop(sampling)
         tasks = [
-            EpisodeTask(name=f"eval-{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
+            EpisodeTask(name=f"eval.{attempt}-{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
             for prompt in prompts
             for index, params in enumerate(group_sampling(sampling, num_samples, prompt.ordinal))
         ]
@@ -114,9 +117,8 @@ class AgentWorker:
         episodes = await self._loop.run(tasks, generate)
         texts = [self._decode(episode.response_ids) for episode in episodes]
         to_score = [index for index, episode in enumerate(episodes) if episode.result is None]
-        results = await score(
-            self._reward, [(tasks[i].prompt, texts[i]) for i in to_score], self._config.rollout.reward_timeout_s
-        )
+        responses = [(tasks[i].prompt, texts[i]) for i in to_score]
+        results = await score(self._reward, responses, self._config.rollout.reward_timeout_s, self._threads)
         by_index = dict(zip(to_score, results, strict=True))
         return [
             _Scored(

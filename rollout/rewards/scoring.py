@@ -5,7 +5,6 @@ import contextlib
 import inspect
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from functools import partial
 from typing import SupportsFloat, cast
 
 from rollout.rewards.base import Reward, RewardResult
+from rollout.rewards.threads import RewardThreads
 from rollout.rewards.weighted_sum import WeightedSum
 from rollout.types import Prompt
 
@@ -31,23 +31,23 @@ class _Raised:
 
 
 async def score(
-    reward: Reward | WeightedSum, responses: Sequence[tuple[Prompt, str]], timeout_s: float
+    reward: Reward | WeightedSum, responses: Sequence[tuple[Prompt, str]], timeout_s: float, threads: RewardThreads
 ) -> list[RewardResult]:
     """One result per (prompt, text), in order. A reward that raises, takes longer than `timeout_s` (config key
     rollout.reward_timeout_s) or gives something that is no finite number has an `error`, and is logged.
 
-    An async reward runs on the event loop, all responses side by side. Any other runs in threads, see `_in_threads`.
+    An async reward runs on the event loop, all responses side by side. Any other runs in `threads`, see `_in_threads`.
     The terms of a sum run side by side.
     """
     if isinstance(reward, WeightedSum):
-        by_term = await asyncio.gather(*(score(term, responses, timeout_s) for term in reward.rewards))
+        by_term = await asyncio.gather(*(score(term, responses, timeout_s, threads) for term in reward.rewards))
         return [reward.combine(results) for results in zip(*by_term, strict=True)]
     calls = [partial(reward, prompt, text) for prompt, text in responses]
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
         outcomes = await _on_the_loop(calls, timeout_s)
     else:
         parts = [calls[start : start + MAX_THREADS] for start in range(0, len(calls), MAX_THREADS)]
-        outcomes = [outcome for part in parts for outcome in await _in_threads(part, timeout_s)]
+        outcomes = [outcome for part in parts for outcome in await _in_threads(part, timeout_s, threads)]
     return [_result(prompt, outcome) for (prompt, _), outcome in zip(responses, outcomes, strict=True)]
 
 
@@ -62,11 +62,10 @@ async def _on_the_loop(calls: Sequence[Call], timeout_s: float) -> list[object]:
             task.cancel()
 
 
-async def _in_threads(calls: Sequence[Call], timeout_s: float) -> list[object]:
-    """What each call returns, or `_Raised`. One thread takes call after call and wakes the loop once, since both would
-    cost more than a simple reward itself; after PATIENCE_S one more starts for every call that still waits, so that a
-    slow call delays no other. A call cannot be stopped: the thread of one that never ends is left behind, and does not
-    keep the process from ending."""
+async def _in_threads(calls: Sequence[Call], timeout_s: float, threads: RewardThreads) -> list[object]:
+    """What each call returns, or `_Raised`. One thread takes call after call and wakes the loop once, since that would
+    cost more than a simple reward itself; after PATIENCE_S there is one more for every call that still waits, so that a
+    slow call delays no other. A call cannot be stopped: the thread of one that never ends is left behind."""
     loop = asyncio.get_running_loop()
     outcomes = [_late(timeout_s)] * len(calls)
     waiting, ended, all_ended = deque(enumerate(calls)), deque[int](), asyncio.Event()
@@ -80,12 +79,12 @@ async def _in_threads(calls: Sequence[Call], timeout_s: float) -> list[object]:
                 if len(ended) == len(calls):
                     loop.call_soon_threadsafe(all_ended.set)
 
-    def start_threads(count: int) -> None:
+    def work_in_threads(count: int) -> None:
         for _ in range(count):
-            threading.Thread(target=work, name="reward", daemon=True).start()
+            threads.run(work)
 
-    start_threads(1)
-    patience = loop.call_later(PATIENCE_S, lambda: start_threads(len(waiting)))
+    work_in_threads(1)
+    patience = loop.call_later(PATIENCE_S, lambda: work_in_threads(len(waiting)))
     try:
         async with asyncio.timeout(timeout_s):
             await all_ended.wait()

@@ -252,9 +252,20 @@ def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None
     assert part.versions == {4, 5}
     assert part.errors == ()
     [requests] = replica.calls
-    ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]
+    ids = ["eval.0-5-0", "eval.0-5-1", "eval.0-3-0", "eval.0-3-1", "eval.0-4-0", "eval.0-4-1"]
     assert [request.request_id for request in requests] == ids
     assert {request.sampling for request in requests} == {replace(sampling, stop_token_ids=(EOS,))}
+
+
+def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -> None:
+    """Ray does not end what a lost worker had running, so the replica may still have the requests of the first."""
+    replica, sampling = FakeReplica("ab"), SamplingParams(max_tokens=8, seed=1)
+    worker = make_worker(r0=replica)
+    for attempt in (3, 4):
+        run_virtual(worker.evaluate([make_prompt(5)], "r0", sampling, 1, attempt=attempt))
+    first, second = (requests[0] for requests in replica.calls)
+    assert (first.request_id, second.request_id) == ("eval.3-5-0", "eval.4-5-0")
+    assert first.sampling == second.sampling
 
 
 def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() -> None:

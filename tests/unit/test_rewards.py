@@ -16,6 +16,7 @@ from rollout.rewards.format import FormatReward
 from rollout.rewards.gsm8k import TAIL_CHARS, gsm8k, gsm8k_flexible
 from rollout.rewards.registry import BUILT_IN, load_reward
 from rollout.rewards.scoring import score
+from rollout.rewards.threads import RewardThreads
 from rollout.rewards.weighted_sum import WeightedSum
 from rollout.types import Prompt
 
@@ -35,7 +36,7 @@ def gsm8k_of(ground_truth: str, text: str) -> RewardResult:
 
 def scored(reward: Reward | WeightedSum, ground_truth: str, text: str, timeout_s: float = 30) -> RewardResult:
     """As an agent worker does."""
-    [result] = asyncio.run(score(reward, [(ask(ground_truth), text)], timeout_s))
+    [result] = asyncio.run(score(reward, [(ask(ground_truth), text)], timeout_s, RewardThreads()))
     return result
 
 
@@ -187,7 +188,7 @@ def test_terms_fail_as_rewards_do_and_fail_the_sum_of_that_response_alone() -> N
 
     total = WeightedSum({"hangs": (1.0, hangs_at_8), "raises": (1.0, raises_at_9), "late": (1.0, late)})
     responses = [(ask(truth), "") for truth in ("7", "8", "9")]
-    good, hung, raised = asyncio.run(score(total, responses, 0.2))
+    good, hung, raised = asyncio.run(score(total, responses, 0.2, RewardThreads()))
     released.set()
     assert (good.reward, good.error) == (1.75, None)
     assert hung == RewardResult(reward=0.0, error="hangs: TimeoutError: took longer than rollout.reward_timeout_s=0.2")

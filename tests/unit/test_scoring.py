@@ -15,6 +15,7 @@ from rollout.rewards.base import Reward, RewardResult
 from rollout.rewards.budget import FailureBudget, RewardFailuresError
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.scoring import score
+from rollout.rewards.threads import RewardThreads
 from rollout.types import Prompt
 from tests.fakes import make_prompt, run_virtual
 
@@ -27,7 +28,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[RewardResult]:
-    return asyncio.run(score(reward, [(make_prompt(17), text) for text in texts], timeout_s))
+    return asyncio.run(score(reward, [(make_prompt(17), text) for text in texts], timeout_s, RewardThreads()))
 
 
 def outcomes(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[float | str | None]:
@@ -163,9 +164,8 @@ def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(
         return 1.0
 
     async def main() -> None:
-        scoring_task = asyncio.create_task(
-            score(hangs, [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")], timeout_s=0.2)
-        )
+        responses = [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")]
+        scoring_task = asyncio.create_task(score(hangs, responses, 0.2, RewardThreads()))
         ticks = 0
         while not scoring_task.done():
             ticks += 1
@@ -187,7 +187,7 @@ def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancell
         return 1.0
 
     async def main() -> tuple[list[RewardResult], float]:
-        scored = await score(hangs, [(make_prompt(0), text) for text in TEXTS], timeout_s=60)
+        scored = await score(hangs, [(make_prompt(0), text) for text in TEXTS], 60, RewardThreads())
         return scored, asyncio.get_running_loop().time()
 
     scored, seconds = run_virtual(main())
@@ -210,7 +210,7 @@ def test_slow_rewards_run_side_by_side() -> None:
         return 1.0
 
     async def main() -> float:
-        await score(sleeps, [(make_prompt(0), "")] * 4, timeout_s=4000)
+        await score(sleeps, [(make_prompt(0), "")] * 4, 4000, RewardThreads())
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == pytest.approx(3600)
@@ -241,7 +241,7 @@ def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
         return 1.0
 
     async def main() -> None:
-        task = asyncio.create_task(score(hangs, [(make_prompt(0), "a")], timeout_s=30))
+        task = asyncio.create_task(score(hangs, [(make_prompt(0), "a")], 30, RewardThreads()))
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -53,6 +53,8 @@ class Inbox:
     def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]:
         return []
 
+    def stop(self, manifest: dict[str, Any]) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -34,6 +34,8 @@ class WeightSender(Protocol):
 
     def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]: ...
 
+    def stop(self, manifest: dict[str, Any]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -175,6 +177,10 @@ class TrainWorker:
     def send(self, manifest: dict[str, Any]) -> list[int]:
         return self._sender.send(self._shards, manifest)
 
+    def stop_sending(self, manifest: dict[str, Any]) -> None:
+        """Lets `send` fail. May run beside it."""
+        self._sender.stop(manifest)
+
     def stage_checkpoint(self, folder: str) -> None:
         """Copies all that training needs to go on from here into host memory, and begins to write it. All ranks call.
 
@@ -183,7 +189,7 @@ class TrainWorker:
         self._writer.stage(Path(folder), self._trained, self._global_steps)
 
     def finish_checkpoint(self) -> None:
-        """Waits until all ranks have written what is staged. The only method that may run beside the others."""
+        """Waits until all ranks have written what is staged. May run beside the others."""
         self._writer.finish()
 
     def load_checkpoint(self, folder: str) -> int:

@@ -52,6 +52,10 @@ class TrainWorkerActor:
         self._worker.finish_checkpoint()
 
     @ray.method(concurrency_group="beside")
+    def stop_sending(self, manifest: dict[str, Any]) -> None:
+        self._worker.stop_sending(manifest)
+
+    @ray.method(concurrency_group="beside")
     def is_alive(self) -> bool:
         return True
 
@@ -196,10 +200,15 @@ class TrainWorkerGroup:
         return manifest
 
     async def send(self, manifest: dict[str, Any]) -> int:
-        """The checksum of what was sent."""
-        if "checksums" not in manifest:
+        """The checksum of what was sent. When it fails on one rank, or is cancelled, nobody goes on waiting in it."""
+        if "checksums" in manifest:
+            return self._combine(manifest["checksums"])
+        try:
             return self._combine(await self._on_all("send", manifest))
-        return self._combine(manifest["checksums"])
+        except BaseException:
+            for actor in self.actors:
+                actor.stop_sending.remote(manifest)
+            raise
 
     async def _on_all(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(*(actor.call.remote(method, *args) for actor in self.actors))

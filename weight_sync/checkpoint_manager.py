@@ -1,15 +1,15 @@
 """The weight update as a transaction: publish, stage while generating, and let every replica commit by itself.
 
 Replicas do not wait for one another: each pauses when it has staged. No request is aborted, restarted or sent again.
-A replica that could not be brought to the new version is taken out of service and tried once more; if its weights are
-still whole it may come back with the next update, else it is given up. Too few left is an error.
+A replica that could not be brought to the new version is taken out of service and tried once more; if it then goes on
+with whole weights it may come back with the next update, else it is given up. Too few left is an error.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from configs.schema import Staging, WeightSyncConfig
 from weight_sync.protocol import Manifest, WeightSource, WeightTarget
@@ -38,7 +38,7 @@ class Membership(Protocol):
         ...
 
     async def give_up(self, name: str, error: BaseException) -> None:
-        """End it: it does not answer, or is not known to hold whole weights."""
+        """End it: it does not answer, does not go on, or is not known to hold whole weights."""
         ...
 
     def require_enough(self, cause: BaseException) -> None:
@@ -81,12 +81,40 @@ class UpdateReport:
         }
 
 
+class _Sending:
+    """What the trainer does while replicas receive. Who fails ends it for all, who could only wait for one another."""
+
+    def __init__(self, call: Coroutine[Any, Any, int]):
+        self.task = asyncio.create_task(call)
+        self.stopped_by: str | None = None
+
+    def stop(self, name: str) -> None:
+        if self.stopped_by is None and not self.task.done():
+            self.stopped_by = name
+            self.task.cancel()
+
+    async def checksum(self) -> int:
+        try:
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self.stopped_by is None:
+                raise
+            raise WeightUpdateError(f"send on trainer was stopped: {self.stopped_by} failed") from None
+
+
 @dataclass(slots=True)
 class _Attempt:
     manifest: Manifest
     publish_s: float
-    done: list[ReplicaUpdate]
-    failed: dict[str, WeightUpdateError]
+    stopped_by: str | None
+    done: list[ReplicaUpdate] = field(default_factory=list)
+    failed: dict[str, WeightUpdateError] = field(default_factory=dict)
+
+    @property
+    def again(self) -> list[set[str]]:
+        """Whom to try once more, together. Who may have made the others fail comes after them, alone."""
+        last = {name for name in self.failed if name == self.stopped_by}
+        return [names for names in (self.failed.keys() - last, last) if names]
 
 
 class CheckpointManager:
@@ -133,31 +161,24 @@ class CheckpointManager:
     async def _transact(self, targets: Sequence[WeightTarget], global_steps: int | None) -> UpdateReport:
         started = time.perf_counter()
         first = await self._attempt(targets, global_steps)
-        done, failures = list(first.done), len(first.failed)
         version = first.manifest["global_steps"]
+        attempts = [first]
+        for names in first.again:
+            again = [target for target in self._fleet.targets if target.name in names]
+            if again:
+                attempts.append(await self._attempt(again, version))
+            for target in again:
+                if target.name in attempts[-1].failed:
+                    await self._give_up_unless_whole(target, attempts[-1].failed[target.name])
         if first.failed:
-            for name, error in first.failed.items():
-                await self._fleet.eject(name, error)
-            again = [target for target in self._fleet.targets if target.name in first.failed]
-            second = await self._attempt(again, version) if again else None
-            if second is not None:
-                done += second.done
-                failures += len(second.failed)
-                for target in again:
-                    if target.name in second.failed:
-                        await self._give_up_unless_whole(target, second.failed[target.name])
-        for update in done:
-            self._held[update.name] = version
-            await self._fleet.admit(update.name, version)
-        if failures:
             self._fleet.require_enough(next(iter(first.failed.values())))
         return UpdateReport(
             global_steps=version,
             nbytes=first.manifest["nbytes"],
             publish_s=first.publish_s,
             total_s=time.perf_counter() - started,
-            replicas=tuple(done),
-            failures=failures,
+            replicas=tuple(update for attempt in attempts for update in attempt.done),
+            failures=sum(len(attempt.failed) for attempt in attempts),
         )
 
     async def _attempt(self, targets: Sequence[WeightTarget], global_steps: int | None) -> _Attempt:
@@ -169,10 +190,10 @@ class CheckpointManager:
         publishing = self._source.publish(global_steps, receivers, base)
         manifest = await self._within("publish", "trainer", publishing, "stage_timeout_s")
         published = time.perf_counter()
-        sending = asyncio.create_task(self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s"))
+        sending = _Sending(self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s"))
         calls = (self._update(target, manifest, sending) for target in targets)
-        results = await asyncio.gather(*calls, sending, return_exceptions=True)
-        attempt = _Attempt(manifest, published - started, [], {})
+        results = await asyncio.gather(*calls, sending.task, return_exceptions=True)
+        attempt = _Attempt(manifest, published - started, sending.stopped_by)
         for target, result in zip(targets, results, strict=False):
             if isinstance(result, WeightUpdateError):
                 attempt.failed[target.name] = result
@@ -181,13 +202,25 @@ class CheckpointManager:
             else:
                 assert isinstance(result, ReplicaUpdate)
                 attempt.done.append(result)
+        for name, error in attempt.failed.items():
+            await self._fleet.eject(name, error)
+        for update in attempt.done:
+            self._held[update.name] = manifest["global_steps"]
+            await self._fleet.admit(update.name, manifest["global_steps"])
         return attempt
 
-    async def _update(self, target: WeightTarget, manifest: Manifest, sending: asyncio.Task[int]) -> ReplicaUpdate:
+    async def _update(self, target: WeightTarget, manifest: Manifest, sending: _Sending) -> ReplicaUpdate:
+        try:
+            return await self._bring(target, manifest, sending)
+        except WeightUpdateError:
+            sending.stop(target.name)
+            raise
+
+    async def _bring(self, target: WeightTarget, manifest: Manifest, sending: _Sending) -> ReplicaUpdate:
         started = time.perf_counter()
         if self._config.staging is not Staging.none:
             await self._within("stage", target.name, target.stage(manifest), "stage_timeout_s")
-            manifest = manifest | {"checksum": await asyncio.shield(sending)}
+            manifest = manifest | {"checksum": await sending.checksum()}
         staged = time.perf_counter()
         # The replica keeps the deadlines of each part; this one is for a replica that does not answer.
         report = await self._within(
@@ -203,7 +236,7 @@ class CheckpointManager:
             error.add_note(f"then: {unreachable}")
             await self._fleet.give_up(target.name, error)
         else:
-            if status.torn:
+            if status.torn or (status.frozen and status.pause_mode is None):
                 await self._fleet.give_up(target.name, error)
 
     async def _within(self, phase: str, name: str, call: Awaitable[T], *keys: str) -> T:

@@ -46,7 +46,8 @@ class WeightSource(Protocol):
         ...
 
     async def send(self, manifest: Manifest) -> int:
-        """Move the bytes, beside the replicas' receiving. The checksum of what was sent."""
+        """Move the bytes, beside the replicas' receiving. The checksum of what was sent. Cancelled, it ends on both
+        sides."""
         ...
 
 
@@ -74,7 +75,7 @@ class WeightTarget(Protocol):
 class CommitReport(Protocol):
     @property
     def pause_s(self) -> float:
-        """How long the replica was frozen, by its own clock: from the last token's step to the first step after."""
+        """How long the replica was frozen, by its own clock: from the order to stop to the order to go on."""
         ...
 
     @property
@@ -90,4 +91,14 @@ class TargetStatus(Protocol):
     @property
     def torn(self) -> bool:
         """Frozen, because an update failed half-way."""
+        ...
+
+    @property
+    def frozen(self) -> bool:
+        """It generates nothing."""
+        ...
+
+    @property
+    def pause_mode(self) -> str | None:
+        """The mode that a client paused it in."""
         ...

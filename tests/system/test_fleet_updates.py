@@ -242,15 +242,19 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
 
 
 def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene: Scene) -> None:
+    """Over a transport in which all wait for one another: well before weight_sync.stage_timeout_s."""
     survivor, victim = scene.replicas[1], scene.replicas[0]
+    config = TRANSPORTS["collective"]
 
     async def scenario() -> Any:
+        await asyncio.gather(*(a.__ray_call__.remote(use_transport, config) for a in scene.workers.actors))
         watch = asyncio.create_task(monitor_of(scene.fleet).run())
         pid = await victim.actor.__ray_call__.remote(lambda _self: os.getpid())
         for process in psutil.Process(pid).children(recursive=True):
             process.send_signal(signal.SIGKILL)
         scene.version += 1
-        report = await scene.manager(CONFIG.weight_sync).update_weights(scene.version)
+        async with asyncio.timeout(CONFIG.weight_sync.stage_timeout_s / 2):
+            report = await scene.manager(config).update_weights(scene.version)
         assert not watch.done(), "one replica is enough"
         watch.cancel()
         return report

@@ -95,6 +95,18 @@ def test_who_does_not_come_is_named_on_both_sides_at_the_deadline() -> None:
 
 
 @pytest.mark.usefixtures("local_store")
+def test_when_one_cannot_come_any_more_a_stop_ends_the_wait_on_both_sides_at_once() -> None:
+    trainer = fleet(num_ranks=2)
+    began = time.monotonic()
+    update = trainer.update(weights(1), 1, {"a": 1, "gone": 1}, absent="gone", stop=True, timeout_s=60.0)
+    assert time.monotonic() - began < 5
+    assert update.errors == 3 * ["the trainer stopped sending"]
+    trainer.update(weights(2), 2, {"a": 1}).assert_received(weights(2))
+    trainer.close()
+    trainer.senders[0].stop(update.manifest)  # too late, and harmless
+
+
+@pytest.mark.usefixtures("local_store")
 def test_a_trainer_that_does_not_send_ends_the_receiving_at_the_deadline() -> None:
     trainer = fleet()
     manifest = trainer.publish(weights(1), 1, {"a": 1}, timeout_s=0.1)

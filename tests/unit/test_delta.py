@@ -158,6 +158,15 @@ def test_positions_that_do_not_fit_32_bits_have_64(directory: Path, monkeypatch:
     trainer.close()
 
 
+@pytest.mark.usefixtures("local_store")
+def test_a_stop_ends_the_sending_of_every_rank(directory: Path) -> None:
+    trainer = fleet(directory, num_ranks=2, inner="collective")
+    update = trainer.update(weights(1), 1, {"a": 1, "gone": 1}, absent="gone", stop=True, timeout_s=60.0)
+    assert update.errors == 3 * ["the trainer stopped sending"]
+    trainer.update(weights(1), 1, {"a": 1}).assert_received(weights(1))
+    trainer.close()
+
+
 def test_against_another_base_than_the_trainer_keeps_all_is_sent(directory: Path) -> None:
     trainer = fleet(directory)
     trainer.update(weights(1), 1, {"a": 1})

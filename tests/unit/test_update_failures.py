@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 
 from configs.schema import WeightSyncConfig
-from rollout.fleet import ReplicaFleet
 from rollout.members import TooFewReplicasError
-from rollout.types import VersionSpan
-from tests.fakes import ClockedEngine, make_replica, run_virtual, start_group
+from tests.fakes import run_virtual
 from tests.unit.test_checkpoint_manager import HANGS, WHOLE, Scene
-from weight_sync.checkpoint_manager import CheckpointManager, WeightUpdateError
+from weight_sync.checkpoint_manager import WeightUpdateError
 
 DEADLINE_OF = {
     "publish": "weight_sync.stage_timeout_s=100.0",
@@ -121,6 +119,15 @@ def test_a_replica_that_stays_out_after_a_loss_of_the_others_ends_the_run(scene:
     assert scene.fleet.targets == [scene.a]
 
 
+@pytest.mark.parametrize(("pause_mode", "is_given_up"), [(None, True), ("keep", False)])
+def test_a_replica_that_does_not_go_on_is_given_up_unless_a_client_paused_it(
+    pause_mode: str | None, is_given_up: bool, scene: Scene
+) -> None:
+    scene.b.frozen, scene.b.pause_mode, scene.b.faults["commit"] = True, pause_mode, [BROKEN, BROKEN]
+    scene.update(1)
+    assert ("b.kill" in scene.events) is is_given_up and scene.router.healthy == ["a"]
+
+
 def test_with_nobody_left_to_try_again_nothing_is_published(scene: Scene) -> None:
     async def main() -> None:
         scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]
@@ -218,30 +225,6 @@ def test_a_cancelled_update_leaves_nothing_under_way(scene: Scene) -> None:
             each.seconds.clear()
         await scene.manager.update_weights(2)
         assert scene.source.orders[-1] == ({"a": 1, "b": 1}, None), "nobody knows what they hold"
-
-    run_virtual(main())
-
-
-def test_a_driver_that_goes_away_leaves_real_replicas_open_and_whole() -> None:
-    """One of them stages, the other is in the midst of its pause."""
-
-    async def main() -> None:
-        scene, engines = Scene(), [ClockedEngine(), ClockedEngine()]
-        replicas = [make_replica(name, engine) for name, engine in zip("ab", engines, strict=True)]
-        fleet = ReplicaFleet(replicas, scene.router, 1, scene.events.append, serving=0)
-        manager = CheckpointManager(scene.source, fleet, WeightSyncConfig())
-        await manager.update_weights(0)
-        groups = [start_group(replica, 9) for replica in replicas]
-        await asyncio.sleep(0.5)
-        engines[0].seconds["swap"], engines[1].seconds["stage"] = 20, 20
-        updating = asyncio.create_task(manager.update_weights(1))
-        await asyncio.sleep(5)
-        updating.cancel()
-        await asyncio.wait([updating])
-        assert (await groups[0])[0].spans == (VersionSpan(0, 1, 0), VersionSpan(1, 9, 1))
-        assert (await groups[1])[0].spans == (VersionSpan(0, 9, 0),)
-        assert [(status.global_steps, status.torn) for status in await fleet.statuses()] == [(1, False), (0, False)]
-        assert not await fleet.is_paused()
 
     run_virtual(main())
 

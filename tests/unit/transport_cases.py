@@ -101,9 +101,16 @@ class Fleet:
         return lambda: ((name, rows_of(tensor, rank, self.num_ranks)) for name, tensor in new.items())
 
     def update(
-        self, new: Weights, global_steps: int, receivers: dict[str, int], absent: str = "", **order: Any
+        self,
+        new: Weights,
+        global_steps: int,
+        receivers: dict[str, int],
+        absent: str = "",
+        stop: bool = False,
+        **order: Any,
     ) -> Update:
-        """`receivers`: replica -> workers. The workers of the replica `absent` do not come."""
+        """`receivers`: replica -> workers. The workers of the replica `absent` do not come. `stop`: the senders, under
+        way."""
         update = Update(self.publish(new, global_steps, receivers, **order))
         workers = [(name, index) for name, size in receivers.items() for index in range(size) if name != absent]
         with ThreadPoolExecutor(len(self.senders) + len(workers)) as threads:
@@ -115,6 +122,8 @@ class Fleet:
                     threads.submit(sender.send, self.shards(new, rank), update.manifest)
                     for rank, sender in enumerate(self.senders)
                 ]
+                for sender in self.senders if stop else ():
+                    sender.stop(update.manifest)
                 update.sent = [_outcome(call) for call in calls]
             update.received = {worker: _outcome(call) for worker, call in receiving.items()}
         return update

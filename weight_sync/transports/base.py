@@ -25,6 +25,11 @@ class Sender(Protocol):
         """Move the bytes, where `publish` did not. The checksums of this rank's parts."""
         ...
 
+    def stop(self, manifest: Manifest) -> None:
+        """From another thread: let a `send` fail, on this side and at the receivers. A replica is gone that they would
+        wait for."""
+        ...
+
     def close(self) -> None:
         """Remove what was published."""
         ...

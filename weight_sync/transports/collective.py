@@ -15,7 +15,7 @@ from weight_sync.bucket import Entry, Spec
 from weight_sync.protocol import Manifest
 from weight_sync.transports import rows
 from weight_sync.transports.base import Shards
-from weight_sync.transports.group import Membership, Transfer, own_address, serve_store
+from weight_sync.transports.group import Membership, Transfer, own_address, serve_store, tell_failure
 
 
 class CollectiveSender:
@@ -97,6 +97,10 @@ class CollectiveSender:
         own.wait()
         others.wait()
         return checksums
+
+    def stop(self, manifest: Manifest) -> None:
+        if self._store is not None:  # rank 0 tells all
+            tell_failure(self._store, manifest["locations"][0]["nonce"], "the trainer stopped sending")
 
     def close(self) -> None:
         self._membership.leave()

@@ -92,6 +92,9 @@ class DeltaSender:
         self._inner.send(lambda: iter(self._payload), location["inner"])
         return location["checksums"]
 
+    def stop(self, manifest: Manifest) -> None:
+        self._inner.stop(manifest["locations"][self._rank]["inner"])
+
     def close(self) -> None:
         self._inner.close()
         self._kept, self._payload, self._version = [], [], None

@@ -2,7 +2,8 @@
 
 The members meet at a store that trainer rank 0 serves. There each of them says which group it still holds from the
 transfer before. When that is not the same one for all, because members came or went or something failed, a new group is
-made. A member that fails says why at the same place, so that the others need not wait for the deadline.
+made. A member that fails says why at the same place, so that the others need not wait for the deadline; of one that
+died, trainer rank 0 is told (`CollectiveSender.stop`).
 """
 
 import contextlib
@@ -44,6 +45,12 @@ def own_address() -> str:
         except OSError:  # there is no way out, so nobody is outside
             return "127.0.0.1"
         return probe.getsockname()[0]
+
+
+def tell_failure(store: Store, nonce: str, reason: str) -> None:
+    """To all members of the transfer `nonce`, who look there while they wait. The first to fail is believed."""
+    with contextlib.suppress(RuntimeError):  # no store, no process that serves it: nobody is left to be told
+        store.compare_set(f"failed {nonce}", "", reason)
 
 
 class Transfer:
@@ -94,12 +101,10 @@ class Transfer:
             raise RuntimeError(f"the group broke: {error}") from error
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others. The first to fail is believed."""
+        """Tell the others."""
         left = isinstance(error, GeneratorExit)
         what = "stopped receiving" if left else f"failed: {type(error).__name__}: {error}"
-        reason = f"{self._members[self._rank]} {what}"
-        with contextlib.suppress(RuntimeError):  # no store, no process that serves it: nobody is left to be told
-            self._store.compare_set(f"failed {self._nonce}", "", reason)
+        tell_failure(self._store, self._nonce, f"{self._members[self._rank]} {what}")
 
     def _until(self, done: Callable[[], bool], every_s: float, problem: Callable[[], str]) -> None:
         look_at = time.monotonic() + LOOK_S

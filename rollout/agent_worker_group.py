@@ -1,13 +1,13 @@
 """Agent workers in Ray actors, taken in turn."""
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from configs.deadline import within
 from configs.schema import Config
@@ -18,17 +18,14 @@ from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
 from rollout.replica_group import ENV, ReplicaHandle
 from rollout.rewards.registry import load_reward
+from rollout.rotation import Rotation
 from rollout.router import AgentWorkerLostError, ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 
-RETRY_S = 0.5
-MAX_RESTARTS = 8
-"""Of one agent worker. One that dies again and again has an agent loop or a reward that kills it."""
-
 
 class AgentWorkerActor(AgentWorker):
-    """The edge: builds the worker's parts inside its process. It knows no replica by itself, so that one which Ray has
-    started again is as good as the one that died."""
+    """The edge: builds the worker's parts inside its process. It knows no replica by itself, so that one is as good as
+    any other."""
 
     def __init__(
         self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
@@ -45,10 +42,10 @@ class AgentWorkerActor(AgentWorker):
             replicas={},
         )
 
-    async def call_on(self, replica: Any, method: str, *args: Any) -> Any:
+    async def call_on(self, replica: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of AgentWorker, whose second argument is the name of this replica."""
         self.connect(args[1], partial(_generate, args[1], replica))
-        return await getattr(self, method)(*args)
+        return await getattr(self, method)(*args, **kwargs)
 
     async def ready(self) -> None:
         """Returns once the constructor has."""
@@ -70,6 +67,12 @@ async def cancelled_with_us(call: Any) -> Any:
         raise
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    name: str
+    actor: Any
+
+
 class AgentWorkerGroup:
     """The driver's side: a `rollout.rollouter.GroupRunner`."""
 
@@ -83,29 +86,33 @@ class AgentWorkerGroup:
         agent_loop: AgentLoop | None = None,
     ):
         """`agent_loop`: sent to every worker, in place of rollout.agent_loop."""
-        options: dict[str, Any] = {
-            "num_cpus": 0.1,
-            "max_concurrency": 8192,
-            "max_restarts": MAX_RESTARTS,
-            "runtime_env": {"env_vars": ENV},
-        }
-        remote_class = ray.remote(**options)(AgentWorkerActor)
-        self.actors: list[Any] = [
-            remote_class.remote(
-                config=config,
-                tokenizer_path=tokenizer_path,
-                agent_loop=agent_loop,
-                on_start=on_start(f"agent-worker-{index}"),
-            )
-            for index in range(config.rollout.num_agent_workers)
-        ]
-        self._turns = itertools.cycle(self.actors)
+        options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
+        self._class = ray.remote(**options)(AgentWorkerActor)
+        self._arguments = {"config": config, "tokenizer_path": tokenizer_path, "agent_loop": agent_loop}
+        self._on_start = on_start
         self._start_timeout_s = config.rollout.start_timeout_s
         self._replicas = {replica.name: replica.actor for replica in replicas}
+        workers = [self._start(f"agent-worker-{index}") for index in range(config.rollout.num_agent_workers)]
+        self._rotation = Rotation(workers, self._replace)
+
+    def _start(self, name: str) -> _Worker:
+        return _Worker(name, self._class.remote(**self._arguments, on_start=self._on_start(name)))
+
+    async def _replace(self, lost: _Worker) -> _Worker:
+        """Not left to Ray, which would send calls to one that is still on its way."""
+        ray.kill(lost.actor)  # where it was only out of reach
+        worker = self._start(lost.name)
+        try:
+            async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
+                await worker.actor.ready.remote()
+        except BaseException:
+            ray.kill(worker.actor)
+            raise
+        return worker
 
     async def ready(self) -> None:
-        for actor in self.actors:
-            await actor.ready.remote()
+        for worker in self._rotation.serving:
+            await worker.actor.ready.remote()
 
     def connect(self, replica: ReplicaHandle) -> None:
         """From now on the workers can generate on it too."""
@@ -114,40 +121,41 @@ class AgentWorkerGroup:
     async def encode(
         self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
     ) -> list[EncodedRow]:
-        return await self.actors[0].encode.remote(list(rows), template, chat_template, max_tokens)
+        worker = await self._rotation.next()
+        return await worker.actor.encode.remote(list(rows), template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
     ) -> TrajectoryGroup:
-        return await self._call("run_group", prompt, replica, sampling, group_size, attempt)
+        arguments = (prompt, replica, sampling, group_size, attempt)
+        if not attempt.alone:
+            return await self._in_turn("run_group", *arguments)
+        worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
+        try:
+            return await self._call(worker, "run_group", *arguments)
+        finally:
+            ray.kill(worker.actor)
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
-        arguments = (list(prompts), replica, sampling, num_samples)
+        """Raises AgentWorkerLostError; the next call must have another `attempt`."""
+        return await self._in_turn("evaluate", list(prompts), replica, sampling, num_samples, attempt=attempt)
+
+    async def _in_turn(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        worker = await self._rotation.next()
         try:
-            return await self._call("evaluate", *arguments)
+            return await self._call(worker, method, *args, **kwargs)
         except AgentWorkerLostError:
-            return await self._call("evaluate", *arguments)
+            self._rotation.lose(worker)
+            raise
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Raises AgentWorkerLostError when the worker dies meanwhile, once it is back."""
-        worker = next(self._turns)
+    async def _call(self, worker: _Worker, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await cancelled_with_us(worker.call_on.remote(self._replicas[args[1]], method, *args))
+            return await cancelled_with_us(
+                worker.actor.call_on.remote(self._replicas[args[1]], method, *args, **kwargs)
+            )
+        except RayTaskError:
+            raise  # of the method: if an actor died, then one of the agent loop's own
         except RayActorError as error:
-            await self._until_back(worker)
-            raise AgentWorkerLostError(f"an agent worker died: {error}") from error
-
-    async def _until_back(self, worker: Any) -> None:
-        """Raises RayActorError when it has died for good, TimeoutError past the deadline."""
-        async with within(self._start_timeout_s, "rollout.start_timeout_s", "starting an agent worker again"):
-            while True:
-                try:
-                    return await worker.ready.remote()
-                except ActorUnavailableError:
-                    await asyncio.sleep(RETRY_S)
-
-    def kill(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+            raise AgentWorkerLostError(f"{worker.name} died: {error}") from error

@@ -16,11 +16,13 @@ from rollout.types import Completion, GenerationRequest
 
 TIMES_TOLD = 2
 """A report may get lost, so the end of a request is told in more than one."""
+NOTHING = Completion(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=(), finish_reason="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partial:
-    """The next piece of one request's tokens: those after the first `start`, which were told before."""
+    """The next piece of one request's tokens: those after the first `start`, which were told before. A request without
+    a token is told once, so that it is known to be there."""
 
     request_id: str
     prompt_checksum: int
@@ -59,6 +61,8 @@ class Attempt:
     number: int = 0
     so_far: Mapping[str, SoFar] = field(default_factory=dict)
     """Request, as `in_group` names it -> what it has."""
+    alone: bool = False
+    """To be run in a process of its own, because those that ran it before have died."""
 
     def episode_name(self, ordinal: int, episode: int | str) -> str:
         """What the request ids of an episode begin with: unique among all attempts, in case an old one lives on."""
@@ -109,6 +113,7 @@ class _Track:
     final: Completion | None = None
     is_lost: bool = False
     """The engine does not have it any more, and never answered."""
+    announced: bool = False
     times_told: int = 0
 
 
@@ -169,8 +174,9 @@ class Told:
                     assert track.before is not None
                     piece = tail(join([track.before, piece]), start)
             else:
-                continue
-            if len(piece.token_ids) or piece.finish_reason:
+                piece, start = NOTHING, 0  # it waits
+            if len(piece.token_ids) or piece.finish_reason or not (track.announced or name in known):
+                track.announced = True
                 partial = Partial(request_id=name, prompt_checksum=track.prompt_checksum, start=start, piece=piece)
                 told.append(partial)
         return tuple(told)
@@ -219,9 +225,18 @@ class Progress:
             del self._ordinals[group.attempt]
 
     def so_far(self, ordinal: int) -> dict[str, SoFar]:
-        """By the name of the request within the group; nothing of a group that has not begun."""
+        """By the name of the request within the group, where there is anything; nothing of a group that has not
+        begun."""
         records = self._groups[ordinal].records if ordinal in self._groups else {}
-        return {name: record.joined() for name, record in records.items()}
+        so_far = {name: record.joined() for name, record in records.items()}
+        return {name: s for name, s in so_far.items() if len(s.completion.token_ids) or s.completion.finish_reason}
+
+    def running(self, ordinal: int) -> list[str]:
+        """Ids of the requests of the group's attempt whose end has not been told."""
+        group = self._groups[ordinal]
+        return [
+            f"{group.attempt}-{name}" for name, record in group.records.items() if not record.pieces[-1].finish_reason
+        ]
 
     def known(self, name: str) -> dict[str, int]:
         """`name`: of a replica. Request on it -> how many of its tokens are here."""
@@ -242,8 +257,13 @@ class Progress:
             records = self._groups[ordinal].records
             record = records.get(request)
             if record is None or record.prompt_checksum != partial.prompt_checksum:
+                records.pop(request, None)
+                if partial.start > 0:  # told from where the other prompt's tokens end; the next report starts at 0
+                    continue
                 record = records[request] = _Record(partial.prompt_checksum, [], 0)
             if partial.start == record.num_tokens:
+                if record.num_tokens == 0:
+                    record.pieces.clear()  # it was there, without a token
                 record.pieces.append(partial.piece)
                 record.num_tokens += len(partial.piece.token_ids)
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from configs.deadline import within
@@ -16,6 +16,9 @@ from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
+LOSSES_BEFORE_ALONE = 2
+"""A group whose agent workers died so often runs in a process of its own."""
+ALONE_AT_ONCE = 4
 
 
 class GroupRunner(Protocol):
@@ -23,7 +26,10 @@ class GroupRunner(Protocol):
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
-    ) -> TrajectoryGroup: ...
+    ) -> TrajectoryGroup:
+        """Raises ReplicaLostError, and AgentWorkerLostError when the process died that ran the agent loop: of many
+        groups, or, where the attempt says so, of this one alone."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class GroupUnderWay:
     prompt: Prompt
     attempt: Attempt = field(default_factory=Attempt)
     failures: int = 0
+    losses: int = 0
+    """How often an agent worker died that ran it, and maybe others, and maybe because of it."""
 
 
 class Rollouter:
@@ -53,11 +61,14 @@ class Rollouter:
         on_lost: Callable[[str, BaseException], Awaitable[bool]],
         progress: Progress | None = None,
         ask: Callable[[str], Awaitable[object]] | None = None,
+        abandon: Callable[[str, Collection[str]], Awaitable[object]] | None = None,
+        updated: Callable[[], Awaitable[object]] | None = None,
         failures: GroupBudget | None = None,
     ):
         """`on_lost`: told of every replica that was lost with a group; says whether all that it had sampled is known,
         and raises when too few are left. `progress`: filled by whoever asks the replicas; `ask(replica)`: do so now, as
-        far as it answers. `failures`: by default none is allowed."""
+        far as it answers. `abandon(replica, request_ids)`: end them there, nobody waits for them any more. `updated`:
+        returns when no weight update is under way. `failures`: by default none is allowed."""
         self._stream = stream
         self._buffer = buffer
         self._router = router
@@ -68,7 +79,10 @@ class Rollouter:
         self._on_lost = on_lost
         self._progress = progress or Progress()
         self._ask = ask
+        self._abandon = abandon
+        self._updated = updated
         self._failures = failures or GroupBudget()
+        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self.under_way: dict[int, GroupUnderWay] = {}
         """By ordinal. What is in here when the run starts, of another run, is dispatched first."""
         self.counters = {"trajectories_started": 0, "moved": 0, "restarted": 0}
@@ -108,29 +122,63 @@ class Rollouter:
                 finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
                 told_all = await self._on_lost(replica, error)
-                so_far = self._progress.so_far(ordinal)
-                self._count_lost(so_far, told_all)
-            except AgentWorkerLostError as error:
-                logger.warning("prompt %d goes on elsewhere: %s", ordinal, error)
-                so_far = await self._ask_for(ordinal, replica)
+                self._count_lost(self._progress.so_far(ordinal), told_all)
+                self._begin_next(group)
             except Exception as error:
-                group.failures += 1
-                logger.warning("prompt %d failed on %s (%d)", ordinal, replica, group.failures, exc_info=error)
-                if self._failures.gives_up(ordinal, group.failures, error):
+                is_failure = self._is_failure(group, error)
+                await self._take_back(group, replica)
+                if is_failure and self._failures.gives_up(ordinal, group.failures, error):
                     await self._buffer.fail(group.slot)
                     return self._forget(ordinal)
-                so_far = await self._ask_for(ordinal, replica)
             else:
                 await self._buffer.put(group.slot, finished)
                 return self._forget(ordinal)
-            group.attempt = Attempt(number=group.attempt.number + 1, so_far=so_far)
-            replica = await self._router.acquire(self._group_size)
+            replica = await self._room(group)
 
-    async def _ask_for(self, ordinal: int, replica: str) -> dict[str, SoFar]:
-        """What the group has on a replica that lives."""
+    def _is_failure(self, group: GroupUnderWay, error: Exception) -> bool:
+        """An agent worker that dies takes all its groups with it, and one of them may be why. Those that lost workers
+        twice run alone: the one that ends such a process too is why, and the others are not."""
+        ordinal = group.prompt.ordinal
+        if isinstance(error, AgentWorkerLostError):
+            if not group.attempt.alone:
+                group.losses += 1
+                logger.warning("prompt %d goes on elsewhere: %s", ordinal, error)
+                return False
+            for other in self.under_way.values():
+                if not other.attempt.alone:
+                    other.losses = 0
+        group.failures += 1
+        logger.warning("prompt %d failed (%d)", ordinal, group.failures, exc_info=error)
+        return True
+
+    async def _take_back(self, group: GroupUnderWay, replica: str) -> None:
+        """What the group has on a replica that lives goes into its next attempt. Nobody waits any more for what still
+        runs there, so it would only take up seats."""
         if self._ask is not None:
             await self._ask(replica)
-        return self._progress.so_far(ordinal)
+        running = self._progress.running(group.prompt.ordinal)
+        self._begin_next(group)
+        if self._abandon is not None and running:
+            await self._abandon(replica, running)
+
+    def _begin_next(self, group: GroupUnderWay) -> None:
+        """From now on nothing is believed that is told of the attempt before: it may have been abandoned."""
+        ordinal = group.prompt.ordinal
+        group.attempt = Attempt(number=group.attempt.number + 1, so_far=self._progress.so_far(ordinal))
+        self._progress.end(ordinal)
+
+    async def _room(self, group: GroupUnderWay) -> str:
+        """Where the next attempt runs. After an update: before, a replica may still sample with older weights than
+        those that the group has tokens of already."""
+        if group.losses >= LOSSES_BEFORE_ALONE:
+            await self._alone.acquire()
+            if group.losses >= LOSSES_BEFORE_ALONE:
+                group.attempt = replace(group.attempt, alone=True)
+            else:  # another one was why, as is known by now
+                self._alone.release()
+        if self._updated is not None:
+            await self._updated()
+        return await self._router.acquire(self._group_size)
 
     async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
         prompt = group.prompt
@@ -141,6 +189,8 @@ class Rollouter:
                 return await self._runner.run_group(prompt, replica, self._sampling, self._group_size, group.attempt)
         finally:
             await self._router.release(replica, self._group_size)
+            if group.attempt.alone:
+                self._alone.release()
 
     def _forget(self, ordinal: int) -> None:
         """Nothing can come in between since the buffer took it, so a checkpoint finds it in one of the two places."""

@@ -173,7 +173,9 @@ class Job:
         )
         self.monitor, self.operator = make_monitor_and_operator(config, self.fleet, router, self.manager, self._start)
         rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
-        self.rollouts = make_rollouts(config, rows, self._agents, router, self.fleet, progress, self.first_step)
+        self.rollouts = make_rollouts(
+            config, rows, self._agents, router, self.fleet, progress, self.first_step, self.manager.publishing
+        )
         if resumed is not None:
             restore(resumed.rollouts, self.rollouts)
 

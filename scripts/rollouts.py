@@ -1,10 +1,13 @@
 """What produces the groups of a run."""
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
 
 from configs.schema import Config
 from rollout.buffer import make_buffer
 from rollout.fleet import ReplicaFleet
+from rollout.members import LAST_PROGRESS_S
 from rollout.progress import Progress
 from rollout.prompts import EncodedRow, PromptStream
 from rollout.rewards.budget import failure_budget, group_budget
@@ -12,6 +15,8 @@ from rollout.rollout_state import Rollouts
 from rollout.rollouter import GroupRunner, Rollouter
 from rollout.router import ReplicaRouter
 from rollout.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 def make_rollouts(  # noqa: PLR0913
@@ -22,8 +27,22 @@ def make_rollouts(  # noqa: PLR0913
     fleet: ReplicaFleet,
     progress: Progress,
     global_steps: int,
+    publishing: asyncio.Lock,
 ) -> Rollouts:
-    """Of a run that has taken so many steps. `progress`: the fleet's."""
+    """Of a run that has taken so many steps. `progress`: the fleet's. `publishing`: held while weights are updated."""
+
+    async def abandon(name: str, request_ids: Collection[str]) -> None:
+        for replica in (replica for replica in fleet.running if replica.name == name):
+            try:
+                async with asyncio.timeout(LAST_PROGRESS_S):
+                    await replica.abort(request_ids)
+            except Exception as error:  # who does not answer is the monitor's to judge
+                logger.info("%s may still run %d requests: %r", name, len(request_ids), error)
+
+    async def updated() -> None:
+        async with publishing:
+            pass
+
     failed_rewards, failed_groups = failure_budget(config), group_budget(config)
     stream = PromptStream(rows, config.seed)
     buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
@@ -38,6 +57,8 @@ def make_rollouts(  # noqa: PLR0913
         on_lost=fleet.lose,
         progress=progress,
         ask=fleet.ask,
+        abandon=abandon,
+        updated=updated,
         failures=failed_groups,
     )
     return Rollouts(

@@ -89,6 +89,30 @@ def test_a_request_with_another_prompt_is_another_request() -> None:
     assert tokens_of(progress.so_far(3)) == {"0-1": [4]} and progress.so_far(3)["0-1"].prompt_checksum == 6
 
 
+def test_tokens_of_another_prompt_are_not_taken_for_the_ends_of_the_old_ones() -> None:
+    """The replica was asked for what comes after the two tokens that are known, of the old prompt."""
+    progress = Progress()
+    had = SoFar(prompt_checksum=5, completion=make_completion([7, 8], [0, 0], ""))
+    progress.begin(3, Attempt(number=1, so_far={"0-1": had}), "b")
+    new = make_completion([4, 5, 6], [1, 1, 1], "")
+    progress.take("b", report_of(partial("3.1-0-1", 2, tail(new, 2), checksum=6)))
+    assert progress.so_far(3) == {} and progress.known("b") == {}
+    progress.take("b", report_of(partial("3.1-0-1", 0, new, checksum=6)))
+    assert tokens_of(progress.so_far(3)) == {"0-1": [4, 5, 6]}
+
+
+def test_a_request_without_a_token_is_known_to_run_and_no_more() -> None:
+    progress, nothing = Progress(), make_completion([], [], "")
+    progress.begin(3, Attempt(number=1), "b")
+    assert progress.running(3) == []
+    progress.take("b", report_of(partial("3.1-0", 0, nothing), partial("3.1-1", 0, make_completion([7], [0], "stop"))))
+    assert progress.running(3) == ["3.1-0"]
+    assert tokens_of(progress.so_far(3)) == {"1": [7]}
+    progress.take("b", report_of(partial("3.1-0", 0, make_completion([8], [0], "", cached_tokens=2))))
+    so_far = progress.so_far(3)["0"].completion
+    assert (so_far.token_ids.tolist(), so_far.cached_tokens, progress.running(3)) == ([8], 2, ["3.1-0"])
+
+
 # -- the replica's side ------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +181,20 @@ def test_the_end_of_a_request_is_told_twice_and_then_forgotten() -> None:
         await group
 
     on_replica(test)
+
+
+def test_a_request_that_waits_is_told_of_once() -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        group = asyncio.create_task(replica.generate_group([make_request("3-0", 9), make_request("3-1", 9)]))
+        for seconds, told in ((0.5, {"3-0": 0, "3-1": 0}), (1.0, {"3-0": 1}), (1.0, {"3-0": 2})):
+            await asyncio.sleep(seconds)
+            partials = (await replica.progress({})).partials
+            assert {partial.request_id: len(partial.piece.token_ids) for partial in partials} == told
+        assert await replica.abort(["3-1"]) == ["3-1"], "it can be ended although it has no token"
+        await replica.abort()
+        await group
+
+    on_replica(test, max_num_seqs=1)
 
 
 def test_a_request_that_went_on_here_tells_only_what_is_new() -> None:

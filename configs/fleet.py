@@ -15,7 +15,8 @@ class FleetKeys:
     replica_timeout_s: float = 60.0
     """A replica is lost that gives no answer for so long, or no token although it has requests and is not paused."""
     max_group_retries: int = 1
-    """How often a group is tried again whose agent loop raised, or took longer than group_timeout_s."""
+    """How often a group is tried again whose agent loop raised, took longer than group_timeout_s, or ended the process
+    that ran it alone."""
     max_failed_groups: float = 0.01
     """Share of the run's groups that may fail for good: other prompts take their places. One more ends the run."""
     slow_factor: float | None = 8.0

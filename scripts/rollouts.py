@@ -29,7 +29,7 @@ def make_rollouts(  # noqa: PLR0913
     global_steps: int,
     publishing: asyncio.Lock,
 ) -> Rollouts:
-    """Of a run that has taken so many steps. `progress`: the fleet's. `publishing`: held while weights are updated."""
+    """Of a run that has taken so many steps. `progress`: the fleet's. `publishing`: held while weights change."""
 
     async def abandon(name: str, request_ids: Collection[str]) -> None:
         for replica in (replica for replica in fleet.running if replica.name == name):

@@ -1,31 +1,44 @@
 """Evaluation on the held-out set, by the replicas, beside the rollouts."""
 
 import asyncio
+import itertools
+import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from configs.deadline import within
 from rollout.agent_worker import EvaluationPart
 from rollout.rewards.budget import FailureBudget
-from rollout.router import NoReplicaLeftError, ReplicaLostError
+from rollout.router import AgentWorkerLostError, ReplicaLostError
 from rollout.sample_scores import EvaluatedPrompt, mean_accuracy, scores_by_source
 from rollout.types import Prompt, SamplingParams
 
+logger = logging.getLogger(__name__)
 OnLost = Callable[[str, BaseException], Awaitable[object]]
+MAX_WORKER_LOSSES = 8
+"""Of the share of one replica. Then it must be an agent loop or a reward that ends the process it runs in."""
 
 
 class EvaluationRunner(Protocol):
     async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
-    ) -> EvaluationPart: ...
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
+    ) -> EvaluationPart:
+        """`attempt`: another one in each call, so that no two requests have one name."""
+        ...
 
 
 class InService(Protocol):
     """The router."""
 
-    @property
-    def healthy(self) -> list[str]: ...
+    async def in_service(self) -> list[str]:
+        """Waits until there is one."""
+        ...
+
+    def visit(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Who drains is not ended while the block runs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,24 +101,23 @@ class Evaluator:
         self._timeout_s = timeout_s
         self._failures = failures
         self._on_lost = on_lost
+        self._attempts = itertools.count()
         self.num_requests = 0
 
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
-        """`on`: names of replicas; None is all in service. `pinned`: the caller sees to it that none is updated.
+        """`on`: names of replicas; None is all in service, and those that come to be. `pinned`: the caller sees to it
+        that none is updated.
 
-        Returns or raises when no replica works on it any more. Raises TimeoutError past evaluation.timeout_s,
-        ReplicaLostError, and RewardFailuresError when too many rewards fail.
+        What a lost replica leaves unanswered is asked of another. Returns or raises when no replica works on it any
+        more. Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, what `on_lost`
+        raises, AgentWorkerLostError past MAX_WORKER_LOSSES, and RewardFailuresError when too many rewards fail.
         """
-        replicas = self._replicas.healthy if on is None else on
-        if not replicas:
-            raise NoReplicaLeftError("evaluation: no replica is in service")
-        shares = [(replica, self._prompts[index :: len(replicas)]) for index, replica in enumerate(replicas)]
-        shares = [(replica, share) for replica, share in shares if share]
-        self.num_requests += len(self._prompts) * self._num_samples
+        left = None if on is None else list(on)
         async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
-            answers = await asyncio.gather(
-                *(self._ask(replica, share) for replica, share in shares), return_exceptions=True
-            )
+            num_shares = min(len(await self._replicas_of(left)), len(self._prompts))
+            shares = [self._prompts[index::num_shares] for index in range(num_shares)]
+            asking = (self._ask(index, share, left) for index, share in enumerate(shares))
+            answers = await asyncio.gather(*asking, return_exceptions=True)
         parts = [answer for answer in answers if isinstance(answer, EvaluationPart)]
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -113,7 +125,7 @@ class Evaluator:
         self._failures.count(error for part in parts for error in part.errors)
         evaluated = {
             prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
-            for (_, share), part in zip(shares, parts, strict=True)
+            for share, part in zip(shares, parts, strict=True)
             for prompt, samples in zip(share, part.samples, strict=True)
         }
         return Evaluation(
@@ -122,9 +134,31 @@ class Evaluator:
             pinned=pinned,
         )
 
-    async def _ask(self, replica: str, share: Sequence[Prompt]) -> EvaluationPart:
-        try:
-            return await self._runner.evaluate(share, replica, self._sampling, self._num_samples)
-        except ReplicaLostError as error:
-            await self._on_lost(replica, error)
-            raise
+    async def _replicas_of(self, left: list[str] | None) -> list[str]:
+        if left is None:
+            return await self._replicas.in_service()
+        if not left:
+            raise ReplicaLostError("every replica that evaluated was lost")
+        return left
+
+    async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> EvaluationPart:
+        """`left`: the pinned ones, less those that any share has lost."""
+        worker_losses = 0
+        while True:
+            replicas = await self._replicas_of(left)
+            replica = replicas[index % len(replicas)]
+            self.num_requests += len(share) * self._num_samples
+            try:
+                async with self._replicas.visit(replica):
+                    return await self._runner.evaluate(
+                        share, replica, self._sampling, self._num_samples, attempt=next(self._attempts)
+                    )
+            except AgentWorkerLostError as error:
+                worker_losses += 1
+                if worker_losses > MAX_WORKER_LOSSES:
+                    raise
+                logger.warning("%d held-out prompts are asked again: %s", len(share), error)
+            except ReplicaLostError as error:
+                await self._on_lost(replica, error)
+                if left is not None and replica in left:
+                    left.remove(replica)

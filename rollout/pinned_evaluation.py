@@ -50,29 +50,22 @@ class PinnedEvaluator:
         self._report = report
 
     async def evaluate(self) -> Evaluation:
-        """Returns when the replicas are back in service. What a death spoils is evaluated once more, on those that are
-        left, at the version that they hold then. Raises what `Evaluator.evaluate` does."""
-        try:
-            return await self._evaluate()
-        except ReplicaLostError as error:
-            self._report(f"evaluating again, on what is left: {error}")
-            return await self._evaluate()
-
-    async def _evaluate(self) -> Evaluation:
-        async with self._manager.publishing:
-            pinned = await self._fleet.pin(self._num_replicas, "it evaluates")
-        lost, evaluation = None, None
-        try:
-            evaluation = await self._evaluator.evaluate(pinned or None, pinned=bool(pinned))
-        except ReplicaLostError as error:
-            lost = error
-        if pinned:
-            self._fleet.unpin(pinned)
+        """Returns when the replicas are back in service. When all that were pinned are lost it begins anew, on others,
+        at the version that they hold then. Raises what `Evaluator.evaluate` does."""
+        while True:
+            async with self._manager.publishing:
+                pinned = await self._fleet.pin(self._num_replicas, "it evaluates")
+            if not pinned:
+                return await self._evaluator.evaluate(pinned=False)
+            try:
+                evaluation = await self._evaluator.evaluate(pinned)
+            except ReplicaLostError as error:
+                self._report(f"evaluating again, on what is left: {error}")
+                continue
+            finally:
+                self._fleet.unpin(pinned)
             await self._manager.catch_up(pinned)
-        if lost is not None:
-            raise lost
-        assert evaluation is not None
-        if evaluation.pinned and len(evaluation.versions) > 1:
-            names = ", ".join(pinned)
-            raise MixedVersionsError(f"{names} were pinned and answered with versions {evaluation.versions}")
-        return evaluation
+            if len(evaluation.versions) > 1:
+                names = ", ".join(pinned)
+                raise MixedVersionsError(f"{names} were pinned and answered with versions {evaluation.versions}")
+            return evaluation

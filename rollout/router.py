@@ -1,6 +1,8 @@
 """Which replica serves a group: the least loaded healthy one with room, and one group never spreads over two."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 
@@ -26,6 +28,7 @@ class ReplicaLostError(RuntimeError):
 class _Load:
     in_flight: int = 0  # trajectories
     assigned: int = 0  # trajectories ever, which breaks ties so that idle replicas take turns
+    visits: int = 0  # what runs there without being routed
     error: BaseException | None = None  # why nothing is routed to it
     removed: bool = False  # for good
 
@@ -65,14 +68,34 @@ class ReplicaRouter:
             load.in_flight -= count
             self._changed.notify_all()
 
+    async def in_service(self) -> list[str]:
+        """All that are, once there is one. Raises NoReplicaLeftError."""
+        async with self._changed:
+            while not self.healthy:
+                self._require_one()
+                await self._changed.wait()
+            return self.healthy
+
+    @asynccontextmanager
+    async def visit(self, name: str) -> AsyncIterator[None]:
+        """Work that is not routed, an evaluation's. It takes no room from what is, but `name` is not empty before."""
+        self._loads[name].visits += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._loads[name].visits -= 1
+                self._changed.notify_all()
+
     def expect(self, name: str, error: BaseException) -> None:
         """Nothing is routed to `name`, which may be new, before it is admitted. It may be waited for."""
         self._loads.setdefault(name, _Load()).error = error
 
     async def emptied(self, name: str) -> None:
-        """Returns when no trajectory is in flight there."""
+        """Returns when nothing runs there."""
+        load = self._loads[name]
         async with self._changed:
-            await self._changed.wait_for(lambda: self._loads[name].in_flight == 0)
+            await self._changed.wait_for(lambda: load.in_flight == 0 and load.visits == 0)
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to `name` for now."""
@@ -96,10 +119,13 @@ class ReplicaRouter:
     def gauges(self) -> dict[str, float]:
         return {"rollout/inflight_trajectories": sum(load.in_flight for load in self._loads.values())}
 
-    def _least_loaded(self, count: int) -> str | None:
+    def _require_one(self) -> None:
         if all(load.removed for load in self._loads.values()):
             errors = "; ".join(f"{name}: {load.error!r}" for name, load in self._loads.items())
             raise NoReplicaLeftError(f"no replica left: {errors}")
+
+    def _least_loaded(self, count: int) -> str | None:
+        self._require_one()
         # A group larger than the limit still has to go somewhere: to an idle replica.
         with_room = [
             name

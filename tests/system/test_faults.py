@@ -86,6 +86,28 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         assert last["rollout/replicas_ready"] >= 1 and last["rollout/recovery_s"] > 0
 
 
+@pytest.mark.timeout(600)
+def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model: Path) -> None:
+    """Where no training needs it at that moment: before the first step, and after the last."""
+    with started(
+        tmp_path,
+        *small(tiny_model),
+        "trainer.total_steps=2",
+        "trainer.eval_every=0",
+        "rollout.max_response_tokens=64",
+        "evaluation.samples=32",
+        "evaluation.temperature=1",
+    ) as run:
+        for count, stage in enumerate(("before the first step", "after the last step"), start=1):
+            run.wait_for(f"evaluating {stage}")
+            find(run, "VLLM::EngineCore").send_signal(signal.SIGKILL)
+            given_up(run, count)
+        assert run.wait_for_end(RECOVERY_DEADLINE_S) == 0, run.output.read_text()
+        evaluated = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "eval/accuracy" in m]
+        assert [(m["step"], m["eval/pinned"]) for m in evaluated] == [(0, 1), (2, 1)]
+        check_training(run, 2)
+
+
 @pytest.mark.parametrize("standing", [False, True], ids=["own cluster", "standing cluster"])
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Path, standing: bool) -> None:
     overrides = [*small(tiny_model), "trainer.total_steps=100000", "trainer.eval_every=0"]

@@ -31,6 +31,7 @@ class Scene:
     seconds: float = 10.0
     deaths: dict[str, float] = field(default_factory=dict)
     """Replica -> when it dies under the evaluation."""
+    max_replacements: int = 0
 
     def __post_init__(self) -> None:
         self.events: list[str] = []
@@ -44,6 +45,7 @@ class Scene:
             self.router,
             self.min_replicas,
             self.messages.append,
+            max_replacements=self.max_replacements,
         )
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(**DEADLINES))
         evaluator = make_evaluator(self, 4, self.router, on_lost=self.fleet.lose, timeout_s=100)  # pyright: ignore[reportArgumentType]
@@ -51,7 +53,7 @@ class Scene:
         self.asked: list[tuple[str, float]] = []
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
     ) -> EvaluationPart:
         self.asked.append((replica, now()))
         target = self.targets[replica]
@@ -71,6 +73,13 @@ class Scene:
     async def update(self, version: int) -> None:
         self.source.latest = version
         await self.manager.update_weights(version)
+
+    async def replace(self) -> None:
+        """Start the replica that the fleet wants next, in no time, and bring it to the trainer's weights."""
+        name = self.fleet.wanted.get_nowait()
+        self.targets[name] = FakeTarget(name, self.events)
+        self.fleet.joined(self.targets[name])  # pyright: ignore[reportArgumentType]
+        await self.manager.catch_up([name])
 
     def of(self, name: str) -> list[str]:
         """Its updates."""
@@ -162,28 +171,64 @@ def test_a_pinned_replica_that_dies_is_one_more_evaluation_on_what_is_left() -> 
         assert (evaluation.pinned, evaluation.versions) == (True, (2,)), "of the version that is held then"
         assert scene.asked == [("c", 0.0), ("b", 4.0)]
         assert scene.router.healthy == ["a", "b"] and "c.kill" in scene.events
-        assert "evaluating again, on what is left: c died while it generated" in scene.messages
+        assert "evaluating again, on what is left: every replica that evaluated was lost" in scene.messages
 
     run_virtual(main())
 
 
-def test_the_other_pinned_ones_have_ended_their_share_before_it_is_asked_for_again() -> None:
+def test_another_pinned_one_takes_the_share_of_the_dead_one_at_the_same_version() -> None:
     scene = Scene(num_replicas=4, num_pinned=2, deaths={"d": 4.0})
 
     async def main() -> None:
         await scene.update(1)
-        assert (await scene.evaluator.evaluate()).versions == (1,)
-        assert sorted(scene.asked) == [("b", 10.0), ("c", 0.0), ("c", 10.0), ("d", 0.0)]
+        evaluating = asyncio.create_task(scene.evaluator.evaluate())
+        await settle()
+        await scene.update(2)
+        assert (await evaluating).versions == (1,)
+        assert scene.asked == [("c", 0.0), ("d", 0.0), ("c", 4.0)]
+        assert scene.versions()["c"] == 2 and scene.router.healthy == ["a", "b", "c"]
 
     run_virtual(main())
 
 
-def test_a_second_death_ends_it() -> None:
-    scene = Scene(num_replicas=4, deaths={"d": 4.0, "c": 4.0})
+def test_as_long_as_there_are_replicas_deaths_only_cost_time() -> None:
+    scene = Scene(num_replicas=4, deaths={"d": 4.0, "c": 4.0, "b": 4.0})
 
     async def main() -> None:
         await scene.update(1)
-        with pytest.raises(ReplicaLostError, match="^c died"):
+        evaluation = await scene.evaluator.evaluate()
+        assert (evaluation.pinned, evaluation.versions) == (False, (1,)), "the last one is shared with the training"
+        assert scene.asked == [("d", 0.0), ("c", 4.0), ("b", 8.0), ("a", 12.0)]
+        assert scene.router.healthy == ["a"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("dies_under_it", [True, False])
+def test_the_replacement_of_a_single_replica_is_waited_for(dies_under_it: bool) -> None:
+    scene = Scene(num_replicas=1, max_replacements=1, deaths={"a": 4.0})
+
+    async def main() -> None:
+        await scene.update(1)
+        if not dies_under_it:
+            await scene.fleet.lose("a", OSError("died"))
+        evaluating = asyncio.create_task(scene.evaluator.evaluate())
+        await asyncio.sleep(20)
+        assert scene.router.healthy == [] and not evaluating.done()
+        await scene.replace()
+        assert (await evaluating).versions == (1,)
+        assert scene.asked == [("a", 0.0)] * dies_under_it + [("replica-1", 20.0)]
+        assert not any("evaluating again" in message for message in scene.messages)
+
+    run_virtual(main())
+
+
+def test_too_few_that_are_left_end_it() -> None:
+    scene = Scene(num_replicas=3, min_replicas=3, deaths={"c": 4.0})
+
+    async def main() -> None:
+        await scene.update(1)
+        with pytest.raises(TooFewReplicasError, match=r"^2 replicas are left .*min_replicas=3"):
             await scene.evaluator.evaluate()
 
     run_virtual(main())

@@ -221,7 +221,5 @@ class RolloutReplica:
             **self._engine.gauges(),
         }
 
-    def shutdown(self) -> None:
+    def kill(self) -> None:
         self._engine.shutdown()
-
-    kill = shutdown

@@ -141,9 +141,6 @@ class ReplicaHandle:
     async def wait_dead(self) -> BaseException:
         return await self._control("wait_dead")
 
-    async def shutdown(self) -> None:
-        await self._control("shutdown")
-
     async def progress(self, known: Mapping[str, int]) -> ProgressReport:
         return await self._control("progress", known)
 

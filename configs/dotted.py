@@ -9,8 +9,8 @@ from typing import Any
 
 
 def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function or class at `path`, "package.module:name". Its module is imported, so its own errors show here; it is
-    looked up in the current folder too, where console scripts and Ray's workers would not look.
+    """The function or class at `path`, "package.module:name". Its module is imported, so its own errors show here. It
+    may be in the current folder, where console scripts and Ray's workers would not look.
 
     `parameters`: what it is called with, by position; a class is called with those of its constructor. `known`: the
     built-in names that the key takes besides, for the message. Raises ValueError that names the key, the value and

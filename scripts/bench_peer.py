@@ -4,8 +4,6 @@ Both sides start from the same warm model and train on the same prompts in the s
 and number of steps. Seconds are those of the training steps, all waits included: no start-up, no warm-up of the model,
 no evaluation. Runs take turns, so that a busy spell of the machine meets all arms. The last line is JSON.
 
-The first call makes TRL's environment with pip, for which it needs a network.
-
 Ours samples up to `rollout.max_staleness` versions late and generates beside training; TRL generates, then trains.
 """
 

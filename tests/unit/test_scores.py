@@ -47,7 +47,8 @@ def test_an_aborted_trajectory_counts_in_no_baseline_and_is_not_trained() -> Non
     group = [half, *rewarded(1, 0), nothing]
     assert advantages(group) == [[0, 0.5, -0.5, 0]]
     [masked] = trainable([make_group(0, group)], mask_truncated=False)
-    assert [trajectory.loss_mask.tolist() for trajectory in masked.trajectories] == [[False], [True] * 2, [True] * 2, []]
+    masks = [trajectory.loss_mask.tolist() for trajectory in masked.trajectories]
+    assert masks == [[False], [True] * 2, [True] * 2, []]
 
 
 def test_a_group_with_fewer_than_two_rewards_learns_nothing() -> None:

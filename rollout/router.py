@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 def max_inflight(max_num_seqs: int, group_size: int) -> int:
     """Trajectories routed to one replica at most. A group is charged whole until its longest is done, so as many as
-    there are seats would leave seats empty: the replica gets twice as many, and those that find no seat wait there."""
-    return 2 * max_num_seqs + group_size
+    there are seats would leave seats empty: the replica gets twice as many, and those that find no seat wait there.
+    The next group has its room already while it waits for a slot; a group that failed must find room beside it, or
+    neither would ever go on."""
+    return max(2 * max_num_seqs, group_size) + group_size
 
 
 class NoReplicaLeftError(RuntimeError):

@@ -170,6 +170,19 @@ def test_a_replica_is_given_more_than_it_has_seats_for_so_that_none_stays_empty(
     assert max_inflight(max_num_seqs=64, group_size=8) == 136
 
 
+@pytest.mark.parametrize(("max_num_seqs", "group_size"), [(64, 8), (4, 8), (4, 9), (1, 64)])
+def test_a_group_that_is_tried_again_finds_room_beside_the_next_one_that_waits_for_its_slot(
+    max_num_seqs: int, group_size: int
+) -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a"], max_inflight(max_num_seqs, group_size))
+        for _ in range(2):
+            async with asyncio.timeout(1):
+                assert await router.acquire(group_size) == "a"
+
+    run_virtual(main())
+
+
 def test_releasing_more_than_was_acquired_is_refused() -> None:
     async def main() -> None:
         router = ReplicaRouter(["a"], max_inflight=8)

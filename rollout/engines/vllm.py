@@ -217,4 +217,5 @@ def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:
         flat_logprobs=True,  # one list of floats, not a dictionary per token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # these are nobody else's: no deep copy
     )

@@ -19,7 +19,7 @@ class NoReplicaLeftError(RuntimeError):
 
 
 class AgentWorkerLostError(RuntimeError):
-    """The process that ran a group's agent loop died. Another one, or the same started again, is there to go on."""
+    """The process that ran a group's agent loop died. Another is there to go on, or soon will be."""
 
 
 class ReplicaLostError(RuntimeError):

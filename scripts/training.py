@@ -89,8 +89,7 @@ class _Training:
             "evaluation_requests": num_evaluated,
             "engine_requests": int(totals["engine_requests"]) - num_evaluated,
             "aborted": int(totals["aborted"]),
-            "restarted": int(totals["engine_requests"] - totals["trajectories"] - totals["continued"])
-            + rollouter.counters["restarted"],
+            "restarted": int(totals["restarted_requests"]) + rollouter.counters["restarted"],
             "moved": rollouter.counters["moved"],
             "failed_groups": len(self._rollouts.failed_groups.failed),
             "continued": int(totals["continued"]),

@@ -52,7 +52,6 @@ class WeightReceiver:
 
     receiver_shadow: Shadow | None = None
     receiver_staging: "Staging | None" = None
-    receiver_tag: tuple[int, int] = (-1, 0)
 
     def receiver_stage(self, manifest: dict[str, Any], on_device: bool) -> None:
         """Begins to take the weights in, in a thread of its own: this call must not keep the engine from its steps."""
@@ -83,7 +82,6 @@ class WeightReceiver:
             found = None if staging is None else staging.manifest["global_steps"]
             raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
         assert self.receiver_shadow is not None
-        self.receiver_tag = (-1, 0)  # until every parameter is in its place, the weights are of no version
         with torch.inference_mode():
             self.receiver_shadow.swap_in()
         return self._receiver_done(global_steps, checksum)
@@ -91,14 +89,10 @@ class WeightReceiver:
     def receiver_load(self, manifest: dict[str, Any]) -> tuple[int, int]:
         """While paused, and without staging memory: from the transport straight into the live parameters."""
         self._receiver_refuse_transformed()
-        self.receiver_tag = (-1, 0)
         manifest = self._receiver_locate(manifest)
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
             self._receiver_model().load_weights(receive(manifest))  # pyright: ignore[reportCallIssue]
         return self._receiver_done(manifest["global_steps"], combine(manifest["checksums"]))
-
-    def receiver_get_tag(self) -> tuple[int, int]:
-        return self.receiver_tag
 
     def receiver_dump(self, folder: str) -> None:
         """Every live parameter, as the engine lays it out, into <folder>/<worker>.safetensors."""
@@ -108,8 +102,7 @@ class WeightReceiver:
     def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
         if self._receiver_device(True).type == "cuda":
             torch.cuda.synchronize()
-        self.receiver_tag = (global_steps, checksum)
-        return self.receiver_tag
+        return global_steps, checksum
 
     def _receiver_refuse_transformed(self) -> None:
         """Some models keep their weights in another form than they are loaded in: copies of those would be wrong."""

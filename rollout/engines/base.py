@@ -99,8 +99,8 @@ class Engine(Pausable, Protocol):
         ...
 
     def gauges(self) -> dict[str, float]:
-        """At least `engine_requests`: how many requests the engine was given, any given twice counted twice;
-        `running_requests` and `waiting_requests` now."""
+        """At least `engine_requests`: how many requests began in the engine, any that began twice counted twice;
+        `running_requests` and `waiting_requests` now. Where requests can begin twice, `restarted_requests` counts it."""
         ...
 
     def shutdown(self) -> None: ...

@@ -46,6 +46,8 @@ class GatedLLM(AsyncLLM):
     """When the scheduler was told to stop, on the monotonic clock; None while it runs."""
     num_submitted: int
     """Requests that reached the engine core, those submitted again after a withdrawal included."""
+    num_restarted: int
+    """Those submitted again."""
 
     def open_gate(self, max_num_seqs: int) -> None:
         self.admission = Admission(max_num_seqs)
@@ -56,6 +58,7 @@ class GatedLLM(AsyncLLM):
         self.withdrawn = set()
         self.frozen_at = None
         self.num_submitted = 0
+        self.num_restarted = 0
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -89,6 +92,7 @@ class GatedLLM(AsyncLLM):
                 if not await self.admission.enter_again(last_id, attempt_id):
                     yield _unstarted(request_id, prompt, sampling_params)
                     return
+                self.num_restarted += 1
         finally:
             self.attempts.pop(request_id, None)
             self.admission.leave(attempt_id)

@@ -127,6 +127,7 @@ class VllmEngine:
         admission = self._llm.admission
         return {
             "engine_requests": self._llm.num_submitted,
+            "restarted_requests": self._llm.num_restarted,
             "running_requests": len(admission.inside),
             "waiting_requests": len(admission.waiting),
         }

@@ -1,4 +1,4 @@
-"""Shared between the system tests: one tiny model, one engine in this process, one Ray cluster with one replica."""
+"""Shared between the system tests: one tiny model, one engine in this process, a Ray cluster for each module."""
 
 import asyncio
 import os
@@ -80,8 +80,9 @@ def process_as_it_was() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
+    """Not of the session: in the same process other modules start clusters of their own."""
     import ray
 
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

@@ -1,6 +1,12 @@
 """Keys of checkpoints on disk."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+CHECKPOINTS = "checkpoints"
+"""Of a run folder: where its checkpoints are."""
+MARKER = "COMPLETE.json"
+"""Of a checkpoint: written last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +21,11 @@ class CheckpointConfig:
     timeout_s: float = 1800.0
     """Deadline of each part of a save. Past that of staging the train workers start again; past that of the workers'
     writing, or of what the driver adds, the save has failed and training goes on."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is meant as a checkpoint of ours, or as a run folder, for the newest of its checkpoints."""
+    return (path / MARKER).is_file() or (path / CHECKPOINTS).is_dir()
 
 
 def checkpoint_problems(checkpoint: CheckpointConfig, update_interval: int) -> list[tuple[str, object, str]]:

@@ -112,7 +112,8 @@ class ModelConfig:
     kind: ModelKind = ModelKind.tiny
     """tiny (made here, nothing downloaded) or hf (model.path)."""
     path: str | None = None
-    """Hugging Face folder or hub name of the policy, with model.kind=hf."""
+    """The policy, with model.kind=hf: a Hugging Face folder or hub name; or a run folder (its newest checkpoint) or a
+    checkpoint."""
     max_position_embeddings: int | None = None
     """Replaces that of the model's config in the engine, which refuses longer sequences; null keeps it."""
     warmup_steps: int = 800

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.algorithm_problems import Problem, algorithm_problems
-from configs.checkpoint import checkpoint_problems
+from configs.checkpoint import checkpoint_problems, is_checkpoint
 from configs.data_source import parse_sources
 from configs.dotted import dotted_problems
 from configs.evaluation import evaluation_problems
@@ -167,8 +167,8 @@ def _model_problems(config: Config) -> list[Problem]:
     if model.kind is ModelKind.tiny and model.path is not None:
         return [("model.path", model.path, "model.kind=tiny makes its own model; choose model=hf to load one")]
     folder = Path(model.path or "").expanduser()
-    if model.path is not None and folder.is_dir() and not (folder / "config.json").is_file():
-        return [("model.path", model.path, "no Hugging Face model: the folder has no config.json")]
+    if model.path is not None and folder.is_dir() and not ((folder / "config.json").is_file() or is_checkpoint(folder)):
+        return [("model.path", model.path, "no Hugging Face model: the folder has no config.json; nor a checkpoint")]
     return []
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from configs.checkpoint import CHECKPOINTS
 from rollout.lifecycle import ReplicaState
 from scripts.audit import audit
 from scripts.bench_common import show_table, write_line
@@ -164,7 +165,7 @@ def _kill(job: "subprocess.Popen[str]", run_dir: Path, seconds: float) -> bool:
     """False when it was over before."""
     deadline = time.monotonic() + (30.0 if seconds < 0 else seconds)
     while time.monotonic() < deadline and job.poll() is None:
-        if seconds < 0 and any((run_dir / "checkpoints").glob(".step_*")):
+        if seconds < 0 and any((run_dir / CHECKPOINTS).glob(".step_*")):
             break
         time.sleep(0.0005 if seconds < 0 else 0.01)
     if job.poll() is not None:

@@ -1,7 +1,8 @@
 """avg@k, pass@k and maj@k of a model on held-out data: `python -m scripts.evaluate`, `slipstream-evaluate`.
 
-model.path is a Hugging Face name or folder, data.val_files what is asked, evaluation.* how; the other keys mean what
-they do in training, where the same replicas and rewards evaluate. Writes evaluation.json into its run folder.
+model.path is a Hugging Face name or folder, a run folder or a checkpoint, data.val_files what is asked, evaluation.*
+how; the other keys mean what they do in training, where the same replicas and rewards evaluate. Writes evaluation.json
+into its run folder.
 """
 
 import asyncio

@@ -8,7 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.checkpoint_store import MARKER, Checkpoint, CheckpointError, CheckpointStore, verified
+from configs.checkpoint import CHECKPOINTS, MARKER
+from trainer.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, verified
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -29,7 +30,7 @@ def main() -> None:
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """Raises CheckpointError when there is no good one."""
-    folder = path / "checkpoints"
+    folder = path / CHECKPOINTS
     if (path / MARKER).exists() or not folder.is_dir():
         return verified(path)
     newest = CheckpointStore(folder).newest_good(_warn)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.checkpoint import CheckpointConfig
+from configs.checkpoint import CHECKPOINTS, CheckpointConfig
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agent_loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agent_worker import AgentWorker
@@ -28,7 +28,7 @@ from rollout.types import Completion, GenerationRequest
 from scripts.bench_common import ForcedLengths, UniformLengths
 from scripts.bench_simulated import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.healing import make_fleet, make_monitor_and_operator
-from scripts.resume import CHECKPOINTS, ROLLOUTS, Resumed, read
+from scripts.resume import ROLLOUTS, Resumed, read
 from scripts.rollouts import make_rollouts
 from scripts.supervision import until_first_ends
 from trainer.checkpoint_store import CheckpointStore

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.checkpoint import CHECKPOINTS
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.rollout_state import RolloutState, decode
 from trainer.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, verified
 from trainer.tracking import METRICS_FILE
 
-CHECKPOINTS = "checkpoints"
 ROLLOUTS, RECORDER = "rollouts", "recorder"
 """Snapshots in a checkpoint."""
 

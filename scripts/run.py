@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from configs.checkpoint import CHECKPOINTS, is_checkpoint
 from configs.deadline import within
 from configs.schema import Config, ModelKind, Staging
 from rollout.agent_loop import AgentLoop
@@ -22,6 +23,7 @@ from scripts import models
 from scripts.cluster import cluster, output_to
 from scripts.data import encode_rows, load_rows
 from scripts.elastic import ReplicaStarter, fleet_socket
+from scripts.export_hf import export, find_checkpoint
 from scripts.healing import make_fleet, make_monitor_and_operator
 from scripts.parts import Parts
 from scripts.resume import Resumed
@@ -87,7 +89,7 @@ async def start(  # noqa: PLR0913
         on_start=on_start,
         agent_loop=agent_loop,
     )
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = CheckpointStore(run_dir / CHECKPOINTS)
     workers = make_workers(config, device, run_dir, store, console)
     console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
@@ -141,11 +143,22 @@ async def boot_model(config: Config, run_dir: Path) -> str:
     """What engines start on: the policy itself, or, of the tiny model, one of the same shape."""
     if config.model.kind is ModelKind.hf:
         assert config.model.path is not None
-        return config.model.path
+        return await hugging_face_model(config.model.path, run_dir)
     make = ray.remote(num_cpus=1)(models.untrained_tiny_model)
     path = run_dir / "untrained_model"
     shutil.rmtree(path, ignore_errors=True)  # of the run that is resumed, and maybe half of one
     return await make.remote(config, path)
+
+
+async def hugging_face_model(path: str, run_dir: Path) -> str:
+    """What transformers and vLLM load: `path`, or what a checkpoint of ours is exported to. Raises CheckpointError."""
+    folder = Path(path).expanduser()
+    if not is_checkpoint(folder):
+        return path
+    exported = run_dir / "exported_model"
+    shutil.rmtree(exported, ignore_errors=True)  # of the run that is resumed
+    await ray.remote(num_cpus=1)(export).remote(find_checkpoint(folder), exported, "float32")
+    return str(exported)
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MARKER = "COMPLETE.json"
+from configs.checkpoint import MARKER
+
 CHUNK = 2**22
 _COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_NAME = re.compile(r"\.step_\d{6,}\.[0-9a-f]+")

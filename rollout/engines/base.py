@@ -100,7 +100,7 @@ class Engine(Pausable, Protocol):
 
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests`: how many requests began in the engine, any that began twice counted twice;
-        `running_requests` and `waiting_requests` now. Where requests can begin twice, `restarted_requests` counts it."""
+        `running_requests` and `waiting_requests` now; `restarted_requests` where any can begin twice."""
         ...
 
     def shutdown(self) -> None: ...

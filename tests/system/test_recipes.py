@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,21 +111,36 @@ def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path)
             assert record["critic/rewards/mean"] == pytest.approx(parts, abs=1e-5)
         assert any("math_verify_process" in " ".join(line) for line in run.command_lines.values())
         assert run.survivors() == []
+    evaluated = evaluate(
+        tmp_path / "evaluation",
+        *("sizes=tiny", f"model.path={run.run_dir}", "rollout.reward=tests.system.rewards:length_parity"),
+        *(f"data.val_files={data}/gsm8k/test.parquet", "data.num_val=12", "data.max_prompt_tokens=1200"),
+        "recipe=gsm8k",
+    )
+    assert "exported_model" in evaluated["model"], "the run folder's newest checkpoint"
+    last = [record for record in metrics if "eval/accuracy" in record][-1]
+    assert evaluated["mean_response_tokens"] == pytest.approx(last["eval/response_length"])
+
+
+def evaluate(run_dir: Path, *overrides: str, shows: str = "") -> dict[str, Any]:
+    """The report of scripts/evaluate.py, whose output has `shows` in it."""
+    command = [sys.executable, "-m", "scripts.evaluate", f"hydra.run.dir={run_dir}", "device=cpu", *overrides]
+    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
+    assert done.returncode == 0 and shows in done.stdout, done.stdout + done.stderr
+    return json.loads((run_dir / "evaluation.json").read_text())
 
 
 def test_evaluation_of_a_hugging_face_folder(tmp_path: Path, data: Path, tiny_model: Path) -> None:
     """Prompts longer than the model's config allows, a table and a report."""
-    command = [
-        *(sys.executable, "-m", "scripts.evaluate", f"hydra.run.dir={tmp_path}/run", "recipe=dapo_math", "sizes=tiny"),
-        *(f"model.path={tiny_model}", "device=cpu", f"data.val_files={data}/aime_2024/test.parquet"),
+    report = evaluate(
+        tmp_path / "run",
+        *("recipe=dapo_math", "sizes=tiny", f"model.path={tiny_model}"),
+        f"data.val_files={data}/aime_2024/test.parquet",
         "rollout.reward=tests.system.rewards:length_parity",
         *("data.max_prompt_tokens=4000", "model.max_position_embeddings=8192"),
         *("evaluation.samples=4", "evaluation.temperature=1.0"),
-    ]
-    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "data source   avg@4  pass@1  pass@2  pass@4\naime_2024 " in done.stdout
-    report = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+        shows="data source   avg@4  pass@1  pass@2  pass@4\naime_2024 ",
+    )
     assert (report["model"], report["num_prompts"], len(report["prompts"])) == (str(tiny_model), 3, 3)
     accuracies = [prompt["accuracies"] for prompt in report["prompts"]]
     assert all(len(some) == 4 for some in accuracies)

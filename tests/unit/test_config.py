@@ -240,7 +240,15 @@ def test_a_command_that_reads_the_held_out_set_only_needs_no_other(tmp_path: Pat
 
 
 def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    line = f"model.path={tmp_path}: no Hugging Face model: the folder has no config.json"
+    line = f"model.path={tmp_path}: no Hugging Face model: the folder has no config.json; nor a checkpoint"
     assert refusal(model__kind=ModelKind.hf, model__path=str(tmp_path)) == line
     (tmp_path / "config.json").touch()
     check(changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path)))
+
+
+def test_a_run_folder_or_a_checkpoint_may_be_the_model(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step_000020"
+    step.mkdir(parents=True)
+    (step / "COMPLETE.json").touch()
+    for path in (tmp_path, step):
+        check(changed(Config(), model__kind=ModelKind.hf, model__path=str(path)))

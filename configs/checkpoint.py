@@ -24,8 +24,9 @@ class CheckpointConfig:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is meant as a checkpoint of ours, or as a run folder, for the newest of its checkpoints."""
-    return (path / MARKER).is_file() or (path / CHECKPOINTS).is_dir()
+    """Whether it is a checkpoint of ours, or a run folder, which stands for its newest one; a Hugging Face folder, of
+    other trainers too, is neither."""
+    return not (path / "config.json").is_file() and ((path / MARKER).is_file() or (path / CHECKPOINTS).is_dir())
 
 
 def checkpoint_problems(checkpoint: CheckpointConfig, update_interval: int) -> list[tuple[str, object, str]]:

@@ -10,6 +10,7 @@ import ray
 from configs.checkpoint import CHECKPOINTS, is_checkpoint
 from configs.deadline import within
 from configs.schema import Config, ModelKind, Staging
+from configs.validate import ConfigError
 from rollout.agent_loop import AgentLoop
 from rollout.agent_worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
@@ -29,7 +30,7 @@ from scripts.parts import Parts
 from scripts.resume import Resumed
 from scripts.training import train
 from scripts.workers import make_workers, owner
-from trainer.checkpoint_store import CheckpointStore
+from trainer.checkpoint_store import CheckpointError, CheckpointStore
 from trainer.console import Console
 from trainer.recorder import RunRecorder
 from trainer.recovering_workers import RecoveringUpdater, RecoveringWorkers
@@ -141,24 +142,24 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
 
 async def boot_model(config: Config, run_dir: Path) -> str:
     """What engines start on: the policy itself, or, of the tiny model, one of the same shape."""
+    make, path = ray.remote(num_cpus=1)(models.untrained_tiny_model), run_dir / "untrained_model"
     if config.model.kind is ModelKind.hf:
         assert config.model.path is not None
-        return await hugging_face_model(config.model.path, run_dir)
-    make = ray.remote(num_cpus=1)(models.untrained_tiny_model)
-    path = run_dir / "untrained_model"
+        if not is_checkpoint(Path(config.model.path).expanduser()):
+            return config.model.path
+        make, path = ray.remote(num_cpus=1)(exported_model), run_dir / "exported_model"
     shutil.rmtree(path, ignore_errors=True)  # of the run that is resumed, and maybe half of one
-    return await make.remote(config, path)
+    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {path.name}"):
+        return await make.remote(config, path)
 
 
-async def hugging_face_model(path: str, run_dir: Path) -> str:
-    """What transformers and vLLM load: `path`, or what a checkpoint of ours is exported to. Raises CheckpointError."""
-    folder = Path(path).expanduser()
-    if not is_checkpoint(folder):
-        return path
-    exported = run_dir / "exported_model"
-    shutil.rmtree(exported, ignore_errors=True)  # of the run that is resumed
-    await ray.remote(num_cpus=1)(export).remote(find_checkpoint(folder), exported, "float32")
-    return str(exported)
+def exported_model(config: Config, folder: Path) -> str:
+    """A checkpoint of ours as transformers and vLLM load it. Raises ConfigError."""
+    try:
+        export(find_checkpoint(Path(config.model.path or "").expanduser()), folder, "float32")
+    except CheckpointError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    return str(folder)
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:

@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 
 from configs import load, validate
+from configs.checkpoint import is_checkpoint
 from configs.schema import Config, Device, ModelKind, PauseMode
 from configs.validate import ConfigError, check
 from tests.compose import changed, resolve
@@ -252,3 +253,6 @@ def test_a_run_folder_or_a_checkpoint_may_be_the_model(tmp_path: Path) -> None:
     (step / "COMPLETE.json").touch()
     for path in (tmp_path, step):
         check(changed(Config(), model__kind=ModelKind.hf, model__path=str(path)))
+        assert is_checkpoint(path)
+    (tmp_path / "config.json").touch()
+    assert not is_checkpoint(tmp_path), "a Hugging Face folder beside which its trainer keeps its own checkpoints"

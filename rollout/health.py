@@ -16,7 +16,7 @@ so much. A replica is judged after four of them at the earliest."""
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Between two reports in which requests ran, nothing was paused, and no tokens went with a cancelled request."""
+    """Of having requests, between two reports in which nothing was paused and no tokens went with a cancelled one."""
 
     seconds: float
     tokens: int
@@ -29,7 +29,6 @@ class _Watch:
 
     observed: float
     report: ProgressReport | None = None
-    reported: float = 0.0
     silent_s: float = 0.0
     stuck_s: float = 0.0
     intervals: deque[_Interval] = field(default_factory=deque)
@@ -65,8 +64,8 @@ class HealthMonitor:
         # With fewer than before, a request was cancelled with its tokens: whether new ones came cannot be seen.
         is_stuck = _runs(report) and watch.report is not None and report.tokens == watch.report.tokens
         watch.stuck_s = watch.stuck_s + elapsed if is_stuck else 0.0
-        self._measure(watch, now, report)
-        watch.silent_s, watch.report, watch.reported = 0.0, report, now
+        self._measure(watch, report)
+        watch.silent_s, watch.report = 0.0, report
         if watch.stuck_s >= self._timeout_s:
             return (
                 f"{report.running} requests ran and no token came for {watch.stuck_s:.0f} s "
@@ -89,14 +88,15 @@ class HealthMonitor:
         tokens = sum(interval.tokens for interval in intervals)
         return Speed(tokens / seconds, tokens / sum(interval.request_seconds for interval in intervals))
 
-    def _measure(self, watch: _Watch, now: float, report: ProgressReport) -> None:
+    def _measure(self, watch: _Watch, report: ProgressReport) -> None:
+        """By the replica's own account of when it had requests: one that is done with them before it is asked again is
+        as fast as it was meanwhile."""
         before = watch.report
-        if before is None or not _runs(before) or not _runs(report) or now <= watch.reported:
+        if before is None or before.paused or report.paused:
             return
-        seconds, tokens = now - watch.reported, report.tokens - before.tokens
-        if tokens >= 0:
-            running = (before.running + report.running) / 2
-            watch.intervals.append(_Interval(seconds, tokens, running * seconds))
+        seconds, tokens = report.busy_s - before.busy_s, report.tokens - before.tokens
+        if seconds > 0 and tokens >= 0:
+            watch.intervals.append(_Interval(seconds, tokens, report.request_s - before.request_s))
             while sum(i.seconds for i in watch.intervals) - watch.intervals[0].seconds >= self._window_s:
                 watch.intervals.popleft()
 

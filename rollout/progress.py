@@ -42,6 +42,10 @@ class ProgressReport:
     """Requests inside the engine now."""
     paused: bool
     """Frozen, by a client or an update: no tokens are expected."""
+    busy_s: float
+    """Seconds since its start with a request, frozen or not."""
+    request_s: float
+    """The same of each of its requests, summed: two that run side by side for a second are two."""
     partials: tuple[Partial, ...]
 
 

@@ -11,6 +11,7 @@ from configs.deadline import within
 from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
 from rollout.continuation import generate_through, whole_id
 from rollout.engines.base import Engine, EngineDiedError, WeightTag
+from rollout.load import Load
 from rollout.pause import PauseControl
 from rollout.progress import ProgressReport, Told
 from rollout.types import Completion, GenerationRequest
@@ -58,8 +59,8 @@ class RolloutReplica:
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
         self._started = self._finished = self._aborted = self._tokens = self._cached_tokens = self._prompt_tokens = 0
-        self._continued = self._running = self._tokens_told = 0
-        self._busy_s = self._busy_since = 0.0
+        self._continued = self._tokens_told = 0
+        self._load = Load()
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
@@ -74,9 +75,7 @@ class RolloutReplica:
         if self.global_steps < 0:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
         self._started += 1
-        if self._running == 0:
-            self._busy_since = time.monotonic()
-        self._running += 1
+        self._load.change(+1)
         self._told.begin(request)
         completion = None
         try:
@@ -89,9 +88,7 @@ class RolloutReplica:
             raise
         finally:
             self._told.end(request.request_id, completion)
-            self._running -= 1
-            if self._running == 0:
-                self._busy_s += time.monotonic() - self._busy_since
+            self._load.change(-1)
         self._continued += parts - 1  # -1: it was complete, but for saying so
         self._finished += 1
         self._aborted += completion.finish_reason == "abort"
@@ -198,6 +195,8 @@ class RolloutReplica:
             tokens=self._tokens_told,
             running=len(self._engine.running),
             paused=self._control.frozen,
+            busy_s=self._load.busy_s,
+            request_s=self._load.request_s,
             partials=self._told.partials(known, pieces),
         )
 
@@ -206,18 +205,17 @@ class RolloutReplica:
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start. `busy_s`: seconds with at least one request."""
-        running_s = time.monotonic() - self._busy_since if self._running else 0.0
         return {
             "global_steps": self.global_steps,
             "trajectories": self._started,
             "finished": self._finished,
             "aborted": self._aborted,
             "continued": self._continued,
-            "running": self._running,
+            "running": self._load.running,
             "tokens": self._tokens,
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
-            "busy_s": self._busy_s + running_s,
+            "busy_s": self._load.busy_s,
             **self._engine.gauges(),
         }
 

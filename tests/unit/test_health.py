@@ -1,5 +1,7 @@
 """Who is lost though its process lives: invented clocks, and the reports of replicas with known speeds."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,11 @@ from rollout.progress import ProgressReport
 TIMEOUT_S = 60.0
 
 
-def report(tokens: int, running: int = 4, paused: bool = False) -> ProgressReport:
-    return ProgressReport(tokens=tokens, running=running, paused=paused, partials=())
+def report(tokens: int, running: int = 4, paused: bool = False, busy_s: float = 0.0) -> ProgressReport:
+    """`busy_s`: so long it has had requests, as many as now."""
+    return ProgressReport(
+        tokens=tokens, running=running, paused=paused, busy_s=busy_s, request_s=busy_s * running, partials=()
+    )
 
 
 def observed(health: HealthMonitor, reports: list[ProgressReport | None], interval_s: float = 1.0) -> list[float]:
@@ -56,8 +61,8 @@ def test_a_request_that_is_cancelled_takes_its_tokens_along_and_makes_nobody_slo
             tokens += 4 * 20
             if now % cancelled_every == 3:
                 tokens -= 5_000
-            assert health.observe("a", now, report(tokens)) is None
-            assert health.observe("b", now, report(80 * now)) is None
+            assert health.observe("a", now, report(tokens, busy_s=now)) is None
+            assert health.observe("b", now, report(80 * now, busy_s=now)) is None
         speed = health.speed("a")
         assert speed is not None and speed.total == 80
 
@@ -79,7 +84,8 @@ def run_fleet(
     for now in range(seconds):
         for name, speed in speeds.items():
             tokens = round(speed * running[name] * now)
-            reason = health.observe(name, now, report(tokens, running=running[name]))
+            busy_s = now if running[name] else 0
+            reason = health.observe(name, now, report(tokens, running[name], busy_s=busy_s))
             if reason is not None:
                 lost.setdefault(name, (now, reason))
     return lost
@@ -115,7 +121,7 @@ def test_pauses_count_for_no_speed() -> None:
     for now in range(31):
         paused = now % 3 == 0
         tokens += 0 if paused else 30
-        health.observe("a", now, report(tokens, running=3, paused=paused))
+        health.observe("a", now, report(tokens, 3, paused, busy_s=now))
     assert health.speed("a") is None, "one second of three is between two reports that were not paused"
 
 
@@ -123,11 +129,27 @@ def test_others_that_stand_idle_are_compared_as_they_were() -> None:
     """The trainer waits for the slow one, so they have nothing to do."""
     health = HealthMonitor(TIMEOUT_S, 8.0)
     run_fleet(health, {"a": 20.0}, {"a": 4})
-    idle = report(3200, running=0)
     lost = [
-        now for now in range(40, 200) if health.observe("a", now, idle) or health.observe("b", now, report(2 * now))
+        now
+        for now in range(40, 200)
+        if health.observe("a", now, replace(report(3120, busy_s=39), running=0))
+        or health.observe("b", now, report(2 * now, busy_s=now))
     ]
     assert lost[0] == 70, "its first window"
+
+
+def test_others_that_are_done_before_anybody_looks_are_as_fast_as_they_were_meanwhile() -> None:
+    """The slow one has most of the work. The other gets four requests every second, and has done them in half of it:
+    whenever it is asked, none runs."""
+    health = HealthMonitor(TIMEOUT_S, 8.0)
+    lost = []
+    for now in range(100):
+        quick = replace(report(40 * now, busy_s=now / 2), running=0)
+        lost += [health.observe("a", now, quick), health.observe("b", now, report(4 * now, busy_s=now))]
+    reasons = [reason for reason in lost if reason is not None]
+    assert lost.index(reasons[0]) == 2 * 60 + 1, "its window: 30 s of having requests"
+    assert reasons[0] == "1 tokens/s per request, the median of the others is 20 (rollout.slow_factor=8)"
+    assert health.speed("a") == Speed(80.0, 20.0)
 
 
 def test_who_is_forgotten_has_no_speed() -> None:
@@ -152,5 +174,5 @@ def test_replicas_of_like_speed_are_never_lost(
     for now in range(60):
         paused = pause_every > 1 and now % (5 * pause_every) == 0
         for name, (factor, running) in replicas.items():
-            one = report(round(100 + speed * factor * running * now), running, paused)
+            one = report(round(100 + speed * factor * running * now), running, paused, now)
             assert health.observe(name, now, one) is None

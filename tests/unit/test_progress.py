@@ -19,7 +19,7 @@ from tests.unit.test_commit import on_replica
 
 
 def report_of(*partials: Partial) -> ProgressReport:
-    return ProgressReport(tokens=0, running=0, paused=False, partials=partials)
+    return ProgressReport(tokens=0, running=0, paused=False, busy_s=0.0, request_s=0.0, partials=partials)
 
 
 def partial(name: str, start: int, piece: Completion, checksum: int = 5) -> Partial:

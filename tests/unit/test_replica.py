@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,10 +144,8 @@ def test_counters_add_up() -> None:
     on_replica(test)
 
 
-def test_a_replica_is_busy_from_its_first_request_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_is_busy_from_its_first_request_to_its_last() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-        monkeypatch.setattr("rollout.replica.time", clock)
         await asyncio.sleep(10)
         assert (await replica.stats())["busy_s"] == 0
         group = start_group(replica, 4, 2)
@@ -159,6 +156,8 @@ def test_a_replica_is_busy_from_its_first_request_to_its_last(monkeypatch: pytes
         assert (await replica.stats())["busy_s"] == 4
         await start_group(replica, 1)
         assert (await replica.stats())["busy_s"] == 5
+        report = await replica.progress({})
+        assert (report.busy_s, report.request_s) == (5, 4 + 2 + 1)
 
     on_replica(test)
 

@@ -97,7 +97,9 @@ class Run:
                 known = self.rollouts.progress.known(replica).get(name, 0)
                 piece = make_completion([100 + known], [self.runner.live], "")
                 partial = Partial(request_id=name, prompt_checksum=5, start=known, piece=piece)
-                report = ProgressReport(tokens=1, running=1, paused=False, partials=(partial,))
+                report = ProgressReport(
+                    tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, partials=(partial,)
+                )
                 self.rollouts.progress.take(replica, report)
             so_far = self.rollouts.progress.so_far(ordinal)
             self.told[ordinal] = so_far["0"].completion.token_ids.tolist() if so_far else []

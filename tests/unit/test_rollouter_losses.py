@@ -62,7 +62,7 @@ def test_a_group_goes_on_elsewhere_from_what_its_replica_told() -> None:
         run = asyncio.create_task(setup.rollouter.run())
         await asyncio.sleep(2)
         partial = Partial(request_id="0-1", prompt_checksum=5, start=0, piece=had)
-        report = ProgressReport(tokens=2, running=4, paused=False, partials=(partial,))
+        report = ProgressReport(tokens=2, running=4, paused=False, busy_s=0.0, request_s=0.0, partials=(partial,))
         setup.progress.take("b", report)  # which does not have the group
         assert setup.progress.so_far(0) == {}
         setup.progress.take("a", report)

@@ -1,0 +1,32 @@
+"""How much a replica had to do: a speed is tokens per second of having something to do, whenever one looks."""
+
+import asyncio
+
+
+class Load:
+    """Requests inside now, and since the start the time with any (`busy_s`) and that of each, summed (`request_s`)."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._busy_s = self._request_s = self._counted = 0.0
+
+    def change(self, by: int) -> None:
+        self._count()
+        self.running += by
+
+    @property
+    def busy_s(self) -> float:
+        self._count()
+        return self._busy_s
+
+    @property
+    def request_s(self) -> float:
+        self._count()
+        return self._request_s
+
+    def _count(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.running:
+            self._busy_s += now - self._counted
+            self._request_s += self.running * (now - self._counted)
+        self._counted = now

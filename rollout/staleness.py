@@ -2,7 +2,8 @@
 
 The unit of admission is a trajectory group. A slot is claimed before its prompt is dispatched and freed only when the
 weights trained on it are live. Optimizer step k (k = 0, 1, ...) trains `groups_per_step` groups and yields version
-k + 1 of the weights; every `update_interval` steps the newest version goes live on the replicas.
+k + 1 of the weights; every `update_interval` steps the newest version goes live on the replicas. Where they catch up
+between two updates, they serve a newer version than is called live here: tokens are only younger than is counted on.
 
 Why the bound holds. Let live = v, S = max_staleness, I = update_interval, B = groups_per_step. A group claimed now has
 no token older than v, so it may be trained up to and including step v + (S + 1) I - 1: its *last step*. At most

@@ -137,10 +137,11 @@ class Publisher:
         self._weights = weights
         self._sender = sender
         self._timeout_s = timeout_s
+        self.global_steps = 0
         self._specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights.tensors.items()]
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Manifest:
-        assert global_steps is not None
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
+        self.global_steps = global_steps
         self._weights.change(global_steps)
         part = await asyncio.to_thread(self._publish, global_steps, receivers, base)
         manifest = part | {"locations": [part["location"]]}

@@ -214,14 +214,14 @@ class SimulatedTrainer:
 
     def __init__(self, train_s: float):
         self._train_s = train_s
-        self._global_steps = 0
+        self.global_steps = 0
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         raise RuntimeError("the job has no reference policy")
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
         await asyncio.sleep(self._train_s)
-        self._global_steps = global_steps + 1
+        self.global_steps = global_steps + 1
         return {"perf/trainer_busy_s": Max(self._train_s), "actor/skipped_steps": Last(0.0)}
 
     async def skip_step(self, global_steps: int) -> dict[str, Metric]:
@@ -230,9 +230,8 @@ class SimulatedTrainer:
     def gauges(self) -> dict[str, float]:
         return {}
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        version = self._global_steps if global_steps is None else global_steps
-        return {"global_steps": version, "nbytes": 0, "checksum": 0}
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        return {"global_steps": global_steps, "nbytes": 0, "checksum": 0}
 
     async def send(self, manifest: dict[str, Any]) -> int:
         return 0

@@ -49,7 +49,7 @@ class Group:
         self._happen(f"train {global_steps}")
         return {"trained": Last(float(len(self.weights)))}
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Any:
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any:
         self._happen(f"publish {global_steps}")
         return {"global_steps": global_steps, "weights": list(self.weights)}
 

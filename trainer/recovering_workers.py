@@ -33,7 +33,7 @@ class RestartableGroup(Protocol):
 
     async def skip_step(self, global_steps: int) -> dict[str, Metric]: ...
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Any: ...
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any: ...
 
     async def send(self, manifest: Any) -> int: ...
 
@@ -104,7 +104,12 @@ class RecoveringWorkers:
             return await self._group.skip_step(global_steps)
         return await self._group.train_step(batch, global_steps)
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Any:
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._next_step
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any:
         """Waits while workers start again, but does not start them: that would outlast the update's deadlines. See
         RecoveringUpdater."""
         await self._until_back()

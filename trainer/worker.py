@@ -168,11 +168,10 @@ class TrainWorker:
         return count.item() == self._world_size
 
     def publish(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base;
-        global_steps=None means the optimizer steps taken. Returns the manifest, with this rank's checksums."""
-        version = self._global_steps if order["global_steps"] is None else order["global_steps"]
+        """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base.
+        Returns the manifest, with this rank's checksums."""
         specs = parameter_specs(self._policy, self._rollout_dtype)
-        return self._sender.publish(specs, self._shards, order | {"global_steps": version})
+        return self._sender.publish(specs, self._shards, order)
 
     def send(self, manifest: dict[str, Any]) -> list[int]:
         return self._sender.send(self._shards, manifest)

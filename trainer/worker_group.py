@@ -61,7 +61,7 @@ class TrainWorkerActor:
 
 
 class TrainWorkerGroup:
-    """The driver's side: a `weight_sync.protocol.WeightSource` that also trains."""
+    """The driver's side. `RecoveringWorkers` makes a `weight_sync.protocol.WeightSource` of it that also trains."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class TrainWorkerGroup:
         async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
             return merge_metrics(await asyncio.gather(*calls))
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
         """Every rank offers its part. See weight_sync.protocol for the manifest."""
         order = {
             "global_steps": global_steps,

@@ -133,47 +133,50 @@ class CheckpointManager:
         optimizer step), or wants replicas that stay at one version, holds it."""
         return self._updating
 
-    async def update_weights(self, global_steps: int | None = None) -> UpdateReport:
-        """Returns when every replica in service serves the weights tagged `global_steps`; None: the trainer's latest.
+    async def update_weights(self, global_steps: int) -> UpdateReport:
+        """Returns when every replica in service serves the weights tagged `global_steps`.
 
         Raises WeightUpdateError when the trainer cannot publish, and what the fleet raises when too few are left.
         """
         async with self._updating:
             targets = self._fleet.targets
-            if not targets and global_steps is not None:  # the last one in service died while others are pinned
+            if not targets:  # the last one in service died while others are pinned
                 return UpdateReport(
                     global_steps=global_steps, nbytes=0, publish_s=0.0, total_s=0.0, replicas=(), failures=0
                 )
             return await self._transact(targets, global_steps)
 
     async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
-        """Bring only these of the fleet's targets to the trainer's present weights, and admit them. The transaction is
-        that of `update_weights`, with its second try and its errors; it waits for an update that is under way.
+        """Bring these of the fleet's targets to the trainer's present weights, and admit them. The transaction is that
+        of `update_weights`, with its second try and its errors; it waits for an update that is under way.
 
-        Nothing is assumed of what they hold. None when none of them is there any more.
+        Between two updates the trainer is ahead of the fleet. Then all of its targets are brought along: what a replica
+        sampled with newer weights than the others' would go on with older ones, if it was lost.
+
+        Nothing is assumed of what they hold. None when nobody is left to be brought up.
         """
         async with self._updating:
-            targets = [target for target in self._fleet.targets if target.name in names]
-            for target in targets:
-                self._held.pop(target.name, None)
-            return await self._transact(targets, None) if targets else None
+            for name in names:
+                self._held.pop(name, None)
+            version = self._source.global_steps
+            targets = [target for target in self._fleet.targets if self._held.get(target.name) != version]
+            return await self._transact(targets, version) if targets else None
 
-    async def _transact(self, targets: Sequence[WeightTarget], global_steps: int | None) -> UpdateReport:
+    async def _transact(self, targets: Sequence[WeightTarget], global_steps: int) -> UpdateReport:
         started = time.perf_counter()
         first = await self._attempt(targets, global_steps)
-        version = first.manifest["global_steps"]
         attempts = [first]
         for names in first.again:
             again = [target for target in self._fleet.targets if target.name in names]
             if again:
-                attempts.append(await self._attempt(again, version))
+                attempts.append(await self._attempt(again, global_steps))
             for target in again:
                 if target.name in attempts[-1].failed:
                     await self._give_up_unless_whole(target, attempts[-1].failed[target.name])
         if first.failed:
             self._fleet.require_enough(next(iter(first.failed.values())))
         return UpdateReport(
-            global_steps=version,
+            global_steps=global_steps,
             nbytes=first.manifest["nbytes"],
             publish_s=first.publish_s,
             total_s=time.perf_counter() - started,
@@ -181,7 +184,7 @@ class CheckpointManager:
             failures=sum(len(attempt.failed) for attempt in attempts),
         )
 
-    async def _attempt(self, targets: Sequence[WeightTarget], global_steps: int | None) -> _Attempt:
+    async def _attempt(self, targets: Sequence[WeightTarget], global_steps: int) -> _Attempt:
         """Returns or raises only when no replica's part is under way any more."""
         started = time.perf_counter()
         receivers = {target.name: target.num_workers for target in targets}
@@ -205,8 +208,8 @@ class CheckpointManager:
         for name, error in attempt.failed.items():
             await self._fleet.eject(name, error)
         for update in attempt.done:
-            self._held[update.name] = manifest["global_steps"]
-            await self._fleet.admit(update.name, manifest["global_steps"])
+            self._held[update.name] = global_steps
+            await self._fleet.admit(update.name, global_steps)
         return attempt
 
     async def _update(self, target: WeightTarget, manifest: Manifest, sending: _Sending) -> ReplicaUpdate:

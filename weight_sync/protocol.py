@@ -40,9 +40,14 @@ class Tag(Protocol):
 class WeightSource(Protocol):
     """The trainer. What it publishes can be read until it publishes again."""
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> Manifest:
-        """`global_steps` None: the optimizer steps that the trainer has taken. `receivers`: the number of workers of
-        every replica that is going to receive. `base`: the version that all of them hold, if it is one."""
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps that it has taken: the version of its present weights."""
+        ...
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
+        """The present weights, tagged `global_steps`. `receivers`: the number of workers of every replica that is going
+        to receive. `base`: the version that all of them hold, if it is one."""
         ...
 
     async def send(self, manifest: Manifest) -> int:

@@ -61,13 +61,10 @@ class NoAgents:
 
 
 class Source:
-    """A trainer that has taken `latest` steps."""
+    global_steps = 3
 
-    latest = 3
-
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        version = self.latest if global_steps is None else global_steps
-        return {"global_steps": version, "checksum": 1000 + version, "nbytes": 4}
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
 
     async def send(self, manifest: dict[str, Any]) -> int:
         return manifest["checksum"]

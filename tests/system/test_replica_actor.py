@@ -31,9 +31,11 @@ class EmittingSource:
 
     def __init__(self, model_path: Path):
         self._model_path = model_path
+        self.global_steps = 0
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        assert global_steps is not None and list(receivers.values()) == [1]
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        assert list(receivers.values()) == [1]
+        self.global_steps = global_steps
         release()
         return publish(emitting_weights(self._model_path, FIRST_TOKEN + global_steps), global_steps)
 

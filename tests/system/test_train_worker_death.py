@@ -164,7 +164,7 @@ def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scen
 
     async def scenario() -> Any:
         os.kill(await killed.pid(0), signal.SIGKILL)
-        return await killed.workers.again_if_lost(lambda: killed.workers.publish(None, {}, None))
+        return await killed.workers.again_if_lost(lambda: killed.workers.publish(NUM_STEPS, {}, None))
 
     manifest = killed.run(scenario())
     assert manifest["global_steps"] == NUM_STEPS

@@ -45,7 +45,7 @@ class FakePart:
 
 
 class FakeSource(FakePart):
-    latest = 7
+    global_steps = 7
     """Optimizer steps taken."""
     checksum: int | None = None
     """What it says it sent; None is the truth."""
@@ -54,10 +54,10 @@ class FakeSource(FakePart):
         super().__init__(name, events)
         self.orders: list[tuple[dict[str, int], int | None]] = []
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
         self.orders.append((receivers, base))
         await self._do("publish")
-        return make_manifest(self.latest if global_steps is None else global_steps) | {"nbytes": 3_000_000}
+        return make_manifest(global_steps) | {"nbytes": 3_000_000}
 
     async def send(self, manifest: dict[str, Any]) -> int:
         await self._do("send")
@@ -118,7 +118,7 @@ class Scene:
         self.fleet = ReplicaFleet([self.a, self.b], self.router, 1, self.events.append, serving=0)  # pyright: ignore
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(staging=staging, **DEADLINES))
 
-    def update(self, *versions: int | None) -> list[UpdateReport]:
+    def update(self, *versions: int) -> list[UpdateReport]:
         async def main() -> list[UpdateReport]:
             return [await self.manager.update_weights(version) for version in versions]
 
@@ -173,57 +173,6 @@ def test_two_updates_at_once_come_one_after_the_other(scene: Scene) -> None:
     assert [report.global_steps for report in run_virtual(main())] == [1, 2]
     assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 2
     assert scene.of("b") == WHOLE * 2
-
-
-def test_without_a_version_it_is_the_trainers_latest(scene: Scene) -> None:
-    scene.source.latest = 12
-    [report] = scene.update(None)
-    assert report.global_steps == scene.a.state.global_steps == scene.b.state.global_steps == 12
-
-
-# -- catching up -------------------------------------------------------------------------------------------------------
-
-
-def test_catching_up_brings_only_those_named_to_the_trainers_present_weights_and_admits_them(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.manager.update_weights(1)
-        await scene.fleet.eject("b", OSError("out"))
-        scene.events.clear()
-        report = await scene.manager.catch_up(["b"])
-        assert report is not None and report.global_steps == scene.source.latest == 7
-        assert [update.name for update in report.replicas] == ["b"]
-
-    run_virtual(main())
-    assert (scene.of("a"), scene.of("b")) == ([], WHOLE) and scene.router.healthy == ["a", "b"]
-    assert (scene.a.state.global_steps, scene.b.state.global_steps) == (1, 7)
-    assert scene.source.orders[1:] == [({"b": 1}, None)], "a replica may be new under an old name: no base"
-
-
-def test_catching_up_waits_for_an_update_under_way_and_the_next_update_for_it(scene: Scene) -> None:
-    scene.b.seconds["stage"] = 5
-
-    async def main() -> None:
-        updates = scene.manager.update_weights(6), scene.manager.catch_up(["b"]), scene.manager.update_weights(8)
-        await asyncio.gather(*updates)
-
-    run_virtual(main())
-    assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 3
-    assert (scene.of("a"), scene.of("b")) == (WHOLE * 2, WHOLE * 3)
-    assert [base for _, base in scene.source.orders] == [None, None, None], "before the last, a has 6 and b 7"
-
-
-def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.fleet.eject("b", OSError("out"))
-        scene.b.faults["stage"] = [OSError(), OSError()]
-        report = await scene.manager.catch_up(["b"])
-        assert report is not None and (report.failures, report.replicas) == (2, ())
-        assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
-        await scene.fleet.lose("b", OSError("died"))
-        assert await scene.manager.catch_up(["b"]) is None
-        assert len(scene.source.orders) == 2
-
-    run_virtual(main())
 
 
 # -- who receives, and on top of which version -------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def operated(test: Callable[[Setup, "asyncio.Task[None]"], Awaitable[None]], **o
     async def main() -> None:
         setup = Setup(**options)
         assert setup.router.healthy == [], "nothing is routed before the first weights"
-        await setup.manager.update_weights()
+        await setup.manager.update_weights(7)
         running = asyncio.gather(setup.operator.run(), setup.monitor.run())
         await settle()
         await test(setup, running)  # pyright: ignore
@@ -97,7 +97,7 @@ def test_a_lost_replica_is_replaced_by_one_that_serves_only_with_current_weights
         assert setup.states() == {"replica-0": "READY", "replica-1": "DEAD", "replica-2": "STARTING"}
         await setup.manager.update_weights(8)
         assert setup.source.orders[-1][0] == {"replica-0": 1}, "who is starting gets no updates"
-        setup.source.latest = 8
+        setup.source.global_steps = 8
         await asyncio.sleep(START_S + 1)
         assert setup.states()["replica-2"] == "READY" and setup.router.healthy == ["replica-0", "replica-2"]
         assert setup.source.orders[-1] == ({"replica-2": 1}, None)

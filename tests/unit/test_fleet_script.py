@@ -22,7 +22,7 @@ def served_fleet(run_dir: Path, test: Callable[[Setup, Call], Awaitable[None]], 
 
     async def main() -> None:
         setup = Setup(min_replicas)
-        await setup.manager.update_weights()
+        await setup.manager.update_weights(7)
         running = asyncio.create_task(setup.operator.run())
         await settle()
 

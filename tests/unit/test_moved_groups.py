@@ -35,7 +35,8 @@ class Scene:
         self.engines = [ClockedEngine(max_num_seqs=2) for _ in range(num_replicas)]
         self.replicas = [make_replica(f"replica-{index}", engine) for index, engine in enumerate(self.engines)]
         self.fleet, router = make_fleet(config, self.replicas, [].append, progress := Progress())
-        self.manager = CheckpointManager(SimulatedTrainer(1.0), self.fleet, config.weight_sync)
+        self.workers = SimulatedTrainer(1.0)
+        self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
         self.lost_at: float | None = None
         """When the agent worker dies, the first time. What it runs on the replica goes on, as Ray lets it."""
         self._worker = AgentWorker(
@@ -113,6 +114,25 @@ def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted
         assert {name: len(some.token_ids) for name, some in so_far.items()} == {"0": 3, "1": 3}
         assert {some.finish_reason for some in so_far.values()} == {""}
         running.cancel()
+
+    run_virtual(main())
+
+
+def test_versions_ascend_when_a_replica_dies_that_caught_up_between_two_updates() -> None:
+    async def main() -> None:
+        scene = Scene(num_replicas=2)
+        running = await scene.start()
+        await asyncio.sleep(1.5)
+        scene.workers.global_steps = 2
+        await scene.fleet.eject("replica-0", RuntimeError("it evaluates"))
+        await scene.manager.catch_up(["replica-0"])
+        await asyncio.sleep(4)
+        await scene.fleet.ask()  # as the monitor does
+        scene.engines[0].kill()
+        versions = [trajectory.token_versions().tolist() for trajectory in (await scene.group()).trajectories]
+        assert versions == [sorted(some) for some in versions]
+        assert {tuple(sorted(set(some))) for some in versions} == {(0, 2), (2,)}
+        await running
 
     run_virtual(main())
 

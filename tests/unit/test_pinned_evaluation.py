@@ -71,7 +71,7 @@ class Scene:
         return {name: target.state.global_steps for name, target in self.targets.items()}
 
     async def update(self, version: int) -> None:
-        self.source.latest = version
+        self.source.global_steps = version
         await self.manager.update_weights(version)
 
     async def replace(self) -> None:

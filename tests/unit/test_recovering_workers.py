@@ -192,7 +192,7 @@ class Manager:
         self.publishing = asyncio.Lock()
         self.updates: list[Any] = []
 
-    async def update_weights(self, global_steps: int | None) -> Any:
+    async def update_weights(self, global_steps: int) -> Any:
         try:
             async with self.publishing:
                 async with asyncio.timeout(0.05):
@@ -203,7 +203,7 @@ class Manager:
         self.updates.append(manifest)
 
     async def catch_up(self, names: Collection[str]) -> Any:
-        await self.update_weights(None)
+        await self.update_weights(self._workers.global_steps)
 
 
 @pytest.mark.parametrize("dies_in", ["publish 2", "send"])
@@ -229,7 +229,7 @@ def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(tm
     run(scenario())
 
 
-@pytest.mark.parametrize("dies_in", ["publish None", "send"])
+@pytest.mark.parametrize("dies_in", ["publish 1", "send"])
 def test_so_is_catching_up(tmp_path: Path, dies_in: str) -> None:
     scene = Scene(tmp_path, Group(deaths=[dies_in]))
     manager = Manager(scene.workers)
@@ -237,7 +237,7 @@ def test_so_is_catching_up(tmp_path: Path, dies_in: str) -> None:
     async def scenario() -> None:
         await scene.train(0)
         await RecoveringUpdater(manager, scene.workers).catch_up(["replica-1"])
-        assert manager.updates == [{"global_steps": None, "weights": ["b0"]}]
+        assert manager.updates == [{"global_steps": 1, "weights": ["b0"]}]
 
     run(scenario())
     assert scene.workers.gauges() == {"trainer/restarts": 1}
@@ -262,7 +262,7 @@ def test_a_restart_that_outlasts_the_deadline_of_publishing_is_waited_for(tmp_pa
         assert not catching_up.done()
         scene.group.gate.set()
         await asyncio.gather(catching_up, scoring)
-        assert manager.updates == [{"global_steps": None, "weights": ["b0"]}]
+        assert manager.updates == [{"global_steps": 1, "weights": ["b0"]}]
 
     run(scenario())
     assert scene.workers.gauges() == {"trainer/restarts": 1}
@@ -285,7 +285,7 @@ def test_nothing_is_published_from_half_started_workers_and_two_callers_start_th
             asyncio.create_task(scene.workers.score(batch)),
         ]
         await settle()
-        publishing = asyncio.create_task(scene.workers.publish(None, {}, None))
+        publishing = asyncio.create_task(scene.workers.publish(2, {}, None))
         publishing.add_done_callback(note("publish"))
         await settle()
         assert finished == []

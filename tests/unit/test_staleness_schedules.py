@@ -40,7 +40,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step = start * interval
         self.total = (start + num_steps) * interval * batch_size
         self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
-        self.versions = [self.step]  # on the replicas, of which the ledger may not know the newest yet
+        self.versions = [self.step]  # on the replicas
+        self.updated = self.step  # the newest that came by an update, which the ledger may not know yet
         self.in_flight: list[Slot] = []
         self.ready: dict[int, int] = {}  # slot_id -> version of the oldest token
         self.trained: dict[int, int] = {}  # slot_id -> step
@@ -98,17 +99,24 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step += 1
         if self.step % self.window.update_interval == 0:
             self.versions.append(self.step)
+            self.updated = self.step
 
-    @precondition(lambda self: self.versions[-1] > self.ledger.live_version)
+    @precondition(lambda self: self.step > self.versions[-1])
+    @rule()
+    def catch_up(self) -> None:
+        """Between two updates. The ledger is not told."""
+        self.versions.append(self.step)
+
+    @precondition(lambda self: self.updated > self.ledger.live_version)
     @rule()
     def advance(self) -> None:
-        """The replicas' newest version is announced to the ledger, however late."""
-        gone = [slot_id for slot_id, step in self.trained.items() if step < self.versions[-1]]
-        assert self.ledger.advance(self.versions[-1]) == len(gone)
+        """The newest update is announced to the ledger, however late."""
+        gone = [slot_id for slot_id, step in self.trained.items() if step < self.updated]
+        assert self.ledger.advance(self.updated) == len(gone)
         for slot_id in gone:
             del self.trained[slot_id]
 
-    @precondition(lambda self: self.step == self.versions[-1])
+    @precondition(lambda self: self.step == self.updated)
     @rule()
     def resume(self) -> None:
         """The run ends right after an update, and another goes on with all it had: everything fits."""

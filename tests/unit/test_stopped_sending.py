@@ -18,7 +18,7 @@ BROKEN = OSError("broken")
 class MeetingSource(FakeSource):
     """It sends when all receivers have come, and they wait for one another."""
 
-    async def publish(self, global_steps: int | None, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
         self.missing, self.met = set(receivers), asyncio.get_running_loop().create_future()
         return await super().publish(global_steps, receivers, base)
 

@@ -48,7 +48,7 @@ def audit(run_dir: Path) -> Audit:
             except (ValueError, KeyError) as error:
                 raise ValueError(f"{file}:{number}: damaged record: {error!r}") from error
             num_trajectories += 1
-            descending += versions != sorted(versions)
+            descending += not ascends(versions)
             staleness = max(staleness, step - 1 - min(versions, default=step - 1))
         steps_of.update(ordinals)
     return Audit(
@@ -61,6 +61,11 @@ def audit(run_dir: Path) -> Audit:
         descending_versions=descending,
         max_staleness=staleness,
     )
+
+
+def ascends(versions: list[int]) -> bool:
+    """Versions of a trajectory's tokens, in their order."""
+    return versions == sorted(versions)
 
 
 def main() -> None:

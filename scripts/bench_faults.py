@@ -1,13 +1,13 @@
 """What faults cost: injected one after the other into running jobs, and audited by what was trained.
 
-    python -m scripts.bench_faults [--injections 100] [--kills 20] [--seed 0] [--vllm] [--vllm-kills 3]
+    python -m scripts.bench_faults [--injections 100] [--kills 20] [--interval 1] [--seed 0] [--vllm] [--vllm-kills 3]
 
 On simulated engines (scripts/fault_job.py): replicas that die, hang, fall silent or slow down, and agent loops that
 raise or hang, on a virtual clock; and the whole job killed by SIGKILL in real time, to go on from its newest
 checkpoint. With --vllm processes of whole runs of scripts/train.py are killed or stopped besides: see
 scripts/bench_faults_vllm.py.
 
-The last line is JSON: the sums of injected, lost, twice, restarted, unbounded_waits.
+The last line is JSON: the sums of injected, lost, twice, restarted, descending_versions, unbounded_waits.
 """
 
 import argparse
@@ -27,8 +27,9 @@ from statistics import median
 from typing import Any
 
 from configs.checkpoint import CHECKPOINTS
+from configs.schema import Config
 from rollout.lifecycle import ReplicaState
-from scripts.audit import audit
+from scripts.audit import ascends, audit
 from scripts.bench_common import show_table, write_line
 from scripts.bench_simulated import Nothing
 from scripts.fault_job import FaultyReplica, Job, job_config
@@ -53,6 +54,8 @@ class Row:
     twice: int = 0
     restarted: int = 0
     """Trajectories that started again from nothing."""
+    descending_versions: int = 0
+    """Trajectories with a token of an older version than the one before it."""
     recovery_s: list[float] = field(default_factory=list)
     tokens_again: float = 0
     """Sampled again, because they were lost. NaN where it is not known."""
@@ -60,27 +63,31 @@ class Row:
 
 
 class Trained(Nothing):
-    """A recorder that keeps which prompts were trained, and how many tokens."""
+    """A recorder that keeps which prompts were trained, how many tokens, and whether their versions ascended."""
 
     def __init__(self) -> None:
         self.ordinals: list[int] = []
         self.tokens = 0
+        self.descending_versions = 0
 
     def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None:
         self.ordinals += [group.prompt.ordinal for group in groups]
         self.tokens += sum(group.num_tokens for group in groups)
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+            self.descending_versions += not ascends([span.global_steps for span in trajectory.spans])
 
 
-def part_faults(fault: str, num_injections: int, seed: int) -> Row:
+def part_faults(fault: str, num_injections: int, seed: int, update_interval: int = 1) -> Row:
+    config = job_config(STEPS, update_interval=update_interval)
     row = Row(fault=f"replica {fault}" if fault in REPLICA_FAULTS else f"agent loop {fault}", engine="simulated")
     for number in range(0, num_injections, FAULTS_PER_JOB):
-        run_virtual(_one_job(fault, row, random.Random(f"{fault}/{seed}/{number}")))
+        run_virtual(_one_job(fault, config, row, random.Random(f"{fault}/{seed}/{number}")))
     return row
 
 
-async def _one_job(fault: str, row: Row, chance: random.Random) -> None:
+async def _one_job(fault: str, config: Config, row: Row, chance: random.Random) -> None:
     trained = Trained()
-    job = Job(job_config(STEPS), token_s=0.05, train_s=2.0, recorder=trained, resumed=None)
+    job = Job(config, token_s=0.05, train_s=2.0, recorder=trained, resumed=None)
     injecting = asyncio.create_task(_inject(fault, job, row, chance))
     try:
         async with asyncio.timeout(LONGEST_RUN_S):
@@ -88,10 +95,11 @@ async def _one_job(fault: str, row: Row, chance: random.Random) -> None:
     except TimeoutError:
         row.unbounded_waits += 1
     injecting.cancel()
-    expected = STEPS * job_config(STEPS).trainer.prompts_per_step
+    expected = STEPS * config.trainer.prompts_per_step
     row.lost += len(set(range(expected)) - set(trained.ordinals))
     row.twice += len(trained.ordinals) - len(set(trained.ordinals))
     row.restarted += job.rollouts.rollouter.counters["restarted"]
+    row.descending_versions += trained.descending_versions
     row.tokens_again += sum(replica.simulated.num_sampled for replica in job.replicas) - trained.tokens
 
 
@@ -146,6 +154,7 @@ def job_kills(num_kills: int, seed: int, folder: Path, steps: int = 60) -> Row:
         found = audit(run_dir)
         row.lost += found.lost + found.missing_steps + (steps - found.steps)
         row.twice += found.twice
+        row.descending_versions += found.descending_versions
     return row
 
 
@@ -175,7 +184,18 @@ def _kill(job: "subprocess.Popen[str]", run_dir: Path, seconds: float) -> bool:
 
 
 def show(rows: list[Row]) -> None:
-    header = ("fault", "engine", "injected", "lost", "twice", "restarted", "recovery s", "tokens again", "unbounded")
+    header = (
+        "fault",
+        "engine",
+        "injected",
+        "lost",
+        "twice",
+        "restarted",
+        "descending",
+        "recovery s",
+        "tokens again",
+        "unbounded",
+    )
     lines = [
         (
             row.fault,
@@ -184,6 +204,7 @@ def show(rows: list[Row]) -> None:
             f"{row.lost}",
             f"{row.twice}",
             f"{row.restarted}",
+            f"{row.descending_versions}",
             f"{median(row.recovery_s):.1f}" if row.recovery_s else "-",
             "-" if row.tokens_again != row.tokens_again else f"{row.tokens_again / max(1, row.injected):.0f} each",
             f"{row.unbounded_waits}",
@@ -200,6 +221,7 @@ def sums(rows: list[Row]) -> dict[str, int]:
         "lost": sum(row.lost for row in rows),
         "twice": sum(row.twice for row in rows),
         "restarted": sum(row.restarted for row in rows),
+        "descending_versions": sum(row.descending_versions for row in rows),
         "unbounded_waits": sum(row.unbounded_waits for row in rows),
     }
 
@@ -208,12 +230,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench_faults", description="What faults cost.")
     parser.add_argument("--injections", type=int, default=100, help="of each fault of a part, on simulated engines")
     parser.add_argument("--kills", type=int, default=20, help="of the whole job, on simulated engines")
+    parser.add_argument("--interval", type=int, default=1, help="weight_sync.interval of the jobs whose parts break")
     parser.add_argument("--vllm", action="store_true", help="whole runs on vLLM too: minutes")
     parser.add_argument("--vllm-kills", type=int, default=3, help="of the whole run, on vLLM")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)  # every failed group is a warning
-    rows = [part_faults(fault, options.injections, options.seed) for fault in (*REPLICA_FAULTS, *LOOP_FAULTS)]
+    faults = (*REPLICA_FAULTS, *LOOP_FAULTS)
+    rows = [part_faults(fault, options.injections, options.seed, options.interval) for fault in faults]
     with tempfile.TemporaryDirectory() as folder:
         rows.append(job_kills(options.kills, options.seed, Path(folder)))
         if options.vllm:

@@ -145,6 +145,7 @@ def _finish(run: Run, row: Row) -> None:
     found = audit(run.run_dir)
     row.lost += found.lost + STEPS - found.steps
     row.twice += found.twice
+    row.descending_versions += found.descending_versions
     row.restarted += _restarted(run)
 
 

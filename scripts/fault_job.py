@@ -42,7 +42,7 @@ from weight_sync.checkpoint_manager import CheckpointManager
 LENGTHS = UniformLengths(low=5, high=60)
 
 
-def job_config(num_steps: int, checkpoint_every: int = 2) -> Config:
+def job_config(num_steps: int, checkpoint_every: int = 2, update_interval: int = 1) -> Config:
     """Sixteen prompts per step on four replicas; every deadline is short, so that faults are found in seconds."""
     return Config(
         algorithm=AlgorithmConfig(group_size=4),
@@ -57,7 +57,9 @@ def job_config(num_steps: int, checkpoint_every: int = 2) -> Config:
             max_failed_groups=0.0,
         ),
         trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, batch_timeout_s=10_000.0),
-        weight_sync=WeightSyncConfig(stage_timeout_s=5.0, pause_timeout_s=5.0, swap_timeout_s=5.0),
+        weight_sync=WeightSyncConfig(
+            interval=update_interval, stage_timeout_s=5.0, pause_timeout_s=5.0, swap_timeout_s=5.0
+        ),
         checkpoint=CheckpointConfig(every=checkpoint_every, timeout_s=60.0),
     )
 
@@ -161,6 +163,7 @@ class Job:
         self.loop = FaultyLoop()
         self.messages: list[str] = []
         self.workers = SavedTrainer(train_s)
+        self.workers.global_steps = self.first_step
         progress = Progress()
         self.fleet, router = make_fleet(config, self.replicas, self.messages.append, progress)
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)

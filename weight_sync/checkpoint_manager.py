@@ -133,12 +133,14 @@ class CheckpointManager:
         optimizer step), or wants replicas that stay at one version, holds it."""
         return self._updating
 
-    async def update_weights(self, global_steps: int) -> UpdateReport:
-        """Returns when every replica in service serves the weights tagged `global_steps`.
+    async def update_weights(self, global_steps: int | None = None) -> UpdateReport:
+        """Returns when every replica in service serves the weights tagged `global_steps`; None: the optimizer steps
+        that the trainer has taken.
 
         Raises WeightUpdateError when the trainer cannot publish, and what the fleet raises when too few are left.
         """
         async with self._updating:
+            global_steps = self._source.global_steps if global_steps is None else global_steps
             targets = self._fleet.targets
             if not targets:  # the last one in service died while others are pinned
                 return UpdateReport(

@@ -118,7 +118,7 @@ class Scene:
         self.fleet = ReplicaFleet([self.a, self.b], self.router, 1, self.events.append, serving=0)  # pyright: ignore
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(staging=staging, **DEADLINES))
 
-    def update(self, *versions: int) -> list[UpdateReport]:
+    def update(self, *versions: int | None) -> list[UpdateReport]:
         async def main() -> list[UpdateReport]:
             return [await self.manager.update_weights(version) for version in versions]
 
@@ -173,6 +173,12 @@ def test_two_updates_at_once_come_one_after_the_other(scene: Scene) -> None:
     assert [report.global_steps for report in run_virtual(main())] == [1, 2]
     assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 2
     assert scene.of("b") == WHOLE * 2
+
+
+def test_without_a_version_it_is_the_trainers_latest(scene: Scene) -> None:
+    scene.source.global_steps = 12
+    [report] = scene.update(None)
+    assert report.global_steps == scene.a.state.global_steps == scene.b.state.global_steps == 12
 
 
 # -- who receives, and on top of which version -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rollout.rewards.scoring import score
 from rollout.rewards.threads import RewardThreads
 from rollout.rewards.weighted_sum import WeightedSum
 from rollout.sample_scores import EvaluatedSample
-from rollout.types import Prompt, SamplingParams, Trajectory, TrajectoryGroup
+from rollout.types import IntArray, Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,8 @@ class AgentWorker:
             name = attempt.episode_name(prompt.ordinal, "greedy")
             tasks.append(EpisodeTask(name=name, prompt=prompt, index=group_size, sampling=greedy))
         scored = await self._run(tasks, going_on(attempt.so_far, self._replicas[replica]))
-        trajectories = tuple(_trajectory(prompt, some, replica) for some in scored)
+        prompt_ids = np.asarray(prompt.token_ids, np.int32)
+        trajectories = tuple(_trajectory(prompt_ids, some, replica) for some in scored)
         return TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
@@ -159,10 +160,10 @@ def _evaluated(scored: _Scored) -> EvaluatedSample:
     )
 
 
-def _trajectory(prompt: Prompt, scored: _Scored, replica: str) -> Trajectory:
+def _trajectory(prompt_ids: IntArray, scored: _Scored, replica: str) -> Trajectory:
     episode, result = scored.episode, scored.result
     return Trajectory(
-        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        prompt_ids=prompt_ids,
         response_ids=episode.response_ids,
         loss_mask=episode.loss_mask,
         rollout_logprobs=episode.rollout_logprobs,

@@ -1,6 +1,5 @@
 """Agent workers in Ray actors, taken in turn."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +13,10 @@ from configs.schema import Config
 from rollout.agent_loop import AgentLoop, load_agent_loop
 from rollout.agent_worker import AgentWorker, EvaluationPart
 from rollout.engines.base import EngineDiedError
+from rollout.packing import PackedGroup, pack_group, unpack_group
 from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
-from rollout.replica_group import ENV, ReplicaHandle
+from rollout.replica_group import ENV, ReplicaHandle, cancelled_with_us, generate_group
 from rollout.rewards.registry import load_reward
 from rollout.rotation import Rotation
 from rollout.router import AgentWorkerLostError, ReplicaLostError
@@ -47,24 +47,18 @@ class AgentWorkerActor(AgentWorker):
         self.connect(args[1], partial(_generate, args[1], replica))
         return await getattr(self, method)(*args, **kwargs)
 
+    async def packed_group(self, *args: Any) -> PackedGroup:
+        return pack_group(await self.run_group(*args))
+
     async def ready(self) -> None:
         """Returns once the constructor has."""
 
 
 async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
     try:
-        return await cancelled_with_us(actor.generate_group.remote(requests))
+        return await generate_group(actor, requests)
     except (RayActorError, EngineDiedError) as error:
         raise ReplicaLostError(f"{name} died while it generated: {error}") from error
-
-
-async def cancelled_with_us(call: Any) -> Any:
-    """Whoever gives up waiting for an actor's answer ends the work on it too."""
-    try:
-        return await call
-    except asyncio.CancelledError:
-        ray.cancel(call)
-        raise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,10 +123,10 @@ class AgentWorkerGroup:
     ) -> TrajectoryGroup:
         arguments = (prompt, replica, sampling, group_size, attempt)
         if not attempt.alone:
-            return await self._in_turn("run_group", *arguments)
+            return unpack_group(await self._in_turn("packed_group", *arguments))
         worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
         try:
-            return await self._call(worker, "run_group", *arguments)
+            return unpack_group(await self._call(worker, "packed_group", *arguments))
         finally:
             ray.kill(worker.actor)
 

@@ -15,6 +15,7 @@ from rollout.engines.base import EngineSpec
 from rollout.http.controlled import ReplicaControl
 from rollout.http.replica_app import replica_app
 from rollout.http.server import listen, serve, url_of
+from rollout.packing import Columns, pack_completions, unpack_completions
 from rollout.processes import ProcessId, is_stopped, kill_processes, process_tree
 from rollout.progress import ProgressReport
 from rollout.replica import CommitReport, ReplicaStatus, RolloutReplica
@@ -77,8 +78,8 @@ class ReplicaActor:
         self._server = asyncio.create_task(serve(app, listener))
         return url_of(listener)
 
-    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
-        return await self._replica.generate_group(requests)
+    async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
+        return pack_completions(await self._replica.generate_group(requests))
 
     async def control(self, method: str, *args: Any) -> Any:
         """Any other method of RolloutReplica, on the engine's loop."""
@@ -87,6 +88,20 @@ class ReplicaActor:
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         result = getattr(self._replica, method)(*args)
         return await result if isinstance(result, Coroutine) else result
+
+
+async def generate_group(actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
+    """On a replica's actor, from wherever it is known."""
+    return unpack_completions(await cancelled_with_us(actor.generate_group.remote(requests)))
+
+
+async def cancelled_with_us(call: Any) -> Any:
+    """Whoever gives up waiting for an actor's answer ends the work on it too."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        ray.cancel(call)
+        raise
 
 
 class ReplicaHandle:

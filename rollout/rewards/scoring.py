@@ -137,7 +137,7 @@ def checked(value: object) -> RewardResult:
 
 
 def _finite(what: str, value: object) -> float:
-    if not isinstance(value, SupportsFloat):  # a string is none, though float() takes it
+    if not isinstance(value, (float, int, SupportsFloat)):  # a string is none, though float() takes it
         raise TypeError(f"{what} must be a finite number, not {value!r:.100}")
     number = float(value)
     if not math.isfinite(number):

@@ -15,6 +15,7 @@ import ray
 from configs.schema import Config, RolloutConfig
 from rollout.agent_loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agent_worker_group import AgentWorkerGroup
+from rollout.packing import Columns, pack_completions
 from rollout.progress import Attempt
 from rollout.replica_group import ReplicaHandle
 from rollout.rewards.base import RewardResult
@@ -33,7 +34,7 @@ class Replica:
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
+    async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
         self.ids += [request.request_id for request in requests]
         answer = Completion(
             token_ids=np.zeros(1, np.int32),
@@ -41,7 +42,7 @@ class Replica:
             spans=(VersionSpan(0, 1, 0),),
             finish_reason="stop",
         )
-        return [answer] * len(requests)
+        return pack_completions([answer] * len(requests))
 
     async def asked(self) -> list[str]:
         return self.ids

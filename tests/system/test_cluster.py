@@ -16,7 +16,7 @@ from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet import ReplicaFleet
 from rollout.progress import Progress
 from rollout.replica import RolloutReplica
-from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from scripts.elastic import ReplicaStarter
 from scripts.healing import make_fleet, make_monitor_and_operator
@@ -129,7 +129,7 @@ async def generate(fleet: ReplicaFleet, name: str) -> list[Completion]:
     (replica,) = [replica for replica in fleet.running if replica.name == name]
     request = GenerationRequest(request_id=f"to {name}", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=20))
     assert isinstance(replica, ReplicaHandle)
-    return await replica.actor.generate_group.remote([request])
+    return await generate_group(replica.actor, [request])
 
 
 def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_replacements(nodes: Cluster) -> None:

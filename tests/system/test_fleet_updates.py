@@ -26,7 +26,7 @@ from configs.schema import (
 )
 from rollout.engines.base import EngineSpec
 from rollout.fleet import ReplicaFleet
-from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
+from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.system.test_replica_actor import monitor_of, no_redirect
@@ -193,8 +193,7 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
         if scene.version == 0:
             await manager.update_weights(0)
         load = [
-            asyncio.ensure_future(r.actor.generate_group.remote(requests(f"{name}-{r.name}", 4, 250)))
-            for r in scene.replicas
+            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 4, 250))) for r in scene.replicas
         ]
         weights = {}
         for _ in range(3):
@@ -222,8 +221,7 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
-            asyncio.ensure_future(r.actor.generate_group.remote(requests(f"{name}-{r.name}", 6, 120)))
-            for r in scene.replicas
+            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, 120))) for r in scene.replicas
         ]
 
     async def scenario() -> tuple[list[Any], list[Any]]:

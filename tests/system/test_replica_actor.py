@@ -17,7 +17,7 @@ from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import FleetMonitor
 from rollout.health import HealthMonitor
 from rollout.members import TooFewReplicasError
-from rollout.replica_group import ReplicaHandle, create_replicas
+from rollout.replica_group import ReplicaHandle, create_replicas, generate_group
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
 from tests.system.weights import FIRST_TOKEN, emitting_weights, publish, release
@@ -76,7 +76,7 @@ def monitor_of(fleet: ReplicaFleet) -> FleetMonitor:
 async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     manager = CheckpointManager(EmittingSource(model_path), fleet_of(replica), WeightSyncConfig())
     await manager.update_weights(0)
-    started = asyncio.gather(*(replica.actor.generate_group.remote(group(n)) for n in range(NUM_GROUPS)))
+    started = asyncio.gather(*(generate_group(replica.actor, group(n)) for n in range(NUM_GROUPS)))
     async with asyncio.timeout(30):
         while (await replica.stats())["trajectories"] < NUM_GROUPS * GROUP_SIZE:
             await asyncio.sleep(0.01)
@@ -101,7 +101,7 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
 async def die(replica: ReplicaHandle) -> None:
     """SIGKILL of the engine's process: the pending request fails, and the watch raises, naming the replica."""
     watch = asyncio.create_task(monitor_of(fleet_of(replica)).run())
-    pending = asyncio.ensure_future(replica.actor.generate_group.remote(group(99)))
+    pending = asyncio.ensure_future(generate_group(replica.actor, group(99)))
     await asyncio.sleep(0.2)
     actor_pid = await replica.actor.__ray_call__.remote(lambda _self: os.getpid())
     engines = psutil.Process(actor_pid).children(recursive=True)

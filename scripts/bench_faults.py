@@ -4,8 +4,8 @@
 
 On simulated engines (scripts/fault_job.py): replicas that die, hang, fall silent or slow down, and agent loops that
 raise or hang, on a virtual clock; and the whole job killed by SIGKILL in real time, to go on from its newest
-checkpoint. With --vllm processes of whole runs of scripts/train.py are killed or stopped besides: see
-scripts/bench_faults_vllm.py.
+checkpoint. With --vllm processes of whole runs of scripts/train.py are killed, stopped or slowed down besides, and one
+whole run is killed, also inside saves and updates: see scripts/bench_faults_vllm.py.
 
 The last line is JSON: the sums of injected, lost, twice, restarted, descending_versions, unbounded_waits.
 """
@@ -232,7 +232,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="of the whole job, on simulated engines")
     parser.add_argument("--interval", type=int, default=1, help="weight_sync.interval of the jobs whose parts break")
     parser.add_argument("--vllm", action="store_true", help="whole runs on vLLM too: minutes")
-    parser.add_argument("--vllm-kills", type=int, default=3, help="of the whole run, on vLLM")
+    parser.add_argument(
+        "--vllm-kills",
+        type=int,
+        default=3,
+        help="of a whole run, on vLLM, by turns at any moment, inside a save and inside a weight update",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)  # every failed group is a warning

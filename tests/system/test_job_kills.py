@@ -12,4 +12,4 @@ def test_twenty_kills_cost_no_prompt_and_train_none_twice(tmp_path: Path) -> Non
     for run_dir in sorted(tmp_path.iterdir()):
         found = audit(run_dir)
         assert (found.steps, found.prompts, found.descending_versions) == (60, 60 * 8, 0)
-        assert found.max_staleness <= 2
+        assert found.newer_versions == 0 and found.max_staleness <= 2

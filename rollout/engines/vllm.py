@@ -147,10 +147,11 @@ class VllmEngine:
         token_ids = np.asarray(sampled.token_ids, np.int32)
         assert sampled.finish_reason is not None
         assert isinstance(sampled.logprobs, FlatLogprobs) and len(sampled.logprobs.logprobs) == len(token_ids)
+        labels = sampled.weight_versions if self._native_versions else None
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray(sampled.logprobs.logprobs, np.float32),
-            spans=self._spans(sampled.weight_versions, boundaries, len(token_ids)),
+            spans=self._spans(labels, boundaries, len(token_ids)),
             finish_reason=sampled.finish_reason,
             cached_tokens=output.num_cached_tokens or 0,
         )

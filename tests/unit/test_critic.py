@@ -1,7 +1,6 @@
 """The value model against plain forwards, and its clipped loss by hand."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,14 +10,6 @@ from tests.batches import pack
 from tests.reference import VOCAB_SIZE, double, random_groups
 from trainer.critic import ValueModel, clipped_value_loss
 from trainer.tiny_model import build_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize(

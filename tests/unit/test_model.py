@@ -1,7 +1,6 @@
 """The policy against a plain Hugging Face forward, one sequence at a time: values, gradients, leaks."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +26,8 @@ TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
-def causal_lm() -> Iterator[Qwen3ForCausalLM]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield build_model(VOCAB_SIZE, seed=0)
-    torch.set_num_threads(num_threads)
+def causal_lm() -> Qwen3ForCausalLM:
+    return build_model(VOCAB_SIZE, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,10 @@
 import ast
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 
 from hydra.conf import HelpConf
@@ -45,7 +46,8 @@ def without_token(composed: DictConfig) -> DictConfig:
     return shown
 
 
-def key_docs() -> dict[str, tuple[str, str]]:
+@cache
+def key_docs() -> Mapping[str, tuple[str, str]]:
     """Every key of the schema by its dotted name: its default, as YAML, and its documentation."""
     defaults = OmegaConf.structured(Config)
     own_docs = _field_docs(Config)
@@ -75,8 +77,9 @@ def check_overrides(arguments: list[str]) -> None:
         raise ConfigError(f"{key}={value}: there is no such key; {hint}")
 
 
+@cache
 def register() -> None:
-    """Make the schema and the help text known to Hydra."""
+    """Make the schema and the help text known to Hydra, whose store is the process's: once is enough."""
     store = ConfigStore.instance()
     store.store(name="schema", node=_writable(OmegaConf.structured(Config)))
     lines = [f"{key} [{default}]\n    {doc}" for key, (default, doc) in key_docs().items()]

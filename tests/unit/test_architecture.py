@@ -73,7 +73,17 @@ def module_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts)
 
 
-def imports(tree: ast.AST, *, at_import_only: bool = False) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parse(path)))
+
+
+@cache
+def imports(path: Path, *, at_import_only: bool = False) -> list[str]:
+    return list(imports_below(parse(path), at_import_only))
+
+
+def imports_below(tree: ast.AST, at_import_only: bool) -> Iterator[str]:
     """Full names of what is imported: `from a import b` gives "a.b". Never what is under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
@@ -84,7 +94,7 @@ def imports(tree: ast.AST, *, at_import_only: bool = False) -> Iterator[str]:
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             continue
         elif not (at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
-            yield from imports(node, at_import_only=at_import_only)
+            yield from imports_below(node, at_import_only)
 
 
 def top(name: str) -> str:
@@ -102,14 +112,14 @@ def test_packages_import_only_those_below_them() -> None:
     wrong = [
         f"{path} imports {name}"
         for path in SOURCES
-        for name in imports(parse(path))
+        for name in imports(path)
         if top(name) in {*PACKAGES, "tests"} - {path.parts[0]} - MAY_IMPORT[path.parts[0]]
     ]
     assert wrong == []
 
 
 def test_the_trainer_knows_only_the_types_of_rollout() -> None:
-    taken = {name for path in SOURCES if path.parts[0] == "trainer" for name in imports(parse(path))}
+    taken = {name for path in SOURCES if path.parts[0] == "trainer" for name in imports(path)}
     assert {name.rpartition(".")[0] for name in taken if top(name) == "rollout"} == {"rollout.types"}
 
 
@@ -118,7 +128,7 @@ def test_modules_import_one_another_without_a_cycle() -> None:
     graph = {
         module_name(path): {
             known
-            for name in imports(parse(path), at_import_only=True)
+            for name in imports(path, at_import_only=True)
             for known in (name, name.rpartition(".")[0])
             if known in names and known != module_name(path)
         }
@@ -135,7 +145,7 @@ def test_a_heavy_library_is_used_only_where_it_lives(library: str) -> None:
     wrong = [
         str(path)
         for path in SOURCES
-        if any(top(name) == library for name in imports(parse(path)))
+        if any(top(name) == library for name in imports(path))
         and not any(path.match(pattern) for pattern in LIVES_IN[library])
     ]
     assert wrong == []
@@ -143,10 +153,7 @@ def test_a_heavy_library_is_used_only_where_it_lives(library: str) -> None:
 
 def test_pure_modules_import_nothing_heavy_themselves() -> None:
     wrong = [
-        f"{path} imports {name}"
-        for path in PURE
-        for name in imports(parse(path), at_import_only=True)
-        if top(name) in HEAVY
+        f"{path} imports {name}" for path in PURE for name in imports(path, at_import_only=True) if top(name) in HEAVY
     ]
     assert wrong == []
 
@@ -181,7 +188,7 @@ def test_a_function_has_at_most_60_lines() -> None:
     too_long = [
         f"{path}:{node.lineno} {node.name}"
         for path in [*SOURCES, *TESTS]
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - min([node.lineno, *(d.lineno for d in node.decorator_list)]) >= 60
@@ -198,7 +205,7 @@ def calls(name: str) -> list[tuple[Path, ast.Call]]:
     return [
         (path, node)
         for path in SOURCES
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
     ]
 
@@ -230,10 +237,10 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
     section_of = {get_type_hints(Config)[field.name].__name__: field.name for field in fields(Config)}
     sections = {
         node.arg: section_of[node.annotation.id]
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in section_of
     }
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Tuple)
@@ -247,7 +254,7 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
         for target, value in pairs:
             if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
                 sections[target.id] = sections.get(value.attr.lstrip("_"), value.attr)
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
             name = node.value.attr.lstrip("_")
             yield sections.get(name, name), node.attr

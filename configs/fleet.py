@@ -20,5 +20,5 @@ class FleetKeys:
     max_failed_groups: float = 0.01
     """Share of the run's groups that may fail for good: other prompts take their places. One more ends the run."""
     slow_factor: float | None = 8.0
-    """A replica is lost that is slower than the others' median by more than this, in tokens/s as a whole and per
-    request; at least 2, null: never."""
+    """A replica is lost whose requests are slower than the others' median by more than this, in tokens/s, and that has
+    less than half of their tokens/s in all; at least 2, null: never."""

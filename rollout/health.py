@@ -12,6 +12,9 @@ idle while the trainer waits for a slow one."""
 LONGEST_GAP = 0.25
 """Of the deadline: who observes may have stood still himself, and a longer gap between two observations counts as
 so much. A replica is judged after four of them at the earliest."""
+SLOW_IN_ALL = 2.0
+"""A replica with many requests has slower ones, but more tokens of all together. One that is slow is behind in both;
+in all together by less, since it keeps its requests for longer and so has more of them than the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +104,13 @@ class HealthMonitor:
                 watch.intervals.popleft()
 
     def _slow(self, name: str) -> str | None:
-        """Both by replica and by request: a replica with few requests has few tokens, one with many has slow ones."""
         own = self.speed(name)
         others = [speed for other in self._watches if other != name if (speed := self.speed(other)) is not None]
         if self._slow_factor is None or own is None or not others:
             return None
         total = statistics.median(speed.total for speed in others)
         per_request = statistics.median(speed.per_request for speed in others)
-        if own.total * self._slow_factor >= total or own.per_request * self._slow_factor >= per_request:
+        if own.per_request * self._slow_factor >= per_request or own.total * SLOW_IN_ALL >= total:
             return None
         return (
             f"{own.per_request:.2g} tokens/s per request, the median of the others is {per_request:.2g} "

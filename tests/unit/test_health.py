@@ -99,17 +99,23 @@ def test_a_replica_ten_times_slower_than_the_others_is_lost_once_a_window_is_mea
     assert health.speed("b") == Speed(8.0, 2.0)
 
 
+def test_one_that_is_slow_is_found_although_it_has_kept_more_requests_than_the_others() -> None:
+    lost = run_fleet(HealthMonitor(TIMEOUT_S, 8.0), {"a": 20.0, "b": 2.0}, {"a": 4, "b": 16})
+    assert lost["b"][0] == 30, "32 tokens/s of 16 requests against 80 of 4"
+
+
 @pytest.mark.parametrize(
     ("speeds", "running", "factor"),
     [
         ({"a": 20.0, "b": 2.0}, {"a": 4, "b": 4}, None),
         ({"a": 20.0, "b": 2.6}, {"a": 4, "b": 4}, 8.0),
         ({"a": 20.0, "b": 2.0}, {"a": 4, "b": 64}, 8.0),  # 128 tokens/s of 64 requests against 80 of 4
+        ({"a": 20.0, "b": 2.0}, {"a": 4, "b": 20}, 8.0),  # 40 against 80
         ({"a": 20.0, "b": 20.0}, {"a": 64, "b": 1}, 8.0),
         ({"a": 20.0, "b": 2.0}, {"a": 0, "b": 4}, 8.0),
         ({"b": 2.0}, {"b": 4}, 8.0),
     ],
-    ids=["off", "less than the factor", "busier", "fewer requests", "others idle", "alone"],
+    ids=["off", "less than the factor", "busier", "half in all", "fewer requests", "others idle", "alone"],
 )
 def test_who_is_not_slow(speeds: dict[str, float], running: dict[str, int], factor: float | None) -> None:
     assert run_fleet(HealthMonitor(TIMEOUT_S, factor), speeds, running) == {}

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
 
 from rollout.data.rows import Columns, final_answer, load_rows
 from rollout.data.sources import DataError
@@ -187,11 +185,13 @@ def test_a_malformed_message_or_nested_column_is_named(record: Any, message: str
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict  # noqa: PLC0415  (it brings pandas: for these tests alone, as below)
+
     one = Dataset.from_list(RECORDS)
     one.save_to_disk(str(tmp_path / "one"))
     DatasetDict({"train": one, "test": Dataset.from_list(RECORDS[:1])}).save_to_disk(str(tmp_path / "splits"))
@@ -213,6 +213,8 @@ def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: 
     ],
 )
 def test_a_data_set_that_cannot_be_read_is_named(entry: str, message: str, tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict  # noqa: PLC0415
+
     one = Dataset.from_list([RECORDS[0], {**RECORDS[1], "answer": None}])
     one.save_to_disk(str(tmp_path / "one"))
     DatasetDict({"train": one}).save_to_disk(str(tmp_path / "splits"))
@@ -224,7 +226,7 @@ def test_a_data_set_that_cannot_be_read_is_named(entry: str, message: str, tmp_p
 
 def test_a_hub_name_without_a_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     expected = (
         r"nobody/nothing:main@train: no such folder, and cannot be loaded from the hub: ConnectionError: .*Offline"
     )

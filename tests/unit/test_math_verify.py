@@ -1,4 +1,4 @@
-"""Answers that are equal mathematically, and processes that hang, die or are given up."""
+"""The pool of processes that compare answers, over fakes that start at once: they hang, die or are given up."""
 
 import asyncio
 import os
@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.rewards.base import RewardResult
-from rollout.rewards.math_verify import MathVerifyReward, VerifierPool
-from rollout.types import Prompt
+from rollout.rewards.math_verify import VerifierPool
 
 FAKE_PROCESS = """
 import json, sys, time
@@ -25,64 +23,6 @@ for line in sys.stdin:
     print(json.dumps({"is_right": text == "7", "answer": text}), flush=True)
 """
 FAKE = (sys.executable, "-I", "-S", "-c", FAKE_PROCESS)
-HOSTILE = "\\boxed{9^{9^{9^9}}}"
-"""Hangs in C code, where no signal handler runs."""
-
-
-EQUAL = [
-    ("1/2", "so it is \\boxed{0.5}", "1/2"),
-    ("\\frac{1}{2}", "$\\frac12$", "1/2"),
-    ("x^2+1", "\\boxed{1 + x^2}", "x**2 + 1"),
-    ("1,000", "\\boxed{1000}", "1000"),
-    ("\\text{Tuesday}", "\\boxed{\\text{Tuesday}}", "tuesday"),
-    ("073", "The answer is 73.", "73"),
-    ("34", "First \\boxed{33}, but the final answer is $34$.", "34"),
-    ("34", "#### 34", "34"),
-]
-"""(ground truth, response, answer as text)"""
-
-
-def ask(ground_truth: str) -> Prompt:
-    return Prompt(ordinal=4, text="", token_ids=(), ground_truth=ground_truth)
-
-
-def test_the_real_process_compares_answers_as_mathematics() -> None:
-    """One process for all of it: it takes half a second to start."""
-
-    async def main() -> tuple[list[RewardResult], Any, Any, Any]:
-        reward = MathVerifyReward(num_processes=1, timeout_s=60)
-        try:
-            equal = await asyncio.gather(*(reward(ask(truth), text) for truth, text, _ in EQUAL))
-            wrong = await reward(ask("34"), "\\boxed{35}")
-            silent = await reward(ask("34"), "I do not know.")
-            [bad] = await asyncio.gather(reward(ask(""), "\\boxed{2}"), return_exceptions=True)
-            assert len(reward.pool.processes) == 1
-            return equal, wrong, silent, bad
-        finally:
-            await reward.pool.close()
-
-    equal, wrong, silent, bad = asyncio.run(main())
-    told = {"format": 1.0, "given_up": 0.0}
-    for (truth, _, answer), result in zip(EQUAL, equal, strict=True):
-        assert result == RewardResult(reward=1.0, accuracy=1.0, answer=answer, metrics=told), truth
-    assert wrong == RewardResult(reward=0.0, accuracy=0.0, answer="35", metrics=told)
-    assert silent == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 0.0})
-    assert isinstance(bad, ValueError) and "prompt 4: math-verify cannot read the ground truth ''" in str(bad)
-
-
-def test_the_real_process_is_killed_when_it_hangs_and_the_answer_is_wrong() -> None:
-    async def main() -> RewardResult:
-        reward = MathVerifyReward(num_processes=1, timeout_s=0.3)
-        try:
-            return await reward(ask("34"), HOSTILE)
-        finally:
-            assert reward.pool.processes == []
-            await reward.pool.close()
-
-    assert asyncio.run(main()) == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
-
-
-# -- the pool, over processes that start at once -----------------------------------------------------------------------
 
 
 def with_pool(num_processes: int, timeout_s: float, work: Callable[[VerifierPool], Awaitable[Any]]) -> Any:

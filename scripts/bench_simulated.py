@@ -20,6 +20,7 @@ The limit is the synchronous time over the larger of the last bounds. For S with
 
 import asyncio
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
@@ -60,13 +61,6 @@ class Job:
     @property
     def num_trajectories(self) -> int:
         return self.num_steps * self.prompts_per_step * self.group_size
-
-    def group_lengths(self) -> list[list[int]]:
-        """Response lengths in tokens: [num_steps * prompts_per_step][group_size]."""
-        return [
-            [self.length_of(ordinal, index) for index in range(self.group_size)]
-            for ordinal in range(self.num_steps * self.prompts_per_step)
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +132,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     await until_first_ends(loop.run(), beside=[rollouter.run()])
     seconds = clock() - started
     busy_s = sum(replica.busy_s for replica in replicas) - sum(busy_before)
-    tokens = sum(map(sum, job.group_lengths()))
+    tokens = sum(map(sum, _group_lengths(job)))
     return Outcome(
         seconds=seconds,
         samples_per_s=job.num_trajectories / seconds,
@@ -151,10 +145,19 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
+@cache
+def _group_lengths(job: Job) -> list[list[int]]:
+    """Response lengths in tokens: [num_steps * prompts_per_step][group_size]."""
+    return [
+        [job.length_of(ordinal, index) for index in range(job.group_size)]
+        for ordinal in range(job.num_steps * job.prompts_per_step)
+    ]
+
+
 def window_seconds(job: Job, max_staleness: int) -> float:
     """How long the job takes at least within the window, with a seat for every response."""
     batch_size = job.prompts_per_step
-    group_s = [max(lengths) * job.token_s for lengths in job.group_lengths()]
+    group_s = [max(lengths) * job.token_s for lengths in _group_lengths(job)]
     ready: list[float] = []
     live = [0.0]
     for step in range(job.num_steps):
@@ -171,7 +174,7 @@ def window_seconds(job: Job, max_staleness: int) -> float:
 
 def throughput_seconds(job: Job) -> float:
     """How long the job takes at least without a window: every seat always taken, or the trainer always training."""
-    lengths = job.group_lengths()
+    lengths = _group_lengths(job)
     generating = sum(map(sum, lengths)) * job.token_s / (job.num_replicas * job.max_num_seqs)
     first = min(max(group) for group in lengths) * job.token_s
     return max(generating + job.train_s, first + job.num_steps * job.train_s)

@@ -31,5 +31,11 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """asyncio.run on a virtual clock: a sleep of an hour takes no time, and what waits for ever fails at once."""
+    results: list[T] = []
+
+    async def keep_result() -> None:  # and not return it: at its end a Runner takes the repr of its task
+        results.append(await main)
+
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
-        return runner.run(main)
+        runner.run(keep_result())
+    return results[0]

@@ -5,6 +5,8 @@ export PYTHON
 VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Of the plugins that come with libraries only those the tests use: to load the others takes a second.
+PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
 .PHONY: help install train serve test test-slow unit lint clean distclean FORCE
@@ -29,13 +31,13 @@ serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
 	@$(PY) -m scripts.serve $(ARGS)
 
 test: $(STAMP)  ## unit and system tests
-	@$(PY) -m pytest tests/unit tests/system -n 2 --dist loadfile -m "not slow" $(ARGS)
+	@$(PYTEST) tests/unit tests/system -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 test-slow: $(STAMP)  ## the system tests that take minutes each: resume, faults, clusters, fleets, recipes
-	@$(PY) -m pytest tests/system -n 2 --dist loadfile -m slow $(ARGS)
+	@$(PYTEST) tests/system -n 2 --dist loadfile -m slow $(ARGS)
 
 unit: $(STAMP)  ## unit tests only: seconds
-	@$(PY) -m pytest tests/unit -n 2 --dist loadfile $(ARGS)
+	@$(PYTEST) tests/unit -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff check .

@@ -25,6 +25,8 @@ CALL_SECONDS = 60.0
 """A call that has taken longer hangs: what comes meanwhile is lost."""
 FINISH_SECONDS = 120.0
 """How long closing may wait for uploads; what is not uploaded by then stays on disk for `wandb sync`."""
+HANGING_SECONDS = 1.0
+"""How long closing waits for a call that hangs already."""
 
 _Mode = Literal["offline", "online"]
 
@@ -108,7 +110,7 @@ class WandbSink:
             return
         self._calls.put(("finishing", lambda: self._finish(exit_code)))
         self._calls.put(None)
-        seconds = 1.0 if self._hanging else FINISH_SECONDS + 10
+        seconds = HANGING_SECONDS if self._hanging else FINISH_SECONDS + 10
         self._thread.join(seconds)
         is_stuck, self._thread = self._thread.is_alive(), None
         if is_stuck:

@@ -85,6 +85,7 @@ def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(
     monkeypatch.setattr("wandb.init", lambda **_: goes_on.wait(10))
     monkeypatch.setattr(wandb_sink, "START_SECONDS", 0.05)
     monkeypatch.setattr(wandb_sink, "CALL_SECONDS", 0.0)
+    monkeypatch.setattr(wandb_sink, "HANGING_SECONDS", 0.05)
     started = time.monotonic()
     tracker, said = start(tmp_path, "online")
     tracker.log(1, {"a": 1.0})

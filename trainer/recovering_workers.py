@@ -214,7 +214,7 @@ class RecoveringUpdater:
     def publishing(self) -> asyncio.Lock:
         return self._manager.publishing
 
-    async def update_weights(self, global_steps: int | None = None) -> UpdateReport:
+    async def update_weights(self, global_steps: int) -> UpdateReport:
         return await self._workers.again_if_lost(lambda: self._manager.update_weights(global_steps))
 
     async def catch_up(self, names: Collection[str]) -> UpdateReport | None:

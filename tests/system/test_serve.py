@@ -13,6 +13,7 @@ from tests.system.serving import Server, Stream, body, is_metric, logprobs_of, m
 
 MAX_NUM_SEQS = 8
 LONG = 900
+ATTEMPTS = 5
 """Tokens of a request that does not end by itself within a test."""
 END_DEADLINE_S = 30
 
@@ -38,26 +39,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_stream_paused_for_three_seconds_has_one_gap_and_all_its_tokens(server: Server) -> None:
-    """Among so many others that 45 tokens take longer than a pause does to arrive."""
+    """Among so many others that 45 tokens take longer than a pause does to arrive; on a busy machine not always."""
 
     async def scenario(client: httpx.AsyncClient) -> None:
         url = f"{server.gateway}/v1/completions"
         others = [Stream() for _ in range(2 * (MAX_NUM_SEQS - 1))]
         reading = [asyncio.create_task(other.read(client, url, body(LONG))) for other in others]
         await until(lambda: asyncio.sleep(0, all(other.times for other in others)))
-        stream = Stream()
 
-        async def pause_at_token_5() -> None:
-            await until(lambda: asyncio.sleep(0, len(stream.times) >= 5))
+        async def pause_at_token_5(stream: Stream) -> None:
+            await until(lambda: asyncio.sleep(0, num_tokens(stream) >= 5))
             await post(client, f"{server.gateway}/pause?mode=keep")
             await asyncio.sleep(3)
             await post(client, f"{server.gateway}/resume")
 
-        pausing = asyncio.create_task(pause_at_token_5())
-        await stream.read(client, url, body(50))
-        await pausing
-        assert len(stream.token_ids[0]) == len(stream.logprobs[0]) == 50 and stream.ended
-        gaps = sorted(later - earlier for earlier, later in zip(stream.times, stream.times[1:], strict=False))
+        async def gaps_of_a_paused_stream() -> list[float]:
+            stream = Stream()
+            pausing = asyncio.create_task(pause_at_token_5(stream))
+            await stream.read(client, url, body(50))
+            await pausing
+            assert len(stream.token_ids[0]) == len(stream.logprobs[0]) == 50 and stream.ended
+            times = zip(stream.times, stream.times[1:], strict=False)
+            return [0.0, 0.0, *sorted(later - earlier for earlier, later in times)]
+
+        for _ in range(ATTEMPTS):
+            gaps = await gaps_of_a_paused_stream()
+            if gaps[-1] > 2:  # else its 50 tokens had been sampled when the pause came
+                break
         assert 2.9 < gaps[-1] < 5 and gaps[-2] < 2, "one gap, of the 3 s"
         await post(client, f"{server.gateway}/v1/abort_requests", json={"abort_all": True})
         await asyncio.gather(*reading)
@@ -220,12 +228,20 @@ def test_a_frozen_request_is_aborted_at_once_with_the_tokens_it_has(server: Serv
 
 def test_a_client_that_goes_away_frees_its_seat(server: Server) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
-        streaming = asyncio.create_task(Stream().read(client, f"{server.gateway}/v1/completions", body(LONG)))
-        whole = asyncio.create_task(post(client, f"{server.gateway}/v1/chat/completions", json=body(LONG, chat=True)))
-        await until(lambda: is_metric(client, server.gateway, "slipstream_running_requests", 2))
-        streaming.cancel()
-        whole.cancel()
-        await until(lambda: is_metric(client, server.gateway, "slipstream_running_requests", 0))
+        running = "slipstream_running_requests"
+        for _ in range(ATTEMPTS):
+            streaming = asyncio.create_task(Stream().read(client, f"{server.gateway}/v1/completions", body(LONG)))
+            chat = post(client, f"{server.gateway}/v1/chat/completions", json=body(LONG, chat=True))
+            whole = asyncio.create_task(chat)
+            while not (both_run := await is_metric(client, server.gateway, running, 2)):
+                if streaming.done() or whole.done():  # on a busy machine before anybody has looked
+                    break
+            streaming.cancel()
+            whole.cancel()
+            await until(lambda: is_metric(client, server.gateway, running, 0))
+            if both_run:
+                return
+        pytest.fail(f"in {ATTEMPTS} attempts the two never ran at once")
 
     run(server, scenario)
 

@@ -48,6 +48,7 @@ class AgentWorkerActor(AgentWorker):
         return await getattr(self, method)(*args, **kwargs)
 
     async def packed_group(self, *args: Any) -> PackedGroup:
+        """`run_group`, as it travels."""
         return pack_group(await self.run_group(*args))
 
     async def ready(self) -> None:

@@ -13,8 +13,9 @@ from rollout.types import Completion, Prompt, Trajectory, TrajectoryGroup, Versi
 
 T = TypeVar("T", Completion, Trajectory)
 Columns = dict[str, Any]
-"""Field -> its values, one per object."""
+"""Field -> its values, one per object; of a field of arrays one array of all tokens, and the bounds of each."""
 PackedGroup = tuple[Prompt, Columns, bool]
+"""The prompt, its trajectories, and whether the last of them is the greedy one."""
 ARRAYS = frozenset({"token_ids", "logprobs", "prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"})
 
 
@@ -60,16 +61,15 @@ def _unpack(of: type[T], columns: Columns) -> list[T]:
     return [of(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
-def _join(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray | None, list[int]]:
-    """One array, and where each begins and ends in it. One that is the same in all, as a group's prompt is, once."""
+def _join(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray | None, list[tuple[int, int]]]:
+    """One array [sum of all tokens], and where each begins and ends in it. One that is the same in all, as a group's
+    prompt is, is there once. None: of nothing."""
     if not arrays:
         return None, []
     if all(array is arrays[0] for array in arrays):
-        return arrays[0], [-1] * len(arrays)
-    return np.concatenate(arrays), [0, *accumulate(len(array) for array in arrays)]
+        return arrays[0], [(0, len(arrays[0]))] * len(arrays)
+    return np.concatenate(arrays), list(pairwise([0, *accumulate(map(len, arrays))]))
 
 
-def _split(joined: np.ndarray | None, bounds: list[int]) -> list[Any]:
-    if joined is None or bounds[0] < 0:
-        return [joined] * len(bounds)
-    return [joined[start:end] for start, end in pairwise(bounds)]
+def _split(joined: np.ndarray, bounds: list[tuple[int, int]]) -> list[np.ndarray]:
+    return [joined[start:end] for start, end in bounds]

@@ -79,6 +79,7 @@ class ReplicaActor:
         return url_of(listener)
 
     async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
+        """See the function of this name, which callers use."""
         return pack_completions(await self._replica.generate_group(requests))
 
     async def control(self, method: str, *args: Any) -> Any:

@@ -188,19 +188,28 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
         config = replace(config, directory=str(tmp_path / "weights"))
     manager = scene.manager(config)
 
+    updated = asyncio.Event()
+
+    async def kept_busy(replica: ReplicaHandle) -> list[Completion]:
+        """One group after the other, until the updates are over, however long a busy machine takes for them."""
+        completions: list[Completion] = []
+        while not updated.is_set():
+            group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
+            completions += await generate_group(replica.actor, group)
+        return completions
+
     async def scenario() -> tuple[dict[str, torch.Tensor], list[list[Completion]]]:
         await asyncio.gather(*(a.__ray_call__.remote(use_transport, config) for a in scene.workers.actors))
         if scene.version == 0:
             await manager.update_weights(0)
-        load = [
-            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 4, 250))) for r in scene.replicas
-        ]
+        load = [asyncio.ensure_future(kept_busy(replica)) for replica in scene.replicas]
         weights = {}
         for _ in range(3):
             scene.version += 1
             weights = await change_all(scene.workers, scene.version)
             report = await manager.update_weights(scene.version)
             assert report.failures == 0 and len(report.replicas) == 2
+        updated.set()
         for replica in scene.replicas:
             (tmp_path / replica.name).mkdir()
             await replica.actor.dump.remote(str(tmp_path / replica.name))
@@ -210,9 +219,9 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
     for replica, spec in zip(scene.replicas, scene.specs, strict=True):
         check_dump(tmp_path / replica.name, weights, spec)
     assert {status.global_steps for status in scene.run(scene.fleet.statuses())} == {scene.version}
-    for group in completions:
-        assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in group)
-        assert any(len(one.spans) > 1 for one in group), "an update came while it generated"
+    for of_a_replica in completions:
+        assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in of_a_replica)
+        assert any(len(one.spans) > 1 for one in of_a_replica), "an update came while it generated"
 
 
 def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:

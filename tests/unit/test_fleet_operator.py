@@ -18,8 +18,7 @@ from tests.fakes import ClockedEngine, now, run_virtual, settle, start_group
 from tests.unit.test_checkpoint_manager import FakeSource
 from weight_sync.checkpoint_manager import CheckpointManager
 
-START_S = 10.0
-DRAIN_S = 100.0
+START_S, DRAIN_S = 10.0, 100.0
 DIED = OSError("out of memory")
 
 
@@ -75,17 +74,18 @@ class Setup:
         return {name: life.state.value for name, life in self.fleet.lives.items()}
 
 
-def operated(test: Callable[[Setup, "asyncio.Task[None]"], Awaitable[None]], **options: int) -> None:
+def operated(test: Callable[..., Awaitable[None]], *, fails: bool = False, **options: int) -> None:
     async def main() -> None:
         setup = Setup(**options)
         assert setup.router.healthy == [], "nothing is routed before the first weights"
         await setup.manager.update_weights(7)
         running = asyncio.gather(setup.operator.run(), setup.monitor.run())
         await settle()
-        await test(setup, running)  # pyright: ignore
+        await test(setup, running)
         await asyncio.sleep(3 * START_S)  # whoever is on its way arrives
         running.cancel()
-        await asyncio.wait([running])
+        with pytest.raises(ExceptionGroup if fails else asyncio.CancelledError):
+            await running
 
     run_virtual(main())
 
@@ -195,7 +195,7 @@ def test_when_the_budget_is_used_up_the_run_ends_and_says_why() -> None:
         assert raised.group_contains(TooFewReplicasError) and str(raised.value.exceptions[0]) == reason
         assert setup.told[-1] == "replica-3 is given up: no such model"
 
-    operated(test)
+    operated(test, fails=True)
 
 
 def test_a_replacement_that_fails_is_tried_again_under_another_name_and_counts_from_the_first_loss() -> None:

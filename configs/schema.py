@@ -116,8 +116,14 @@ class ModelConfig:
     checkpoint."""
     max_position_embeddings: int | None = None
     """Replaces that of the model's config in the engine, which refuses longer sequences; null keeps it."""
+    hidden_size: int = 64
+    """With model.kind=tiny: the width of the model that is made, a multiple of 32."""
+    num_layers: int = 2
+    """With model.kind=tiny: its transformer layers."""
     warmup_steps: int = 800
-    """Tiny model only: supervised steps on imperfect worked answers before RL; 0 starts from random weights."""
+    """With model.kind=tiny: supervised steps on imperfect worked answers before RL; 0 starts from random weights."""
+    warmup_batch_size: int = 16
+    """With model.kind=tiny: answers per supervised step."""
     cache_dir: str = "~/.cache/slipstream"
     """Where warm-started tiny models are kept, by content."""
 
@@ -182,7 +188,7 @@ class RolloutConfig(FleetKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    total_steps: int = 120
+    total_steps: int = 60
     """Optimizer steps of the run, a multiple of weight_sync.interval."""
     prompts_per_step: int = 16
     """Groups per optimizer step."""

@@ -48,7 +48,10 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
 # Lower bounds (inclusive), upper bounds (inclusive); None is unbounded.
 _RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, None),
+    "model.hidden_size": (32, None),
+    "model.num_layers": (1, None),
     "model.warmup_steps": (0, None),
+    "model.warmup_batch_size": (1, None),
     "model.max_position_embeddings": (1, None),
     "data.num_train": (1, None),
     "data.num_val": (1, None),
@@ -166,6 +169,8 @@ def _model_problems(config: Config) -> list[Problem]:
         return [("model.path", None, "model.kind=hf needs the folder or hub name of a Hugging Face model")]
     if model.kind is ModelKind.tiny and model.path is not None:
         return [("model.path", model.path, "model.kind=tiny makes its own model; choose model=hf to load one")]
+    if model.kind is ModelKind.tiny and model.hidden_size % 32 != 0:
+        return [("model.hidden_size", model.hidden_size, "must be a multiple of 32")]
     folder = Path(model.path or "").expanduser()
     if model.path is not None and folder.is_dir() and not ((folder / "config.json").is_file() or is_checkpoint(folder)):
         return [("model.path", model.path, "no Hugging Face model: the folder has no config.json; nor a checkpoint")]

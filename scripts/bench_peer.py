@@ -10,7 +10,6 @@ Ours samples up to `rollout.max_staleness` versions late and generates beside tr
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,17 +26,13 @@ from rollout.data.arithmetic import Problem
 from rollout.prompts import EncodedRow, PromptStream, Row
 from scripts import models
 from scripts.bench_common import write_line
+from scripts.bench_peer_env import ROOT, ensure_environment, run_logged
 from trainer.tracking import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".cache" / "bench_peer"
 NUM_CORES = 2
-TRL = "trl>=1.16"
 PEER_MICRO_BATCHES = 2
 """Forward and backward passes in which TRL takes a batch: a little quicker than 1 and 4; the gradient is the same."""
-SAME_AS_OURS = ("torch", "transformers", "tokenizers", "numpy")
-"""Pinned in TRL's environment to our versions (constraints.txt)."""
-CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +54,14 @@ def main() -> None:
     if sys.platform == "linux":  # inherited by every arm
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     options.out.mkdir(parents=True)
-    config = resolve(options.steps, options.seed)
+    config = resolve(options.steps, options.seed, options.model)
     version = ensure_environment(options.venv)
-    write_line(f"TRL {version}, {options.steps} steps, {options.repeats} repeat(s); files are in {options.out}")
+    job = f"model={options.model}, {options.steps} steps, {options.repeats} repeat(s)"
+    write_line(f"TRL {version}, {job}; files are in {options.out}")
     *_, model = models.warm_tiny_model(config)
     results: list[Result] = []
     for repeat in range(options.repeats):
-        results.append(run_ours(config, options.out / f"{repeat}-ours"))
+        results.append(run_ours(config, options.model, options.out / f"{repeat}-ours"))
         write_line(describe(results[-1]))
         for threads in options.peer_threads:
             job = peer_job(config, str(model), threads, sampling_seed=config.seed + repeat)
@@ -78,7 +74,8 @@ def main() -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="slipstream against TRL's GRPOTrainer, on the same two cores")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each arm")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of a run")
+    parser.add_argument("--model", choices=("small", "tiny"), default="small", help="of those that are made here")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of the prompts")
     threads_help = "torch threads of TRL: an arm each, the best counts"
     parser.add_argument("--peer-threads", type=int, nargs="+", default=[1, 2], help=threads_help)
@@ -93,22 +90,29 @@ def absolute(path: str) -> Path:
     return Path(path).absolute()
 
 
-def resolve(steps: int, seed: int) -> Config:
+def resolve(steps: int, seed: int, model: str = "small") -> Config:
     """The recipe `arithmetic`, evaluated before the first step and after the last alone."""
     register()
     with initialize_config_module("configs", version_base="1.3"):
-        return load(compose("train", overrides=overrides(steps, seed)))
+        return load(compose("train", overrides=overrides(steps, seed, model)))
 
 
-def overrides(steps: int, seed: int) -> list[str]:
-    return ["recipe=arithmetic", "device=cpu", f"seed={seed}", f"trainer.total_steps={steps}", "trainer.eval_every=0"]
+def overrides(steps: int, seed: int, model: str) -> list[str]:
+    steps_and_seed = [f"trainer.total_steps={steps}", f"seed={seed}"]
+    return ["recipe=arithmetic", f"model={model}", "device=cpu", "trainer.eval_every=0", *steps_and_seed]
 
 
-def run_ours(config: Config, run_dir: Path) -> Result:
+def run_ours(config: Config, model: str, run_dir: Path) -> Result:
     """`timing_s/elapsed` of the last step: from the moment rollouts and trainer start until the last update is live."""
     quiet = ["plain_console=true", "wandb.mode=disabled", f"hydra.run.dir={run_dir}"]
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "scripts.train", *overrides(config.trainer.total_steps, config.seed), *quiet]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.train",
+        *overrides(config.trainer.total_steps, config.seed, model),
+        *quiet,
+    ]
     run_logged(command, run_dir.with_suffix(".log"), os.environ | {"PYTHONPATH": str(ROOT)})
     records = [record for record in read_metrics(run_dir / "metrics.jsonl") if "timing_s/elapsed" in record]
     accuracies = json.loads((run_dir / "summary.json").read_text())
@@ -119,33 +123,6 @@ def run_ours(config: Config, run_dir: Path) -> Result:
         after=accuracies["accuracy_after"],
         reward=last_tenth([record["critic/rewards/mean"] for record in records]),
     )
-
-
-def ensure_environment(venv: Path) -> str:
-    """Makes TRL's environment unless it is there; returns TRL's version."""
-    python = venv / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
-    log = venv.with_suffix(".log")
-    imports = [str(python), "-c", "import importlib.metadata as m, trl, torch; print(m.version('trl'))"]
-    if not python.exists() or subprocess.run(imports, capture_output=True, check=False).returncode != 0:
-        write_line(f"making TRL's environment in {venv} (some minutes; pip's log is {log})")
-        venv.parent.mkdir(parents=True, exist_ok=True)
-        pins = same_versions((ROOT / "constraints.txt").read_text())
-        torch = next(pin for pin in pins if pin.startswith("torch=="))
-        # CPU torch first and alone, as in install.sh: PyPI's build would bring gigabytes of CUDA.
-        run_logged([sys.executable, "-m", "venv", "--clear", str(venv)], log)
-        try:
-            run_logged([*pip, "--no-deps", f"{torch}+cpu"], log)
-        except RuntimeError:
-            run_logged([*pip, "--no-deps", "--index-url", CPU_TORCH_INDEX, f"{torch}+cpu"], log)
-        run_logged([*pip, TRL, *(pin for pin in pins if pin != torch)], log)
-    return subprocess.run(imports, capture_output=True, check=True, text=True).stdout.strip()
-
-
-def same_versions(constraints: str) -> list[str]:
-    """The pins of `SAME_AS_OURS`, as `name==version`."""
-    pins = [line.split()[0] for line in constraints.splitlines() if "==" in line]
-    return [pin for pin in pins if pin.partition("==")[0] in SAME_AS_OURS]
 
 
 def peer_job(config: Config, model: str, threads: int, sampling_seed: int) -> dict[str, Any]:
@@ -285,15 +262,6 @@ def table(results: Sequence[Result]) -> str:
 
 def describe(result: Result) -> str:
     return f"{result.arm}: {result.seconds:.1f} s, accuracy {result.before:.3f} -> {result.after:.3f}"
-
-
-def run_logged(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
-    """Raises RuntimeError with the end of `log`, which takes all output, when the command fails."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False).returncode
-    if code != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read_text()[-3000:]}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from scripts.bench_faults import Row
 
 MAX_STALENESS = 2
 OVERRIDES = (
+    "model=tiny",
     "plain_console=true",
     "trainer.eval_every=0",
     "trainer.prompts_per_step=8",

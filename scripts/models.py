@@ -4,9 +4,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from configs.schema import Config
 from rollout.data.arithmetic import Problem, demonstrations, split_problems
+
+if TYPE_CHECKING:
+    from trainer.warmup import WarmupSpec
 
 NUM_VAL = 256
 DATA_SEED = 1234
@@ -14,6 +18,8 @@ DATA_SEED = 1234
 CLEAN_SHARE = 0.8125
 """Of the warm-up: correct worked answers first, which teach the form quickly, then sloppy ones."""
 REPORT_EVERY = 50
+WARMUP_THREADS = 2
+"""Replicas and train workers start beside it, and then wait for it: the second core has nothing else to do."""
 
 
 def arithmetic_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -25,28 +31,27 @@ def untrained_tiny_model(config: Config, folder: Path) -> str:
     """A folder with the tokenizer and architecture of `warm_tiny_model` and random weights: made in a second, so that
     engines can start on it while the warm-up runs. They get the real weights with the first update."""
     from trainer.tiny_model import save_tiny_model  # noqa: PLC0415  (imports torch)
-    from trainer.warmup import WarmupSpec  # noqa: PLC0415
 
-    template = WarmupSpec(seed=config.seed).prompt_template
-    corpus = [template.format(question=question) + answer for question, answer in _demonstrations(config)]
-    save_tiny_model(folder, corpus, config.seed)
+    spec = _warmup_spec(config)
+    corpus = [spec.prompt(question) + answer for question, answer in _demonstrations(config)]
+    save_tiny_model(folder, corpus, config.seed, spec.size)
     return str(folder)
 
 
 def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
     """Yields (steps done, loss) now and then, and last the folder of the warm model, from the cache if it is there."""
-    from trainer.warmup import WarmupSpec, ensure_warm_model  # noqa: PLC0415  (imports torch)
+    from trainer.warmup import ensure_warm_model  # noqa: PLC0415  (imports torch)
 
     events: SimpleQueue[tuple[int, float] | str | BaseException] = SimpleQueue()
 
     def work() -> None:
         import torch  # noqa: PLC0415
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(WARMUP_THREADS)
         try:
             folder = ensure_warm_model(
                 Path(config.model.cache_dir).expanduser(),
-                WarmupSpec(seed=config.seed),
+                _warmup_spec(config),
                 _demonstrations(config),
                 progress=lambda step, loss: events.put((step, loss)) if step % REPORT_EVERY == 0 else None,
             )
@@ -64,10 +69,21 @@ def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
             return
 
 
-def _demonstrations(config: Config) -> list[tuple[str, str]]:
+def _warmup_spec(config: Config) -> "WarmupSpec":
+    from trainer.tiny_model import ModelSize  # noqa: PLC0415  (imports torch)
     from trainer.warmup import WarmupSpec  # noqa: PLC0415
 
-    batch_size = WarmupSpec(seed=config.seed).batch_size
+    size = ModelSize(hidden_size=config.model.hidden_size, num_layers=config.model.num_layers)
+    return WarmupSpec(
+        seed=config.seed,
+        size=size,
+        batch_size=config.model.warmup_batch_size,
+        prompt_template=config.data.prompt_template,
+    )
+
+
+def _demonstrations(config: Config) -> list[tuple[str, str]]:
+    batch_size = config.model.warmup_batch_size
     num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
     train, _ = arithmetic_problems(config)
     return demonstrations(

@@ -31,6 +31,7 @@ from weight_sync.transports.registry import release_all
 
 STEPS = 4
 OVERRIDES = [
+    "model=tiny",
     "device=cpu",
     f"trainer.total_steps={STEPS}",
     "trainer.prompts_per_step=4",

@@ -75,8 +75,11 @@ class Run:
 
 @contextlib.contextmanager
 def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
+    """A run of the tiny model, unless the overrides say which."""
     tmp_path.mkdir(parents=True, exist_ok=True)
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"
+    if not any(override.startswith("model=") for override in overrides):
+        overrides = ("model=tiny", *overrides)
     with output.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.train", f"hydra.run.dir={run_dir}", *overrides],

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_peer
-from scripts.bench_peer import Result, grpo_arguments, last_tenth, peer_job, resolve, run_logged, same_versions, summary
+from scripts.bench_peer import Result, grpo_arguments, last_tenth, peer_job, resolve, summary
+from scripts.bench_peer_env import run_logged, same_versions
 
 
 def result(arm: str, seconds: float, after: float = 0.9) -> Result:

@@ -15,15 +15,24 @@ from tests.compose import CONFIGS, RECIPES, files, resolve
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", ["", "tiny", "hf"])
+@pytest.mark.parametrize("model", ["", "tiny", "small", "hf"])
 def test_every_recipe_composes_with_every_model(recipe: str, model: str, tmp_path: Path) -> None:
-    overrides = {"": [], "tiny": ["model=tiny"], "hf": ["model=hf", "model.path=org/name"]}[model]
+    overrides = [f"model={model}"] if model else []
+    overrides += ["model.path=org/name"] if model == "hf" else []
     config = resolve(f"recipe={recipe}", *overrides, *files(tmp_path))
-    assert model in ("", config.model.kind.value)
+    kind = {"small": "tiny"}.get(model, model)
+    assert kind in ("", config.model.kind.value)
 
 
-def test_the_default_run_is_the_schema() -> None:
-    assert resolve() == Config()
+def test_with_the_tiny_model_the_default_run_is_the_schema() -> None:
+    assert resolve("model=tiny") == Config()
+
+
+def test_the_default_model_is_large_enough_to_be_worth_its_matrices() -> None:
+    config = resolve()
+    assert (config.model.kind, config.model.hidden_size, config.model.num_layers) == (ModelKind.tiny, 192, 4)
+    assert config.trainer.lr < Config().trainer.lr
+    assert config.rollout == Config().rollout
 
 
 def test_a_recipe_needs_its_files_which_a_dry_run_only_misses() -> None:

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts import models
+from tests.compose import resolve
 from trainer import tiny_model, warmup
-from trainer.tiny_model import EOS_TOKEN_ID, build_model, build_tokenizer
+from trainer.tiny_model import EOS_TOKEN_ID, ModelSize, build_model, build_tokenizer
 from trainer.warmup import WarmupSpec, ensure_warm_model, tokenized_examples, warm_up
 
 PAIRS = [
     (f"Tom has {a} pens and buys {b}.", f"{a}+{b}={a + b}\n#### {a + b}") for a in range(1, 9) for b in range(1, 9)
 ]
-SPEC = WarmupSpec(seed=0, batch_size=8)
+SPEC = WarmupSpec(seed=0, batch_size=8, prompt_template="Question: {question}\nAnswer: ")
 
 
 def examples(repeats: int = 1):
@@ -88,11 +90,33 @@ def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [made]
 
 
+def test_engines_start_on_the_shape_and_the_tokenizer_of_the_warm_model(tmp_path: Path):
+    config = resolve(
+        *("model=small", "model.hidden_size=32", "model.num_layers=3", "data.prompt_template='{Q} {question} A: '"),
+        *("model.warmup_steps=2", "model.warmup_batch_size=4", f"model.cache_dir={tmp_path}/cache"),
+    )
+    [warm] = [event for event in models.warm_tiny_model(config) if isinstance(event, str)]
+    untrained = models.untrained_tiny_model(config, tmp_path / "untrained")
+    shapes = [
+        {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+        for folder in (warm, untrained)
+    ]
+    assert shapes[0] == shapes[1] and shapes[0]["model.layers.2.input_layernorm.weight"] == (32,)
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (warm, untrained)]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    assert len(tokenizers[0]("{Q} Tom A: ")["input_ids"]) == 7, "the template's words are tokens, the spaces too"
+
+
 def test_any_change_of_content_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     keys = {warmup._content_key(SPEC, PAIRS)}
-    for field, value in (("seed", 1), ("batch_size", 4), ("lr", 1e-3), ("prompt_template", "{question} ")):
+    for field, value in (
+        ("seed", 1),
+        ("batch_size", 4),
+        ("size", ModelSize(num_layers=3)),
+        ("prompt_template", "{question} "),
+    ):
         keys.add(warmup._content_key(dataclasses.replace(SPEC, **{field: value}), PAIRS))
-    assert {field.name for field in dataclasses.fields(SPEC)} == {"seed", "batch_size", "lr", "prompt_template"}
+    assert {field.name for field in dataclasses.fields(SPEC)} == {"seed", "size", "batch_size", "prompt_template"}
     keys.add(warmup._content_key(SPEC, PAIRS[:-1]))
     keys.add(warmup._content_key(SPEC, PAIRS[::-1]))
     edited = tmp_path / "tiny_model.py"

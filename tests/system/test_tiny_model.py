@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from trainer.tiny_model import EOS_TOKEN_ID, build_model, build_tokenizer, new_directory, save_tiny_model
+from trainer.tiny_model import EOS_TOKEN_ID, ModelSize, build_model, build_tokenizer, new_directory, save_tiny_model
 
 CORPUS = ["Question: Tom has 7 apples. Tom sells 4.\nAnswer: 7-4=3\n#### 3"] * 3
 
@@ -60,6 +60,12 @@ def test_model_shape():
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert sum(parameter.numel() for parameter in model.parameters()) < 200_000
     assert model.config.max_position_embeddings == 128
+
+
+def test_a_larger_model() -> None:
+    config = build_model(512, seed=0, size=ModelSize(hidden_size=192, num_layers=4)).config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (192, 768, 4)
+    assert config.initializer_range == pytest.approx(0.0608, abs=1e-4), "smaller than 0.08, for a wider sum"
 
 
 def test_the_seed_alone_decides_the_weights():

@@ -237,7 +237,8 @@ class WeightSyncConfig:
     directory: str | None = None
     """Folder that all machines share, for transport=filesystem only."""
     staging: Staging = Staging.host
-    """Where replicas take them in while they generate: none, host or device."""
+    """Where replicas take them in while they generate: none, host or device (a second copy on the GPU, beside what
+    rollout.gpu_memory_utilization counts: leave room for it)."""
     pause_mode: PauseMode = PauseMode.keep
     """keep freezes the requests in flight. abort ends them and goes on from their tokens, for engines without a keep
     mode."""

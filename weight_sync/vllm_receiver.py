@@ -15,6 +15,7 @@ import torch
 import vllm._custom_ops as vllm_ops
 from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -47,11 +48,16 @@ if current_platform.is_cpu():
     _hide_generators_of_discarded_rows()
 
 
+MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON")
+
+
 class WeightReceiver:
     """Stage, swap, tag. Method names must not clash with those of vLLM's worker, hence the prefix."""
 
     receiver_shadow: Shadow | None = None
     receiver_staging: "Staging | None" = None
+    receiver_stream: torch.cuda.Stream | None = None
+    """One for all versions: memory that was freed on one stream is not used again on another."""
 
     def receiver_stage(self, manifest: dict[str, Any], on_device: bool) -> None:
         """Begins to take the weights in, in a thread of its own: this call must not keep the engine from its steps."""
@@ -61,9 +67,10 @@ class WeightReceiver:
         self._receiver_refuse_transformed()
         if self.receiver_shadow is None:
             self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
-        self.receiver_staging = Staging(
-            self._receiver_locate(manifest), self.receiver_shadow, self._receiver_device(True)
-        )
+            if self._receiver_device(True).type == "cuda":
+                torch.cuda.synchronize()  # the copies are made on the engine's stream, and staged over on another
+                self.receiver_stream = torch.cuda.Stream()
+        self.receiver_staging = Staging(self._receiver_locate(manifest), self.receiver_shadow, self.receiver_stream)
 
     def receiver_staged(self) -> int | None:
         """The checksum of what was staged, None while it is under way. Raises what went wrong."""
@@ -110,6 +117,12 @@ class WeightReceiver:
         if model.quantization is not None or model.use_mla:
             what = "multi-head latent attention" if model.use_mla else f"quantization={model.quantization}"
             raise RuntimeError(f"weights of a model with {what} cannot be updated: it transforms them after loading")
+        for module in self._receiver_model().modules():
+            if isinstance(module, UnquantizedFusedMoEMethod):
+                backend = module.unquantized_backend.name
+                if backend not in MOE_BACKENDS_THAT_KEEP_WEIGHTS:
+                    what = f"experts cannot be updated with vLLM's MoE backend {backend}: it transforms their weights"
+                    raise RuntimeError(f"{what}; {' and '.join(MOE_BACKENDS_THAT_KEEP_WEIGHTS)} do not")
 
     def _receiver_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
@@ -134,10 +147,11 @@ STAGE_WAIT_S = 0.005
 class Staging:
     """One version on its way into the shadow."""
 
-    def __init__(self, manifest: dict[str, Any], shadow: Shadow, device: torch.device):
+    def __init__(self, manifest: dict[str, Any], shadow: Shadow, stream: torch.cuda.Stream | None):
+        """`stream`: None on CPU; else one beside the engine's."""
         self.manifest = manifest
         self._shadow = shadow
-        self._device = device
+        self._stream = stream
         self._error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
         self.thread.start()
@@ -153,11 +167,11 @@ class Staging:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                if self._device.type == "cuda":  # on a stream of its own, beside the engine's
-                    with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
-                        self._shadow.load(receive(self.manifest))
-                        torch.cuda.current_stream().synchronize()
-                else:
+                if self._stream is None:
                     self._shadow.load(receive(self.manifest))
+                else:
+                    with torch.cuda.stream(self._stream):
+                        self._shadow.load(receive(self.manifest))
+                        self._stream.synchronize()
         except BaseException as error:  # a thread has nobody above it: `result` raises it
             self._error = error

@@ -1,5 +1,6 @@
 """Weights through memory of one GPU, mapped by another process. Skipped without a GPU."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -86,9 +87,10 @@ def test_a_byte_that_changed_names_its_tensor(replicas: list[Replica]) -> None:
     sender.close()
 
 
-def test_a_gpu_that_the_replica_does_not_see_is_named(replicas: list[Replica]) -> None:
+def test_a_rank_whose_memory_cannot_be_mapped_is_named(replicas: list[Replica]) -> None:
     sender = CudaIpcSender(0, 1, bucket_bytes=1024, device=torch.device("cuda:0"))
     manifest = publish(sender, 1)
-    manifest["locations"][0]["gpu"] = "another"
-    assert "weight_sync.transport=cuda_ipc: trainer rank 0 is on GPU another" in replicas[0].receive(manifest)
+    manifest["locations"][0]["handles"][0][0] = base64.b64encode(bytes(66)).decode()
+    expected = "weight_sync.transport=cuda_ipc: this replica's GPU cannot map the memory of trainer rank 0's"
+    assert expected in replicas[0].receive(manifest)
     sender.close()

@@ -1,6 +1,8 @@
 """Weights within one machine's GPUs: the trainer keeps a copy of its rows on the GPU, and replicas map that memory.
 
-Nothing is sent. Never run so far: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
+Nothing is sent: a replica maps the memory into its own GPU's address space and copies from there, over NVLink or PCIe.
+Ray shows each process its own GPUs alone, and CUDA opens handles of others too, where the GPUs can reach one another.
+Never run so far: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
 """
 
 import base64
@@ -46,7 +48,7 @@ class CudaIpcSender:
             "nbytes": nbytes,
             "tensors": entries,
             "num_ranks": self._num_ranks,
-            "location": {"host": socket.gethostname(), "gpu": _uuid(self._device), "handles": self._handles},
+            "location": {"host": socket.gethostname(), "handles": self._handles},
             "checksums": checksums,
         }
 
@@ -72,45 +74,42 @@ class CudaIpcSender:
 
 class CudaIpcReceiver:
     def tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the trainer's memory, where that is on the replica's own GPU. Raises RuntimeError where it cannot be
-        seen."""
+        """Views of the trainer's memory. Raises RuntimeError where it cannot be mapped."""
         device, host = torch.device(manifest["device"]), manifest["locations"][0]["host"]
         if device.type != "cuda" or host != socket.gethostname():
             raise RuntimeError(
                 f"weight_sync.transport=cuda_ipc: the trainer's GPUs are on {host}, this replica is on {device} of "
                 f"{socket.gethostname()}; between machines collective works"
             )
-        # By the GPU's own name: Ray gives every process other indices, through CUDA_VISIBLE_DEVICES.
-        visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
         entries, num_ranks = manifest["tensors"], manifest["num_ranks"]
         of_ranks = []
         for rank, location in enumerate(manifest["locations"]):
-            if location["gpu"] not in visible:
-                raise RuntimeError(
-                    f"weight_sync.transport=cuda_ipc: trainer rank {rank} is on GPU {location['gpu']}, this replica "
-                    f"sees only {sorted(visible)}"
-                )
-            windows = _opened(location["handles"], visible[location["gpu"]], device)
+            windows = _opened(location["handles"], rank, device)
             of_ranks.append(bucket.read(windows, rows.layout(entries, rank, num_ranks)))
         return bucket.verified(rows.join(of_ranks, entries), manifest)
 
 
-def _opened(handles: Sequence[Sequence[Any]], index: int, device: torch.device) -> Iterator[torch.Tensor]:
+def _opened(handles: Sequence[Sequence[Any]], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
     for handle in handles:
-        yield _open(handle, index).to(device)
+        try:
+            window = _open(handle, device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"weight_sync.transport=cuda_ipc: this replica's GPU cannot map the memory of trainer rank {rank}'s "
+                f"({str(error).splitlines()[0]}); shared_memory and collective need no access between GPUs"
+            ) from error
+        yield window
 
 
 def _export(buffer: torch.Tensor) -> list[Any]:
     """Plain values for `_open` in another process. The buffer must live for as long as they are used."""
-    _, *values = buffer.untyped_storage()._share_cuda_()
+    # Its own device, which has another number there, and whether to wait for its event: `publish` waits itself.
+    _, *values, _ = buffer.untyped_storage()._share_cuda_()
     return [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in values]
 
 
-def _open(handle: Sequence[Any], index: int) -> torch.Tensor:
+def _open(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """On `device`, wherever the memory is."""
     values = [base64.b64decode(value) if isinstance(value, str) else value for value in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(index, *values)
-    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
-
-
-def _uuid(device: torch.device | int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *values, False)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

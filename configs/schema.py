@@ -122,8 +122,6 @@ class ModelConfig:
     """With model.kind=tiny: its transformer layers."""
     warmup_steps: int = 800
     """With model.kind=tiny: supervised steps on imperfect worked answers before RL; 0 starts from random weights."""
-    warmup_batch_size: int = 16
-    """With model.kind=tiny: answers per supervised step."""
     cache_dir: str = "~/.cache/slipstream"
     """Where warm-started tiny models are kept, by content."""
 

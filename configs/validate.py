@@ -51,7 +51,6 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "model.hidden_size": (32, None),
     "model.num_layers": (1, None),
     "model.warmup_steps": (0, None),
-    "model.warmup_batch_size": (1, None),
     "model.max_position_embeddings": (1, None),
     "data.num_train": (1, None),
     "data.num_val": (1, None),

@@ -24,6 +24,7 @@ from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.evaluation import Evaluation
 from rollout.sample_scores import scores_by_source
+from scripts import models
 from scripts.train import cancelled_by_sigterm, first_error
 from scripts.training import make_evaluator
 
@@ -166,7 +167,7 @@ def _plan(config: Config, device: str) -> str:
         else f"temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}"
     )
     lines = [
-        ("model", config.model.path or f"tiny model made here, {config.model.warmup_steps} warm-up steps"),
+        ("model", models.describe(config.model)),
         ("prompts", config.data.val_files or "arithmetic problems made here"),
         ("samples", f"{evaluation.samples} per prompt, {how}, reward {rollout.reward}"),
         ("replicas", f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {device}"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from configs.schema import Config
+from configs.schema import Config, ModelConfig
 from rollout.data.arithmetic import Problem, demonstrations, split_problems
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ CLEAN_SHARE = 0.8125
 REPORT_EVERY = 50
 WARMUP_THREADS = 2
 """Replicas and train workers start beside it, and then wait for it: the second core has nothing else to do."""
+
+
+def describe(model: ModelConfig) -> str:
+    """For people: which model a command takes."""
+    size = f"{model.num_layers} layers of width {model.hidden_size}"
+    return model.path or f"made here, {size}, {model.warmup_steps} warm-up steps"
 
 
 def arithmetic_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -77,13 +83,12 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
     return WarmupSpec(
         seed=config.seed,
         size=size,
-        batch_size=config.model.warmup_batch_size,
         prompt_template=config.data.prompt_template,
     )
 
 
 def _demonstrations(config: Config) -> list[tuple[str, str]]:
-    batch_size = config.model.warmup_batch_size
+    batch_size = _warmup_spec(config).batch_size
     num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
     train, _ = arithmetic_problems(config)
     return demonstrations(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from configs.schema import Config
 from configs.validate import TRAIN_AND_VAL, missing_data
+from scripts import models
 from scripts.cluster import has_gpu, needed_resources
 
 
@@ -12,7 +13,7 @@ def describe(config: Config, device: str, run_dir: Path) -> str:
     """A line per part, and a warning per thing that this machine lacks."""
     rollout, trainer, algorithm, data = config.rollout, config.trainer, config.algorithm, config.data
     needed = needed_resources(config, device)
-    model = config.model.path or f"tiny model made here, {config.model.warmup_steps} warm-up steps"
+    model = models.describe(config.model)
     prompts = data.train_files or f"{data.num_train} arithmetic problems made here"
     slots = (rollout.max_staleness + 1) * config.weight_sync.interval * trainer.prompts_per_step
     gpus = rollout.tensor_parallel_size * rollout.data_parallel_size

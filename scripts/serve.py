@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from configs.load import check_overrides, load, register
 from configs.schema import Config
 from configs.validate import ConfigError
+from scripts import models
 from scripts.train import cancelled_by_sigterm, first_error
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def launch(config: Config, run_dir: Path) -> int:
 def _plan(config: Config, device: str) -> str:
     rollout, serve = config.rollout, config.serve
     lines = [
-        ("model", config.model.path or f"tiny model made here, {config.model.warmup_steps} warm-up steps"),
+        ("model", models.describe(config.model)),
         ("replicas", f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {device}"),
         ("gateway", f"http://{serve.host}:{serve.port}, {'with' if serve.token else 'without'} a token"),
     ]

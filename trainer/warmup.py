@@ -36,12 +36,13 @@ class WarmupSpec:
     seed: int
     """Of the initial weights."""
     size: tiny_model.ModelSize = tiny_model.TINY
-    batch_size: int
+    batch_size: int = 16
     """Demonstrations per optimizer step."""
     prompt_template: str
     """What the model reads before it answers."""
 
     def prompt(self, question: str) -> str:
+        """The template with `question` in it."""
         return self.prompt_template.replace("{question}", question)  # not format(): it may have other braces
 
     @property

@@ -93,7 +93,7 @@ def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):
 def test_engines_start_on_the_shape_and_the_tokenizer_of_the_warm_model(tmp_path: Path):
     config = resolve(
         *("model=small", "model.hidden_size=32", "model.num_layers=3", "data.prompt_template='{Q} {question} A: '"),
-        *("model.warmup_steps=2", "model.warmup_batch_size=4", f"model.cache_dir={tmp_path}/cache"),
+        *("model.warmup_steps=2", f"model.cache_dir={tmp_path}/cache"),
     )
     [warm] = [event for event in models.warm_tiny_model(config) if isinstance(event, str)]
     untrained = models.untrained_tiny_model(config, tmp_path / "untrained")

@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM with admission, abort, freeze and thaw. What differs between vLLM's versions ends
 in here.
 
-Facts this rests on (vLLM 0.26 to 0.32):
+Facts this rests on (vLLM 0.26 to 0.33):
 - Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when a pause returns
   is wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32),
   from counts taken behind a barrier in the output queue.
@@ -25,7 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rollout.admission import Admission
 from rollout.request_names import client_names
 
-HAS_NATIVE_VERSIONS = "update_weight_version" in vars(AsyncLLM)
+HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
+"""Since 0.32. Since 0.27 the engine can be told a version, and puts it on nothing."""
 PREFILL_GRACE_S = 5.0
 """How long a freeze waits for admitted requests to be prefilled before it takes them back."""
 

@@ -19,7 +19,7 @@ in all together by less, since it keeps its requests for longer and so has more 
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Of having requests, between two reports in which nothing was paused and no tokens went with a cancelled one."""
+    """Of having requests, between two reports in which nothing was paused."""
 
     seconds: float
     tokens: int
@@ -64,7 +64,6 @@ class HealthMonitor:
             if watch.silent_s >= self._timeout_s:
                 return f"no answer for {watch.silent_s:.0f} s (rollout.replica_timeout_s={self._timeout_s:g})"
             return None
-        # With fewer than before, a request was cancelled with its tokens: whether new ones came cannot be seen.
         is_stuck = _runs(report) and watch.report is not None and report.tokens == watch.report.tokens
         watch.stuck_s = watch.stuck_s + elapsed if is_stuck else 0.0
         self._measure(watch, report)
@@ -98,7 +97,7 @@ class HealthMonitor:
         if before is None or before.paused or report.paused:
             return
         seconds, tokens = report.busy_s - before.busy_s, report.tokens - before.tokens
-        if seconds > 0 and tokens >= 0:
+        if seconds > 0:
             watch.intervals.append(_Interval(seconds, tokens, report.request_s - before.request_s))
             while sum(i.seconds for i in watch.intervals) - watch.intervals[0].seconds >= self._window_s:
                 watch.intervals.popleft()

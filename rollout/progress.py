@@ -37,7 +37,7 @@ class ProgressReport:
     """What a replica says of itself every rollout.progress_interval_s."""
 
     tokens: int
-    """Sampled since its start, by requests finished or not, but for those that were cancelled."""
+    """Sampled since its start, for whoever asked."""
     running: int
     """Requests inside the engine now."""
     paused: bool

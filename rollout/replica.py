@@ -11,7 +11,6 @@ from configs.deadline import within
 from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
 from rollout.continuation import generate_through, whole_id
 from rollout.engines.base import Engine, EngineDiedError, WeightTag
-from rollout.load import Load
 from rollout.pause import PauseControl
 from rollout.progress import ProgressReport, Told
 from rollout.types import Completion, GenerationRequest
@@ -58,9 +57,7 @@ class RolloutReplica:
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
-        self._started = self._finished = self._aborted = self._tokens = self._cached_tokens = self._prompt_tokens = 0
-        self._continued = self._tokens_told = 0
-        self._load = Load()
+        self._started = self._finished = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
@@ -75,20 +72,17 @@ class RolloutReplica:
         if self.global_steps < 0:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
         self._started += 1
-        self._load.change(+1)
         self._told.begin(request)
         completion = None
         try:
             completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
         except BaseException as error:
             self._aborted += 1
-            self._tokens_told = 0  # with it go its tokens, so that fewer are told than before
             if isinstance(error, EngineDiedError) and error.so_far is not None:
                 self._told.lose(request.request_id, error.so_far)
             raise
         finally:
             self._told.end(request.request_id, completion)
-            self._load.change(-1)
         self._continued += parts - 1  # -1: it was complete, but for saying so
         self._finished += 1
         self._aborted += completion.finish_reason == "abort"
@@ -98,9 +92,7 @@ class RolloutReplica:
 
     async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
         self._told.go_on(whole_id(part.request_id), part.request_id, before)
-        completion = await self._engine.generate(part)
-        self._tokens += len(completion.token_ids)
-        return completion
+        return await self._engine.generate(part)
 
     def _was_interrupted(self, request_id: str) -> bool:
         if request_id not in self._interrupted:
@@ -189,14 +181,13 @@ class RolloutReplica:
     async def progress(self, known: Mapping[str, int]) -> ProgressReport:
         """`known`: request -> how many of its tokens the caller has been told."""
         pieces = self._engine.partials(self._told.known_parts(known))
-        # Between an engine's last token of a request and its answer they are counted in neither place.
-        self._tokens_told = max(self._tokens_told, self._tokens + self._engine.unfinished_tokens)
+        usage = self._engine.usage
         return ProgressReport(
-            tokens=self._tokens_told,
+            tokens=usage.tokens,
             running=len(self._engine.running),
             paused=self._control.frozen,
-            busy_s=self._load.busy_s,
-            request_s=self._load.request_s,
+            busy_s=usage.busy_s,
+            request_s=usage.request_s,
             partials=self._told.partials(known, pieces),
         )
 
@@ -204,18 +195,20 @@ class RolloutReplica:
         return await self._engine.wait_dead()
 
     async def stats(self) -> dict[str, float]:
-        """Counters since the start. `busy_s`: seconds with at least one request."""
+        """Counters since the start: of trajectories, and of the engine, which may serve other clients besides them.
+        `busy_s`: seconds with at least one request."""
+        usage = self._engine.usage
         return {
             "global_steps": self.global_steps,
             "trajectories": self._started,
             "finished": self._finished,
             "aborted": self._aborted,
             "continued": self._continued,
-            "running": self._load.running,
-            "tokens": self._tokens,
+            "running": usage.running,
+            "tokens": usage.tokens,
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
-            "busy_s": self._load.busy_s,
+            "busy_s": usage.busy_s,
             **self._engine.gauges(),
         }
 

@@ -100,7 +100,7 @@ async def _one_job(fault: str, config: Config, row: Row, chance: random.Random) 
     row.twice += len(trained.ordinals) - len(set(trained.ordinals))
     row.restarted += job.rollouts.rollouter.counters["restarted"]
     row.descending_versions += trained.descending_versions
-    row.tokens_again += sum(replica.simulated.num_sampled for replica in job.replicas) - trained.tokens
+    row.tokens_again += sum(replica.simulated.usage.tokens for replica in job.replicas) - trained.tokens
 
 
 async def _inject(fault: str, job: Job, row: Row, chance: random.Random) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from rollout.pause import Pausable
 from rollout.types import Completion, GenerationRequest
+from rollout.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,8 @@ class Engine(Pausable, Protocol):
         ...
 
     @property
-    def unfinished_tokens(self) -> int:
-        """Sampled so far for the requests that run."""
+    def usage(self) -> Usage:
+        """Of all requests, whoever sent them: agent loops, or clients over HTTP."""
         ...
 
     def gauges(self) -> dict[str, float]:

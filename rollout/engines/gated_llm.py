@@ -17,13 +17,14 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
 
-from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.admission import Admission
+from rollout.engines.outputs import Sampled, unstarted_answer, with_its_end
 from rollout.request_names import client_names
+from rollout.usage import Usage
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
 """Since 0.32. Since 0.27 the engine can be told a version, and puts it on nothing."""
@@ -49,6 +50,9 @@ class GatedLLM(AsyncLLM):
     """Requests that reached the engine core, those submitted again after a withdrawal included."""
     num_restarted: int
     """Those submitted again."""
+    usage: Usage
+    counted: dict[str, int]
+    """How many tokens of each request inside are in `usage`."""
 
     def open_gate(self, max_num_seqs: int) -> None:
         self.admission = Admission(max_num_seqs)
@@ -60,6 +64,8 @@ class GatedLLM(AsyncLLM):
         self.frozen_at = None
         self.num_submitted = 0
         self.num_restarted = 0
+        self.usage = Usage()
+        self.counted = {}
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -74,8 +80,22 @@ class GatedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        self.usage.change(+1)
+        sampled = Sampled(sampling_params)
+        try:
+            async with aclosing(self._admitted(prompt, sampling_params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    self._count_tokens_of(request_id, sampled.with_those_of(output))
+                    yield output
+        finally:
+            self.counted.pop(request_id, None)
+            self.usage.change(-1)
+
+    async def _admitted(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         if not await self.admission.enter(request_id, width=sampling_params.n):
-            yield _unstarted(request_id, prompt, sampling_params)
+            yield unstarted_answer(request_id, prompt, sampling_params)
             return
         attempt_id = request_id
         try:
@@ -84,14 +104,14 @@ class GatedLLM(AsyncLLM):
                     async for output in outputs:
                         if output.finished and attempt_id in self.withdrawn:
                             break  # taken back before its first token: submit again, with the new salt
-                        yield _with_its_end(output)
+                        yield with_its_end(output)
                 if attempt_id not in self.withdrawn:
                     return
                 self.withdrawn.discard(attempt_id)
                 last_id, attempt_id = attempt_id, f"{request_id}~{attempt}"
                 self.attempts[request_id] = attempt_id
                 if not await self.admission.enter_again(last_id, attempt_id):
-                    yield _unstarted(request_id, prompt, sampling_params)
+                    yield unstarted_answer(request_id, prompt, sampling_params)
                     return
                 self.num_restarted += 1
         finally:
@@ -142,6 +162,17 @@ class GatedLLM(AsyncLLM):
         """Tokens sampled so far by each running request. Exact only while frozen."""
         return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
 
+    def count_tokens(self) -> None:
+        """Bring `usage` up to now. It has the tokens of an output when that is given out."""
+        for request_id, num_tokens in self.output_counts().items():
+            self._count_tokens_of(request_id, num_tokens)
+
+    def _count_tokens_of(self, request_id: str, num_tokens: int) -> None:
+        new = num_tokens - self.counted.get(request_id, 0)
+        if new > 0:
+            self.counted[request_id] = num_tokens
+            self.usage.tokens += new
+
     def running_states(self) -> dict[str, Any]:
         """vLLM's record of every running request, by the name that its client knows."""
         names = {inside: name for name, inside in self.attempts.items()}
@@ -159,8 +190,10 @@ class GatedLLM(AsyncLLM):
             await asyncio.sleep(0.0005)  # the engine core does not tell when a prefill ends
 
     def _not_prefilled(self) -> list[str]:
+        """Where one of several samples (n > 1) has begun, the others' prompt is as old as its own: they are kept."""
         states = self.output_processor.request_states.values()
-        return [state.external_req_id for state in states if state.is_prefilling]
+        begun = {state.external_req_id for state in states if not state.is_prefilling}
+        return list(dict.fromkeys(s.external_req_id for s in states if s.external_req_id not in begun))
 
     async def _drain_outputs(self) -> None:
         """Every output that came before the pause reply has been processed when this returns: a sentinel behind them
@@ -169,29 +202,3 @@ class GatedLLM(AsyncLLM):
         queue.put_nowait(EngineCoreOutputs())
         while not queue.empty():
             await asyncio.sleep(0)
-
-
-class _NoTokens(list[int]):
-    """Empty, and yet true: vLLM's streaming routes take an output without tokens for a part of the prefill and pass
-    it over, and with it the finish_reason of a request that was aborted before its first token."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def _with_its_end(output: RequestOutput) -> RequestOutput:
-    for sampled in output.outputs:
-        if sampled.finish_reason is not None and len(sampled.token_ids) == 0:
-            sampled.token_ids = _NoTokens()
-    return output
-
-
-def _unstarted(request_id: str, prompt: Any, params: Any) -> RequestOutput:
-    """The answer to a request that was aborted before it ran. Lists of logprobs are there if it asked for logprobs."""
-    logprobs: Any = None if params.logprobs is None else FlatLogprobs() if params.flat_logprobs else []
-    prompt_ids = prompt.get("prompt_token_ids")
-    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids)
-    outputs = [
-        CompletionOutput(index, "", _NoTokens(), None, logprobs, finish_reason="abort") for index in range(params.n)
-    ]
-    return RequestOutput(request_id, None, prompt_ids, prompt_logprobs, outputs, finished=True)

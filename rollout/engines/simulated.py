@@ -13,6 +13,7 @@ import numpy as np
 from rollout.admission import Admission
 from rollout.engines.base import EngineDiedError, WeightTag
 from rollout.types import Completion, GenerationRequest, VersionSpan
+from rollout.usage import Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +52,18 @@ class SimulatedEngine:
         self._global_steps = -1
         self._num_submitted = self._num_prefilled = 0
         self._frozen_at = 0.0
-        self.num_sampled = 0
-        """Tokens since the start, also of requests that came to nothing."""
+        self.usage = Usage()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         if self._death.done():
             raise self._death.result()
+        self.usage.change(+1)
+        try:
+            return await self._generate(request)
+        finally:
+            self.usage.change(-1)
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
         if not await self._admission.enter(request.request_id):
             if self._death.done():
                 raise self._death.result()
@@ -160,10 +167,6 @@ class SimulatedEngine:
             if not sequence.done.done():
                 sequence.done.set_exception(error)
 
-    @property
-    def unfinished_tokens(self) -> int:
-        return sum(len(sequence.tokens) for sequence in self._running.values())
-
     def gauges(self) -> dict[str, float]:
         return {
             "engine_requests": self._num_submitted,
@@ -186,7 +189,7 @@ class SimulatedEngine:
                     continue
                 stepping = list(self._running.items())
                 await self._sleep(self._step_s)
-                self.num_sampled += len(stepping)
+                self.usage.tokens += sum(not sequence.done.done() for _, sequence in stepping)
                 for _, sequence in stepping:
                     sequence.tokens.append(self._global_steps)
             for name, sequence in stepping:

@@ -16,6 +16,7 @@ from rollout.continuation import spans_after
 from rollout.engines.base import EngineDiedError, EngineSpec, WeightTag
 from rollout.engines.gated_llm import HAS_NATIVE_VERSIONS, GatedLLM
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from rollout.usage import Usage
 
 RECEIVER = "weight_sync.vllm_receiver.WeightReceiver"
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
@@ -120,8 +121,9 @@ class VllmEngine:
         return EngineDiedError("the vLLM engine core died")
 
     @property
-    def unfinished_tokens(self) -> int:
-        return sum(self._llm.output_counts().values())
+    def usage(self) -> Usage:
+        self._llm.count_tokens()
+        return self._llm.usage
 
     def gauges(self) -> dict[str, float]:
         admission = self._llm.admission

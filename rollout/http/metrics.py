@@ -17,7 +17,7 @@ COUNTERS = {
     "engine_requests": "Requests given to the engine since the start",
     "trajectories": "Trajectories of agent loops since the start",
     "aborted": "Trajectories that were aborted since the start",
-    "busy_s": "Seconds with at least one trajectory since the start",
+    "busy_s": "Seconds with at least one request since the start",
 }
 """Those of RolloutReplica.stats that are exported."""
 

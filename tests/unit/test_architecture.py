@@ -33,6 +33,7 @@ LIVES_IN = {
         "rollout/engines/vllm.py",
         "rollout/engines/gated_llm.py",
         "rollout/engines/openai_app.py",
+        "rollout/engines/outputs.py",
         "weight_sync/vllm_receiver.py",
     ),
     "wandb": ("trainer/wandb_sink.py",),
@@ -49,6 +50,7 @@ LIVES_IN = {
 HEAVY = set(LIVES_IN)
 NOT_PURE = (
     *("rollout/*_group.py", "rollout/engines/vllm.py", "rollout/engines/gated_llm.py", "rollout/engines/openai_app.py"),
+    "rollout/engines/outputs.py",
     *("trainer/*_group.py", "trainer/critic.py", "trainer/importance.py", "trainer/kl.py", "trainer/loss.py"),
     *("trainer/model.py", "trainer/objective.py", "trainer/optimizer.py", "trainer/per_trajectory.py"),
     *("trainer/sequence_loss.py", "trainer/tiny_model.py", "trainer/warmup.py", "trainer/worker.py"),

@@ -14,7 +14,7 @@ from rollout.members import TooFewReplicasError
 from rollout.progress import ProgressReport
 from rollout.replica import RolloutReplica
 from rollout.router import ReplicaRouter
-from tests.fakes import ClockedEngine, now, run_virtual, settle, start_group, update
+from tests.fakes import ClockedEngine, make_request, now, run_virtual, settle, start_group, update
 
 LOG = "its log is logs/{}.log in the run folder"
 
@@ -154,13 +154,28 @@ def test_a_replica_that_does_not_go_on_is_lost_within_its_deadline_and_ended(
     watched(test)
 
 
+def test_a_replica_with_clients_of_its_own_is_alive() -> None:
+    """Over HTTP they ask the engine itself: one answer after another, so that some request always runs."""
+
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        async def client(engine: ClockedEngine, number: int, length: int) -> None:
+            for turn in range(600 // length):
+                assert len((await engine.generate(make_request(f"{number}.{turn}", length))).token_ids) == length
+
+        lengths = (7, 11, 13)
+        await asyncio.gather(*(client(e, i, n) for e in setup.engines.values() for i, n in enumerate(lengths)))
+        assert setup.told == []
+
+    watched(test)
+
+
 def test_a_replica_goes_on_after_a_long_group_was_cancelled() -> None:
     async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
         long = start_group(setup.replicas["a"], 900, 900, prefix="long ")
         await asyncio.sleep(200.5)
         long.cancel()
         assert [len(c.token_ids) for c in await start_group(setup.replicas["a"], 100)] == [100]
-        assert (await setup.replicas["a"].progress({})).tokens == 100, "those of the long ones went with them"
+        assert (await setup.replicas["a"].progress({})).tokens == 2 * 200 + 100
         assert setup.told == []
 
     watched(test)

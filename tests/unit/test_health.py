@@ -52,21 +52,6 @@ def test_one_token_or_a_pause_begins_the_deadline_anew() -> None:
         assert observed(HealthMonitor(TIMEOUT_S, None), [*[report(9)] * 50, between, *[last] * 59]) == []
 
 
-def test_a_request_that_is_cancelled_takes_its_tokens_along_and_makes_nobody_slow_or_stuck() -> None:
-    """Long ones that are cancelled outweigh for minutes what the others sample meanwhile."""
-    for cancelled_every in (7, 1000):
-        health = HealthMonitor(TIMEOUT_S, 8.0)
-        tokens = 50_000
-        for now in range(200):
-            tokens += 4 * 20
-            if now % cancelled_every == 3:
-                tokens -= 5_000
-            assert health.observe("a", now, report(tokens, busy_s=now)) is None
-            assert health.observe("b", now, report(80 * now, busy_s=now)) is None
-        speed = health.speed("a")
-        assert speed is not None and speed.total == 80
-
-
 def test_who_stood_still_himself_does_not_blame_the_replicas() -> None:
     """The driver was stopped for an hour: of the silence and of the tokens that did not come it knows nothing."""
     for after in (None, report(9)):

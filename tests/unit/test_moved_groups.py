@@ -92,7 +92,7 @@ def test_what_a_lost_agent_worker_had_running_gives_its_seats_to_the_next_attemp
         group = await scene.group()
         assert [len(trajectory.response_ids) for trajectory in group.trajectories] == [10] * GROUP_SIZE
         assert {trajectory.finish_reason for trajectory in group.trajectories} == {"stop"}
-        assert engine.num_sampled <= 10 * GROUP_SIZE + 2, "but for the step that was under way"
+        assert engine.usage.tokens <= 10 * GROUP_SIZE + 2, "but for the step that was under way"
         await running
 
     run_virtual(main())

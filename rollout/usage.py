@@ -1,13 +1,15 @@
-"""How much a replica had to do: a speed is tokens per second of having something to do, whenever one looks."""
+"""How much an engine had to do, and did: a speed is tokens per second of having something to do, whenever one looks."""
 
 import asyncio
 
 
-class Load:
+class Usage:
     """Requests inside now, and since the start the time with any (`busy_s`) and that of each, summed (`request_s`)."""
 
     def __init__(self) -> None:
         self.running = 0
+        self.tokens = 0
+        """Sampled since the start, also for requests that came to nothing."""
         self._busy_s = self._request_s = self._counted = 0.0
 
     def change(self, by: int) -> None:

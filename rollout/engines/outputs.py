@@ -1,0 +1,47 @@
+"""vLLM's answers: what is read off them, and those that we give in its place."""
+
+from typing import Any
+
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+
+class Sampled:
+    """How many tokens the outputs of one request have brought, of all its samples."""
+
+    def __init__(self, params: Any):
+        self._of_sample: dict[int, int] = {}
+        self._adds_up = params.output_kind is RequestOutputKind.DELTA
+
+    def with_those_of(self, output: RequestOutput) -> int:
+        for sampled in output.outputs:
+            before = self._of_sample.get(sampled.index, 0) if self._adds_up else 0
+            self._of_sample[sampled.index] = before + len(sampled.token_ids)
+        return sum(self._of_sample.values())
+
+
+class _NoTokens(list[int]):
+    """Empty, and yet true: vLLM's streaming routes take an output without tokens for a part of the prefill and pass
+    it over, and with it the finish_reason of a request that was aborted before its first token."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def with_its_end(output: RequestOutput) -> RequestOutput:
+    for sampled in output.outputs:
+        if sampled.finish_reason is not None and len(sampled.token_ids) == 0:
+            sampled.token_ids = _NoTokens()
+    return output
+
+
+def unstarted_answer(request_id: str, prompt: Any, params: Any) -> RequestOutput:
+    """The answer to a request that was aborted before it ran. Lists of logprobs are there if it asked for logprobs."""
+    logprobs: Any = None if params.logprobs is None else FlatLogprobs() if params.flat_logprobs else []
+    prompt_ids = prompt.get("prompt_token_ids")
+    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids)
+    outputs = [
+        CompletionOutput(index, "", _NoTokens(), None, logprobs, finish_reason="abort") for index in range(params.n)
+    ]
+    return RequestOutput(request_id, None, prompt_ids, prompt_logprobs, outputs, finished=True)

@@ -18,12 +18,13 @@ from rollout.router import ReplicaRouter
 logger = logging.getLogger(__name__)
 PAUSE_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 30.0
+STATUS_TIMEOUT_S = 5.0
 GAUGES_TIMEOUT_S = 2.0
 """Metrics of a step are not worth waiting for a replica that hangs."""
 
 
 class FleetPauseError(RuntimeError):
-    """Some replicas could not be paused or resumed. `errors`: replica -> why. The others are as they were before."""
+    """Some replicas could not be paused, resumed or asked. `errors`: replica -> why."""
 
     def __init__(self, what: str, errors: dict[str, BaseException]):
         super().__init__(f"{what} failed on " + "; ".join(f"{name}: {error!r}" for name, error in errors.items()))
@@ -54,6 +55,8 @@ class ReplicaFleet(FleetMembers):
             progress=progress,
         )
         self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
+        self._num_orders = 0
+        self._late: set[asyncio.Task[Any]] = set()
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
         self._last_busy_s = 0.0
@@ -73,40 +76,79 @@ class ReplicaFleet(FleetMembers):
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
         """Returns when every replica is paused. Raises FleetPauseError when one is not: then those that were not paused
-        before are resumed."""
-        modes: dict[str, str | None] = {status.name: status.pause_mode for status in await self.statuses()}
-        before, self._mode = self._mode, mode  # from here on, who joins is paused too
-        errors = await self._on_all(lambda r: r.pause(mode, clear_cache), timeout_s, f"pause({mode.value})")
-        if errors:
+        before are resumed, unless another order came meanwhile, which stands."""
+        before, order = self._mode, self._order(mode)  # from here on, who joins is paused too
+        modes: dict[str, str | None] = {}
+
+        async def pause(replica: FleetMember) -> None:
+            modes[replica.name] = (await replica.status()).pause_mode
+            await replica.pause(mode, clear_cache)
+
+        errors = await self._on_all(pause, timeout_s, f"pause({mode.value})")
+        if errors and order == self._num_orders:
             self._mode = before
-            undo = [r for r in self.running if r.name not in errors and modes.get(r.name, before) is None]
+            undo = [r for r in self.running if modes.get(r.name, before) is None]
+            self._resume_late([r for r in undo if isinstance(errors.get(r.name), TimeoutError)])
+            undo = [r for r in undo if r.name not in errors]
             errors |= await self._on_all(lambda r: r.resume(), timeout_s, "resume", undo)
+        if errors:
             raise FleetPauseError(f"pause({mode.value})", errors)
+
+    def _resume_late(self, replicas: Sequence[FleetMember]) -> None:
+        """Their pauses were cancelled, and yet may have come to be complete. Nobody waits: they do not answer."""
+        task = asyncio.create_task(self._on_all(lambda r: r.resume(), PAUSE_TIMEOUT_S, "resume", replicas))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    def _order(self, mode: PauseMode | None) -> int:
+        self._mode = mode
+        self._num_orders += 1
+        return self._num_orders
 
     async def resume(self, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
         """Returns when every replica goes on. Raises FleetPauseError; the others do go on."""
-        self._mode = None
+        self._order(None)
         errors = await self._on_all(lambda r: r.resume(), timeout_s, "resume")
         if errors:
             raise FleetPauseError("resume", errors)
 
     async def abort(self, request_ids: Collection[str] | None = None, timeout_s: float = PAUSE_TIMEOUT_S) -> list[str]:
-        """End these requests wherever they are; None is all. Returns those that there were."""
-        async with within(timeout_s, "timeout_s", "abort"):
-            answers = await asyncio.gather(*(replica.abort(request_ids) for replica in self.running))
-        return [name for ended in answers for name in ended]
+        """End these requests wherever they are; None is all. Returns those that there were. Raises FleetPauseError; on
+        the others they have ended."""
+        ended: list[str] = []
+
+        async def abort(replica: FleetMember) -> None:
+            ended.extend(await replica.abort(request_ids))
+
+        if errors := await self._on_all(abort, timeout_s, "abort"):
+            raise FleetPauseError(f"abort, which ended {len(ended)} requests elsewhere,", errors)
+        return ended
 
     async def is_paused(self) -> bool:
-        """Raises FleetPauseError when some are and others are not."""
-        paused = {status.name: status.pause_mode is not None or status.torn for status in await self.statuses()}
+        """Raises FleetPauseError when some are and others are not, or do not say. An empty fleet is what it was told to
+        be."""
+        statuses, errors = await self._statuses()
+        if errors:
+            raise FleetPauseError("is_paused", errors)
+        paused = {status.name: status.pause_mode is not None or status.torn for status in statuses}
         if len(set(paused.values())) > 1:
             raise FleetPauseError("is_paused", {name: RuntimeError("paused") for name, is_ in paused.items() if is_})
-        return all(paused.values())
+        return all(paused.values()) if paused else self._mode is not None
 
     async def statuses(self) -> list[ReplicaStatus]:
-        """Of every replica that runs: the version it serves, and whether it is paused."""
-        async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' state"):
-            return await asyncio.gather(*(replica.status() for replica in self.running))
+        """The version that each replica serves, and whether it is paused; of those that answer. Who does not is the
+        monitor's to tell."""
+        return (await self._statuses())[0]
+
+    async def _statuses(self) -> tuple[list[ReplicaStatus], dict[str, BaseException]]:
+        statuses: dict[str, ReplicaStatus] = {}
+
+        async def ask(replica: FleetMember) -> None:
+            statuses[replica.name] = await replica.status()
+
+        replicas = self.running
+        errors = await self._on_all(ask, STATUS_TIMEOUT_S, "reading the state", replicas)
+        return [statuses[replica.name] for replica in replicas if replica.name in statuses], errors
 
     async def _on_all(
         self,
@@ -130,19 +172,23 @@ class ReplicaFleet(FleetMembers):
     async def totals(self, timeout_s: float = STATS_TIMEOUT_S) -> dict[str, float]:
         """The replicas' counters since their start, summed; of those that died, or do not answer in time, what they
         said last."""
-
-        async def one(replica: FleetMember) -> None:
-            async with asyncio.timeout(timeout_s):
-                self._last_stats[replica.name] = await replica.stats()
-
-        answers = await asyncio.gather(*(one(replica) for replica in self.running), return_exceptions=True)
-        for error in filter(None, answers):  # who is lost is the monitor's to tell
-            logger.info("counters as they were last: %r", error)
+        self._last_stats |= await self.stats(timeout_s)
         totals: defaultdict[str, float] = defaultdict(float)
         for stats in self._last_stats.values():
             for key, value in stats.items():
                 totals[key] += value
         return totals
+
+    async def stats(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, dict[str, float]]:
+        """Counters of each replica that answers."""
+        stats: dict[str, dict[str, float]] = {}
+
+        async def ask(replica: FleetMember) -> None:
+            stats[replica.name] = await replica.stats()
+
+        for error in (await self._on_all(ask, timeout_s, "reading the counters")).values():
+            logger.info("%r", error)  # who is lost is the monitor's to tell
+        return stats
 
     async def gauges(self) -> dict[str, float]:
         """Metrics since the last call."""

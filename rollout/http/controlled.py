@@ -6,7 +6,7 @@ from typing import Protocol
 
 from configs.deadline import within
 from configs.schema import PauseMode
-from rollout.fleet import STATS_TIMEOUT_S, ReplicaFleet
+from rollout.fleet import ReplicaFleet
 from rollout.replica import ReplicaStatus, RolloutReplica
 from rollout.router import ReplicaRouter
 
@@ -92,10 +92,7 @@ class FleetControl:
         return await self._fleet.statuses()
 
     async def stats(self) -> dict[str, dict[str, float]]:
-        replicas = self._fleet.running
-        async with within(STATS_TIMEOUT_S, "STATS_TIMEOUT_S", "reading the replicas' counters"):
-            answers = await asyncio.gather(*(replica.stats() for replica in replicas))
-        return {replica.name: stats for replica, stats in zip(replicas, answers, strict=True)}
+        return await self._fleet.stats()
 
     async def out_of_service(self) -> str | None:
         return None if self._router.healthy else "no replica is in service"

@@ -119,6 +119,7 @@ def test_one_that_cannot_be_resumed_after_a_failed_pause_is_named_too() -> None:
 def test_a_wait_past_its_deadline_names_whose_requests_take_too_long() -> None:
     async def test(setup: Setup) -> None:
         long = start_group(setup.replicas["b"], 30)
+        await settle()
         with pytest.raises(FleetPauseError) as raised:
             await setup.fleet.pause(PauseMode.wait, timeout_s=20)
         assert list(raised.value.errors) == ["b"] and now() == pytest.approx(20)

@@ -37,12 +37,15 @@ class Admission:
     def waiting(self) -> list[str]:
         return [waiter.request_id for waiter in self._waiting]
 
+    def has(self, request_id: str) -> bool:
+        return request_id in self._widths or any(waiter.request_id == request_id for waiter in self._waiting)
+
     async def enter(self, request_id: str, width: int = 1) -> bool:
         """Wait for `width` seats (at most all of them). False when the request was turned away while it waited.
 
         Raises ValueError for an id that is inside or waiting already.
         """
-        if request_id in self._widths or any(waiter.request_id == request_id for waiter in self._waiting):
+        if self.has(request_id):
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
         width = min(width, self._num_seats)
         if not self._waiting and self._has_room(width):

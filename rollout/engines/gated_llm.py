@@ -13,7 +13,7 @@ Facts this rests on (vLLM 0.26 to 0.33):
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -41,8 +41,9 @@ class GatedLLM(AsyncLLM):
     salt: str
     """Of the live weights: version and checksum, so that other weights under the same number share nothing."""
     salt_prefix_cache: bool
-    attempts: dict[str, str]
-    """External request id -> its id inside, where that differs."""
+    client_ids: dict[str, str]
+    """Id of a request inside -> the one that its client gave it, where that differs."""
+    numbers: Iterator[int]
     withdrawn: set[str]
     frozen_at: float | None
     """When the scheduler was told to stop, on the monotonic clock; None while it runs."""
@@ -59,7 +60,8 @@ class GatedLLM(AsyncLLM):
         self.global_steps = -1
         self.salt = ""
         self.salt_prefix_cache = True
-        self.attempts = {}
+        self.client_ids = {}
+        self.numbers = itertools.count(1)
         self.withdrawn = set()
         self.frozen_at = None
         self.num_submitted = 0
@@ -80,48 +82,44 @@ class GatedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        self.usage.change(+1)
+        inside_id = self._name_inside(request_id)
         sampled = Sampled(sampling_params)
+        self.usage.change(+1)
         try:
-            async with aclosing(self._admitted(prompt, sampling_params, request_id, **kwargs)) as outputs:
-                async for output in outputs:
-                    self._count_tokens_of(request_id, sampled.with_those_of(output))
-                    yield output
+            may_run = await self.admission.enter(inside_id, width=sampling_params.n)
+            while may_run:
+                async with aclosing(super().generate(prompt, sampling_params, inside_id, **kwargs)) as outputs:
+                    async for output in outputs:
+                        if output.finished and inside_id in self.withdrawn:
+                            break  # taken back before its first token: submit again, with the new salt
+                        self._count_tokens_of(inside_id, sampled.with_those_of(output))
+                        yield with_its_end(output)
+                if inside_id not in self.withdrawn:
+                    return
+                self.withdrawn.discard(inside_id)
+                last_id, inside_id = inside_id, self._name_inside(request_id)
+                self.client_ids.pop(last_id, None)
+                may_run = await self.admission.enter_again(last_id, inside_id)
+                self.num_restarted += may_run
+            yield unstarted_answer(request_id, prompt, sampling_params)
         finally:
-            self.counted.pop(request_id, None)
+            self.client_ids.pop(inside_id, None)
+            self.counted.pop(inside_id, None)
+            self.admission.leave(inside_id)
             self.usage.change(-1)
 
-    async def _admitted(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        if not await self.admission.enter(request_id, width=sampling_params.n):
-            yield unstarted_answer(request_id, prompt, sampling_params)
-            return
-        attempt_id = request_id
-        try:
-            for attempt in itertools.count(1):
-                async with aclosing(super().generate(prompt, sampling_params, attempt_id, **kwargs)) as outputs:
-                    async for output in outputs:
-                        if output.finished and attempt_id in self.withdrawn:
-                            break  # taken back before its first token: submit again, with the new salt
-                        yield with_its_end(output)
-                if attempt_id not in self.withdrawn:
-                    return
-                self.withdrawn.discard(attempt_id)
-                last_id, attempt_id = attempt_id, f"{request_id}~{attempt}"
-                self.attempts[request_id] = attempt_id
-                if not await self.admission.enter_again(last_id, attempt_id):
-                    yield unstarted_answer(request_id, prompt, sampling_params)
-                    return
-                self.num_restarted += 1
-        finally:
-            self.attempts.pop(request_id, None)
-            self.admission.leave(attempt_id)
+    def _name_inside(self, request_id: str) -> str:
+        """Unique here: a client over HTTP may send an id again while it is in use, and so do we with one taken back."""
+        if not self.admission.has(request_id):
+            return request_id
+        inside_id = f"{request_id}~{next(self.numbers)}"
+        self.client_ids[inside_id] = request_id
+        return inside_id
 
     async def abort_requests(self, request_ids: Collection[str] | None) -> list[str]:
         """Ends requests, waiting or running, with the tokens they have. Held, so that none is on its way in."""
-        names = {inside: name for name, inside in self.attempts.items()}
-        known = {inside: names.get(inside, inside) for inside in [*self.admission.waiting, *self.admission.inside]}
+        inside_ids = [*self.admission.waiting, *self.admission.inside]
+        known = {inside: self.client_ids.get(inside, inside) for inside in inside_ids}
         if request_ids is not None:
             wanted = set(request_ids)
             known = {inside: name for inside, name in known.items() if not wanted.isdisjoint(client_names(name))}
@@ -164,20 +162,23 @@ class GatedLLM(AsyncLLM):
 
     def count_tokens(self) -> None:
         """Bring `usage` up to now. It has the tokens of an output when that is given out."""
-        for request_id, num_tokens in self.output_counts().items():
-            self._count_tokens_of(request_id, num_tokens)
+        for inside_id, state in self._states().items():
+            self._count_tokens_of(inside_id, state.detokenizer.num_output_tokens())
 
-    def _count_tokens_of(self, request_id: str, num_tokens: int) -> None:
-        new = num_tokens - self.counted.get(request_id, 0)
+    def _count_tokens_of(self, inside_id: str, num_tokens: int) -> None:
+        new = num_tokens - self.counted.get(inside_id, 0)
         if new > 0:
-            self.counted[request_id] = num_tokens
+            self.counted[inside_id] = num_tokens
             self.usage.tokens += new
 
     def running_states(self) -> dict[str, Any]:
         """vLLM's record of every running request, by the name that its client knows."""
-        names = {inside: name for name, inside in self.attempts.items()}
-        states: dict[str | None, Any] = {s.external_req_id: s for s in self.output_processor.request_states.values()}
-        return {names.get(inside, inside): state for inside, state in states.items() if inside is not None}
+        return {self.client_ids.get(inside, inside): state for inside, state in self._states().items()}
+
+    def _states(self) -> dict[str, Any]:
+        """By the id inside. Of several samples of a request, one."""
+        states = self.output_processor.request_states.values()
+        return {state.external_req_id: state for state in states if state.external_req_id is not None}
 
     async def _finish_prefills(self) -> None:
         deadline = time.monotonic() + PREFILL_GRACE_S

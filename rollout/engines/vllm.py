@@ -59,8 +59,7 @@ class VllmEngine:
 
     @property
     def running(self) -> list[str]:
-        external = {inside: name for name, inside in self._llm.attempts.items()}
-        return [external.get(name, name) for name in self._llm.admission.inside]
+        return [self._llm.client_ids.get(name, name) for name in self._llm.admission.inside]
 
     async def emptied(self) -> None:
         await self._llm.admission.emptied()

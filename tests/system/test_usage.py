@@ -61,6 +61,33 @@ def test_the_tokens_of_a_client_that_went_away_stay_counted(engine_host: EngineH
     engine_host.runner.run(scenario())
 
 
+def test_two_requests_may_have_one_id_and_are_aborted_by_it(engine_host: EngineHost) -> None:
+    """As of an HTTP client that sends its request again while the first is under way, with the same X-Request-Id."""
+    params = SamplingParams(max_tokens=900, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    engine = engine_host.engine
+
+    async def scenario() -> None:
+        before, ended, num_tokens = engine.usage.tokens, [], 0
+
+        async def ask() -> None:
+            nonlocal num_tokens
+            async for output in engine._llm.generate(PROMPT, params, "cmpl-twice-0"):
+                num_tokens += len(output.outputs[0].token_ids)
+            ended.append(output.outputs[0].finish_reason)
+
+        asking = [asyncio.create_task(ask()) for _ in range(2)]
+        while engine.usage.tokens - before < 50:
+            await asyncio.sleep(0.005)
+        assert engine.running == ["cmpl-twice-0"] * 2
+        assert await engine.abort({"twice"}) == ["cmpl-twice-0"] * 2
+        await asyncio.gather(*asking)
+        assert ended == ["abort", "abort"] and engine.running == []
+        assert engine.usage.tokens - before == num_tokens
+        assert (engine._llm.client_ids, engine._llm.counted) == ({}, {})
+
+    engine_host.runner.run(scenario())
+
+
 def test_what_has_begun_is_not_taken_back_for_a_sample_of_it_that_has_not() -> None:
     """Its client has tokens already: to submit it again would send them twice."""
 

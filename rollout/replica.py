@@ -174,7 +174,9 @@ class RolloutReplica:
         """A transport that sends while replicas receive has verified each tensor; it knows no checksum beforehand."""
         checksum = manifest.get("checksum", tags[0].checksum if tags else None)
         found = [(tag.global_steps, tag.checksum) for tag in tags]
-        if not tags or any(tag != (manifest["global_steps"], checksum) for tag in found):
+        if len(tags) != self._engine.num_workers:
+            raise WeightVerificationError(f"{len(tags)} of {self._engine.num_workers} workers of {self.name} answered")
+        if any(tag != (manifest["global_steps"], checksum) for tag in found):
             expected = (manifest["global_steps"], checksum)
             raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
 

@@ -189,6 +189,7 @@ class ClockedEngine(SimulatedEngine):
         self.late_errors: dict[str, Exception] = {}
         self.tags: list[WeightTag] | None = None
         """What the workers say after a swap; None is the truth."""
+        self.workers = 1
         self.step_starts: list[float] = []
         self.step_versions: list[int] = []
         """Of every step that has ended: the version that was live when it began."""
@@ -221,6 +222,10 @@ class ClockedEngine(SimulatedEngine):
         tags = await super().load(manifest)
         self._live = manifest["global_steps"]
         return tags if self.tags is None else self.tags
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers
 
     def shutdown(self) -> None:
         """As with a process that ends: whoever waits for an answer is told so."""

@@ -2,19 +2,23 @@
 
 Replicas do not wait for one another: each pauses when it has staged. No request is aborted, restarted or sent again.
 A replica that could not be brought to the new version is taken out of service and tried once more; if it then goes on
-with whole weights it may come back with the next update, else it is given up. Too few left is an error.
+with whole weights the next update may bring it back. One that misses that as well, or does not hold whole weights, is
+given up. Too few left is an error.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from configs.schema import Staging, WeightSyncConfig
+from configs.schema import PauseMode, Staging, WeightSyncConfig
 from weight_sync.protocol import Manifest, WeightSource, WeightTarget
 
 T = TypeVar("T")
+MISSES_IN_A_ROW = 2
+"""A replica is given up that misses so many updates: each costs the others its deadlines."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -126,6 +130,7 @@ class CheckpointManager:
         self._config = config
         self._updating = asyncio.Lock()
         self._held: dict[str, int] = {}  # replica -> the version it was last verified at
+        self._missed: Counter[str] = Counter()  # replica -> updates in a row that it could not be brought to
 
     @property
     def publishing(self) -> asyncio.Lock:
@@ -174,7 +179,7 @@ class CheckpointManager:
                 attempts.append(await self._attempt(again, global_steps))
             for target in again:
                 if target.name in attempts[-1].failed:
-                    await self._give_up_unless_whole(target, attempts[-1].failed[target.name])
+                    await self._miss(target, attempts[-1].failed[target.name])
         if first.failed:
             self._fleet.require_enough(next(iter(first.failed.values())))
         return UpdateReport(
@@ -211,6 +216,7 @@ class CheckpointManager:
             await self._fleet.eject(name, error)
         for update in attempt.done:
             self._held[update.name] = global_steps
+            self._missed.pop(update.name, None)
             await self._fleet.admit(update.name, global_steps)
         return attempt
 
@@ -228,13 +234,18 @@ class CheckpointManager:
             manifest = manifest | {"checksum": await sending.checksum()}
         staged = time.perf_counter()
         # The replica keeps the deadlines of each part; this one is for a replica that does not answer.
-        report = await self._within(
-            "commit", target.name, target.commit(manifest), "pause_timeout_s", "swap_timeout_s", "pause_timeout_s"
-        )
+        parts = ("pause_timeout_s", "swap_timeout_s", "pause_timeout_s")
+        if self._config.pause_mode is PauseMode.abort:
+            parts = ("pause_timeout_s", *parts)
+        report = await self._within("commit", target.name, target.commit(manifest), *parts)
         return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=report.pause_s, swap_s=report.swap_s)
 
-    async def _give_up_unless_whole(self, target: WeightTarget, error: WeightUpdateError) -> None:
-        """With whole weights it goes on with what it has in flight, and the next update brings it back."""
+    async def _miss(self, target: WeightTarget, error: WeightUpdateError) -> None:
+        """With whole weights it goes on with what it has in flight, and the next update may bring it back."""
+        self._missed[target.name] += 1
+        if self._missed[target.name] >= MISSES_IN_A_ROW:
+            error.add_note(f"it missed {MISSES_IN_A_ROW} updates in a row")
+            return await self._fleet.give_up(target.name, error)
         try:
             status = await self._within("status", target.name, target.status(), "pause_timeout_s")
         except WeightUpdateError as unreachable:

@@ -1,10 +1,28 @@
 """A second set of a model's parameters, laid out as the model's own: new weights are loaded there while it computes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
+    """By the model's own code. It says which parameters it loaded: of a whole model that must be all. Raises
+    RuntimeError that names those it left out."""
+    count = 0
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal count
+        for named in tensors:
+            count += 1
+            yield named
+
+    loaded: set[str] | None = model.load_weights(counted())  # pyright: ignore[reportCallIssue, reportAssignmentType]
+    if loaded is not None and count == num_tensors:
+        left_out = {name for name, _ in model.named_parameters()} - loaded
+        if left_out:
+            raise RuntimeError(f"{type(model).__name__}.load_weights left out {', '.join(sorted(left_out))}")
 
 
 class Shadow:
@@ -12,7 +30,8 @@ class Shadow:
 
     def __init__(self, model: nn.Module, device: torch.device):
         """Starts as a copy of the model's parameters, on `device`. With host memory for a GPU the copy is pinned."""
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._live = model
+        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._copies: dict[int, nn.Parameter] = {}
         self._pin = device.type == "cpu" and any(p.device.type == "cuda" for p in model.parameters())
         self._device = device
@@ -22,14 +41,18 @@ class Shadow:
     def nbytes(self) -> int:
         return sum(copy.nbytes for _, copy in self._pairs)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hugging Face names and layouts. The live parameters do not change."""
-        self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
+        """Hugging Face names and layouts; `num_tensors` is how many make a whole model. The live parameters do not
+        change. Raises RuntimeError when the loader leaves out some of a whole model, or when the model has got other
+        parameters than it had."""
+        load_weights(self.model, tensors, num_tensors)
+        if {id(parameter) for parameter in self._live.parameters()} != self._copies.keys():
+            raise RuntimeError("the model's parameters have been replaced since the first update")
 
     def swap_in(self) -> None:
         """Over the live parameters, in place, so that captured graphs and ties stay valid."""
         for live, copy in self._pairs:
-            live.copy_(copy, non_blocking=True)
+            live.data.copy_(copy, non_blocking=True)
 
     def _mirror(self, module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
         """The module tree again, sharing everything with the original but the parameters."""
@@ -53,5 +76,5 @@ class Shadow:
             copy: Any = torch.Tensor._make_subclass(type(parameter), data, False)  # pyright: ignore
             copy.__dict__.update(parameter.__dict__)
             self._copies[id(parameter)] = copy
-            self._pairs.append((parameter.data, copy.data))
+            self._pairs.append((parameter, copy.data))
         return self._copies[id(parameter)]

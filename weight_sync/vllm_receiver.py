@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from weight_sync.protocol import combine
-from weight_sync.shadow import Shadow
+from weight_sync.shadow import Shadow, load_weights
 from weight_sync.transports.registry import receive
 
 
@@ -61,16 +61,14 @@ class WeightReceiver:
 
     def receiver_stage(self, manifest: dict[str, Any], on_device: bool) -> None:
         """Begins to take the weights in, in a thread of its own: this call must not keep the engine from its steps."""
-        if self.receiver_staging is not None and self.receiver_staging.thread.is_alive():
-            busy = self.receiver_staging.manifest["global_steps"]
-            raise RuntimeError(f"cannot stage version {manifest['global_steps']}: still receiving version {busy}")
         self._receiver_refuse_transformed()
         if self.receiver_shadow is None:
             self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
             if self._receiver_device(True).type == "cuda":
                 torch.cuda.synchronize()  # the copies are made on the engine's stream, and staged over on another
                 self.receiver_stream = torch.cuda.Stream()
-        self.receiver_staging = Staging(self._receiver_locate(manifest), self.receiver_shadow, self.receiver_stream)
+        located, before = self._receiver_locate(manifest), self.receiver_staging
+        self.receiver_staging = Staging(located, self.receiver_shadow, self.receiver_stream, before)
 
     def receiver_staged(self) -> int | None:
         """The checksum of what was staged, None while it is under way. Raises what went wrong."""
@@ -83,12 +81,13 @@ class WeightReceiver:
 
     def receiver_swap(self, global_steps: int) -> tuple[int, int]:
         """While paused: the staged weights over the live ones. Returns (global_steps, checksum)."""
-        staging, self.receiver_staging = self.receiver_staging, None
+        staging = self.receiver_staging
         checksum = None if staging is None else staging.result()
         if staging is None or checksum is None or staging.manifest["global_steps"] != global_steps:
-            found = None if staging is None else staging.manifest["global_steps"]
+            found = None if checksum is None or staging is None else staging.manifest["global_steps"]
             raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
         assert self.receiver_shadow is not None
+        self.receiver_staging = None
         with torch.inference_mode():
             self.receiver_shadow.swap_in()
         return self._receiver_done(global_steps, checksum)
@@ -98,7 +97,7 @@ class WeightReceiver:
         self._receiver_refuse_transformed()
         manifest = self._receiver_locate(manifest)
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
-            self._receiver_model().load_weights(receive(manifest))  # pyright: ignore[reportCallIssue]
+            load_weights(self._receiver_model(), receive(manifest), len(manifest["tensors"]))
         return self._receiver_done(manifest["global_steps"], combine(manifest["checksums"]))
 
     def receiver_dump(self, folder: str) -> None:
@@ -147,11 +146,15 @@ STAGE_WAIT_S = 0.005
 class Staging:
     """One version on its way into the shadow."""
 
-    def __init__(self, manifest: dict[str, Any], shadow: Shadow, stream: torch.cuda.Stream | None):
-        """`stream`: None on CPU; else one beside the engine's."""
+    def __init__(
+        self, manifest: dict[str, Any], shadow: Shadow, stream: torch.cuda.Stream | None, before: "Staging | None"
+    ):
+        """`stream`: None on CPU; else one beside the engine's. `before`: writes into the same shadow, maybe still: of a
+        transfer that was given up it hears a moment later."""
         self.manifest = manifest
         self._shadow = shadow
         self._stream = stream
+        self._before = None if before is None else before.thread
         self._error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
         self.thread.start()
@@ -164,14 +167,20 @@ class Staging:
             raise RuntimeError(f"staging failed: {type(self._error).__name__}: {self._error}") from self._error
         return combine(self.manifest["checksums"])
 
+    def _load(self) -> None:
+        self._shadow.load(receive(self.manifest), len(self.manifest["tensors"]))
+
     def _run(self) -> None:
         try:
+            if self._before is not None:
+                self._before.join()
+                self._before = None
             with torch.inference_mode():
                 if self._stream is None:
-                    self._shadow.load(receive(self.manifest))
+                    self._load()
                 else:
                     with torch.cuda.stream(self._stream):
-                        self._shadow.load(receive(self.manifest))
+                        self._load()
                         self._stream.synchronize()
         except BaseException as error:  # a thread has nobody above it: `result` raises it
             self._error = error

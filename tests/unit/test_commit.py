@@ -163,6 +163,7 @@ TORN = {
     "wrong bytes": [WeightTag(1, 1000)],
     "second worker old": [WeightTag(1, 1001), WeightTag(0, 1001)],
     "second worker wrong bytes": [WeightTag(1, 1001), WeightTag(1, 7)],
+    "second worker silent": [WeightTag(1, 1001)],
 }
 
 
@@ -188,11 +189,15 @@ def test_a_replica_that_is_not_verified_stays_frozen(what: str, staging: Staging
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 4)
         await asyncio.sleep(1.5)
-        engine.tags = TORN[what]
+        engine.tags, engine.workers = TORN[what], 2 if "second" in what else 1
         found = [(tag.global_steps, tag.checksum) for tag in TORN[what]]
         with pytest.raises(WeightVerificationError) as raised:
             await update(replica, 1)
-        assert str(raised.value) == f"workers of replica-3 serve {found}, published was (1, 1001)"
+        assert str(raised.value) == {
+            "no worker": "0 of 1 workers of replica-3 answered",
+            "second worker silent": "1 of 2 workers of replica-3 answered",
+        }.get(what, f"workers of replica-3 serve {found}, published was (1, 1001)")
+        engine.workers = 1
         await assert_torn_until_the_next_update(replica, engine, group)
 
     on_replica(test, staging=staging)
@@ -232,7 +237,9 @@ def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(checksums:
             return [WeightTag(1, checksum) for checksum in checksums]
 
     async def main() -> None:
-        replica = make_replica("a", Loader(), staging=Staging.none)
+        engine = Loader()
+        engine.workers = 2
+        replica = make_replica("a", engine, staging=Staging.none)
         if len(set(checksums)) == 1:
             await replica.commit({"global_steps": 1})
             assert (await replica.status()).global_steps == 1

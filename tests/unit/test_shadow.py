@@ -59,6 +59,7 @@ class Model(nn.Module):
         self.head.weight = self.embed
         self.register_buffer("positions", torch.arange(5.0))
         self.num_loads = [0]
+        self.passed_over = ""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed[ids]
@@ -69,15 +70,19 @@ class Model(nn.Module):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         parameters = dict(self.named_parameters())
+        done = set()
         for name, loaded in tensors:
             target, shard_id = name, None
             for shard in ("gate", "up"):
                 if name.endswith(f".{shard}"):
                     target, shard_id = name.removesuffix(shard) + "gate_up", shard
             parameter: Any = parameters[target]
+            if target == self.passed_over:
+                continue
             parameter.weight_loader(parameter, loaded, shard_id)
+            done.add(target)
         self.num_loads[0] += 1
-        return set()
+        return done
 
 
 def checkpoint(seed: int) -> Tensors:
@@ -111,6 +116,7 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 
 
 IDS = torch.tensor([0, 3, 4])
+NUM_TENSORS = 7
 
 
 def test_loading_changes_nothing_that_is_live_and_swapping_in_changes_everything() -> None:
@@ -119,7 +125,7 @@ def test_loading_changes_nothing_that_is_live_and_swapping_in_changes_everything
     before, logits = values(model), model(IDS)
     shadow = Shadow(model, CPU)
     for seed in (2, 3):
-        shadow.load(checkpoint(seed).items())
+        shadow.load(checkpoint(seed).items(), NUM_TENSORS)
         assert_equal(values(model), before)
         assert torch.equal(model(IDS), logits)
     shadow.swap_in()
@@ -132,7 +138,7 @@ def test_it_can_be_used_again_and_holds_only_what_was_loaded_last() -> None:
     model = loaded(1)
     shadow = Shadow(model, CPU)
     for seed in (2, 3, 4):
-        shadow.load(checkpoint(seed).items())
+        shadow.load(checkpoint(seed).items(), NUM_TENSORS)
         shadow.swap_in()
         assert_equal(values(model), values(loaded(seed)))
 
@@ -140,7 +146,7 @@ def test_it_can_be_used_again_and_holds_only_what_was_loaded_last() -> None:
 def test_it_starts_as_a_copy_so_that_what_is_not_loaded_stays() -> None:
     model = loaded(1)
     shadow = Shadow(model, CPU)
-    shadow.load([("layers.1.up", checkpoint(2)["layers.1.up"])])
+    shadow.load([("layers.1.up", checkpoint(2)["layers.1.up"])], NUM_TENSORS)
     shadow.swap_in()
     expected = values(loaded(1))
     expected["layers.1.gate_up"][2:] = checkpoint(2)["layers.1.up"]
@@ -164,7 +170,7 @@ def test_everything_but_the_parameters_is_shared() -> None:
     shadow = Shadow(model, CPU)
     mirror: Any = shadow.model
     assert mirror.positions is model.positions and mirror.num_loads is model.num_loads
-    shadow.load([])
+    shadow.load([], NUM_TENSORS)
     assert model.num_loads == [2]
 
 
@@ -187,5 +193,30 @@ def test_weights_that_do_not_fit_raise_and_leave_the_live_ones_as_they_are() -> 
     model = loaded(1)
     shadow = Shadow(model, CPU)
     with pytest.raises(RuntimeError):
-        shadow.load([("embed", torch.ones(5, 3)), ("layers.0.gate", torch.zeros(7, 3))])
+        shadow.load([("embed", torch.ones(5, 3)), ("layers.0.gate", torch.zeros(7, 3))], NUM_TENSORS)
     assert_equal(values(model), values(loaded(1)))
+
+
+def test_a_loader_that_passes_a_parameter_over_is_an_error_that_names_it() -> None:
+    model = loaded(1)
+    shadow = Shadow(model, CPU)
+    shadow.model.passed_over = "layers.1.down"
+    with pytest.raises(RuntimeError, match=r"^Model.load_weights left out layers.1.down$"):
+        shadow.load(checkpoint(2).items(), NUM_TENSORS)
+
+
+def test_a_model_whose_parameters_were_replaced_is_not_updated_beside_itself() -> None:
+    model = loaded(1)
+    shadow = Shadow(model, CPU)
+    model.layers[0].down = LoadedParameter(torch.zeros(3, 2), weight_loader=load_shard, rank=1)
+    with pytest.raises(RuntimeError, match="have been replaced"):
+        shadow.load(checkpoint(2).items(), NUM_TENSORS)
+
+
+def test_a_parameter_that_has_moved_is_written_where_it_is() -> None:
+    model = loaded(1)
+    shadow = Shadow(model, CPU)
+    model.embed.data = model.embed.data.clone()
+    shadow.load(checkpoint(2).items(), NUM_TENSORS)
+    shadow.swap_in()
+    assert_equal(values(model), values(loaded(2)))

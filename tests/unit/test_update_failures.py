@@ -76,6 +76,19 @@ def test_a_whole_replica_that_fails_twice_stays_out_and_comes_back_with_the_next
     run_virtual(main())
 
 
+@pytest.mark.parametrize("misses", [(1, 2), (1, 3)], ids=["in a row", "with one between"])
+def test_a_whole_replica_that_misses_two_updates_in_a_row_is_given_up(misses: tuple[int, int], scene: Scene) -> None:
+    async def main() -> None:
+        for version in (1, 2, 3):
+            scene.b.faults["stage"] = [BROKEN, BROKEN] if version in misses else []
+            await scene.manager.update_weights(version)
+        given_up = "b is given up: stage on b failed: OSError: broken"
+        assert (given_up in of_fleet(scene)) == (misses == (1, 2))
+        assert scene.fleet.targets == ([scene.a] if misses == (1, 2) else [scene.a, scene.b])
+
+    run_virtual(main())
+
+
 def test_a_torn_replica_is_given_up(scene: Scene) -> None:
     scene.b.tears, scene.b.faults["commit"] = True, [BROKEN, BROKEN]
     [report] = scene.update(1)

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from configs.environment import QUIET_NCCL
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.http.controlled import ReplicaControl
@@ -180,7 +181,7 @@ class ReplicaHandle:
 def engine_env(spec: EngineSpec) -> dict[str, str]:
     """Environment of the process that hosts the engine, and of the engine's own."""
     if spec.device != "cpu":
-        return ENV
+        return ENV | QUIET_NCCL
     return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
 
 

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.deadline import within
+from configs.environment import QUIET_NCCL
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
@@ -83,7 +84,7 @@ class TrainWorkerGroup:
         options: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": 1 if device == "cuda" else 0,
-            "runtime_env": {"env_vars": ENV if device == "cpu" else {}},
+            "runtime_env": {"env_vars": ENV if device == "cpu" else QUIET_NCCL},
             "concurrency_groups": {"beside": 2},
         }
         remote_class: Any = ray.remote(**options)(TrainWorkerActor)

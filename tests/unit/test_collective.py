@@ -72,6 +72,37 @@ def test_a_replica_that_began_anew_gets_a_new_group(made: list[list[str]]) -> No
     trainer.close()
 
 
+def test_a_member_that_dies_before_it_has_connected_is_heard_of_at_once() -> None:
+    """All have met, and the others are making the group, which waits for everybody."""
+    store = group.serve_store()
+    location = {
+        "host": "localhost",
+        "port": store.port,
+        "nonce": "0001",
+        "timeout_s": 60.0,
+        "members": ["trainer rank 0", "a worker 0"],
+    }
+    errors: list[str] = []
+
+    def join() -> None:
+        try:
+            with group.Membership(CPU).joined(location, 0):
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    began = time.monotonic()
+    joining = threading.Thread(target=join)
+    joining.start()
+    other = group.connect_store("localhost", store.port, 60.0)
+    Transfer(other, location, 1).meet("")
+    time.sleep(0.3)
+    assert joining.is_alive()
+    group.tell_failure(other, "0001", "a worker 0 is gone")
+    joining.join(60)
+    assert errors == ["a worker 0 is gone"] and time.monotonic() - began < 10
+
+
 @pytest.mark.usefixtures("local_store")
 def test_with_nobody_to_receive_there_are_checksums_and_no_group(made: list[list[str]]) -> None:
     trainer = fleet(num_ranks=2)

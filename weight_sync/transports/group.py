@@ -84,6 +84,26 @@ class Transfer:
         self._until(lambda: have(list(keys)), 0.005, problem)
         return bool(held) and set(self._store.multi_get(list(keys))) == {mine.encode()}
 
+    def beside(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives, which blocks until every member does the same: in a thread, which is left alone there when
+        a member fails, or at the deadline."""
+        made: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                made.append(make())
+            except BaseException as error:  # raised below, if anybody still waits
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="weight-group", daemon=True)
+        thread.start()
+        self._until(lambda: not thread.is_alive(), 0.001, lambda: "the members did not connect")
+        if errors:
+            self._raise_failure()
+            raise RuntimeError(f"the members did not connect: {errors[0]}") from errors[0]
+        return made.pop()
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Begins to send the tensor of `root` into that of everyone else."""
         options = dist.BroadcastOptions()
@@ -129,6 +149,7 @@ class Membership:
 
     def __init__(self, device: torch.device):
         self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._device = device
         self._server: tuple[str, int] | None = None
         self._store: Store | None = None
         self._group: Any = None
@@ -144,7 +165,8 @@ class Membership:
         try:
             if not transfer.meet(held if self._members == location["members"] else ""):
                 self._end_group()
-                self._group = self._make_group(location, rank, transfer.seconds_left)
+                seconds = transfer.seconds_left
+                self._group = transfer.beside(lambda: self._make_group(location, rank, seconds))
                 held, self._members = location["nonce"], location["members"]
             transfer.group = self._group
             yield transfer
@@ -168,12 +190,13 @@ class Membership:
         return self._store
 
     def _make_group(self, location: dict[str, Any], rank: int, seconds: float) -> Any:
-        assert self._store is not None
-        store = PrefixStore(f"group {location['nonce']}", self._store)
+        # A connection of its own: one that waits for the members answers nothing else meanwhile.
+        connection = connect_store(location["host"], location["port"], seconds)
+        store = PrefixStore(f"group {location['nonce']}", connection)
         size = len(location["members"])
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-        return _make_nccl(store, rank, size, seconds)
+        return _make_nccl(store, rank, size, seconds, self._device)
 
     def _end_group(self) -> None:
         """Beside: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
@@ -189,18 +212,27 @@ def _end(last: list[Any]) -> None:
     last.clear()
 
 
-def _make_nccl(store: Store, rank: int, size: int, seconds: float) -> Any:
+def _make_nccl(store: Store, rank: int, size: int, seconds: float, device: torch.device) -> Any:
     """Its watchdog ends the process when a broadcast fails or is late, unless told otherwise while it is made. Here a
-    failed transfer is an error like others, and `Transfer.wait` is what keeps the deadline."""
+    failed transfer is an error like others, and `Transfer.wait` is what keeps the deadline. (The watchdog also tells
+    the process's first group to end it; QUIET_NCCL in the process's environment keeps that one from listening.)
+
+    The first broadcast connects the members, and blocks until all have come: it is done here, of one byte.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * seconds + 600)
     key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(key)
     os.environ[key] = "0"
     try:
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
         if before is None:
             del os.environ[key]
         else:
             os.environ[key] = before
+    torch.cuda.set_device(device)  # of this thread
+    one_byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    group.broadcast([one_byte], dist.BroadcastOptions()).wait()  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.synchronize(device)
+    return group

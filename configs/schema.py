@@ -276,6 +276,9 @@ class Config:
     """Seed of the tiny model, the prompt order, clip_cov's choice and, with rollout.seeded_sampling, of sampling."""
     device: Device = Device.auto
     """auto, cpu or cuda, for replicas and trainer alike."""
+    gpu_share: float = 1.0
+    """Of a GPU, for the trainer and for each replica. Below 1 they share: 0.5 runs both on one GPU, where
+    rollout.gpu_memory_utilization leaves room for the trainer."""
     dry_run: bool = False
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False

@@ -48,6 +48,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
 # Lower bounds (inclusive), upper bounds (inclusive); None is unbounded.
 _RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, None),
+    "gpu_share": (0.01, 1),
     "model.hidden_size": (32, None),
     "model.num_layers": (1, None),
     "model.warmup_steps": (0, None),
@@ -226,6 +227,21 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
         yield "rollout.format_pattern", repr(rollout.format_pattern), f"must be a regular expression: {error}"
 
 
+def _sharing_problems(config: Config) -> Iterator[Problem]:
+    """NCCL connects no two processes on one GPU."""
+    rollout = config.rollout
+    for key, size in (
+        ("trainer.num_ranks", config.trainer.num_ranks),
+        ("rollout.tensor_parallel_size", rollout.tensor_parallel_size),
+        ("rollout.data_parallel_size", rollout.data_parallel_size),
+    ):
+        if size > 1:
+            yield key, size, f"at most 1 with gpu_share={config.gpu_share:g}: each of several needs a GPU of its own"
+    if config.weight_sync.transport is Transport.collective:
+        allowed = f"with gpu_share={config.gpu_share:g}, must be cuda_ipc, shared_memory or filesystem"
+        yield "weight_sync.transport", config.weight_sync.transport.value, allowed
+
+
 def _contradictions(config: Config) -> list[Problem]:
     problems: list[Problem] = []
     rollout, trainer, sync = config.rollout, config.trainer, config.weight_sync
@@ -246,6 +262,8 @@ def _contradictions(config: Config) -> list[Problem]:
     if sync.transport is Transport.cuda_ipc and config.device.value == "cpu":
         allowed = "needs GPUs; shared_memory, collective and filesystem work without"
         problems.append(("weight_sync.transport", sync.transport.value, allowed))
+    if config.gpu_share < 1:
+        problems += _sharing_problems(config)
     if trainer.prompts_per_step < trainer.num_ranks:
         problems.append(
             ("trainer.num_ranks", trainer.num_ranks, f"at most trainer.prompts_per_step={trainer.prompts_per_step}")

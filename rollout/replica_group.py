@@ -178,6 +178,10 @@ class ReplicaHandle:
             raise error.cause from None
 
 
+def gpus_of(spec: EngineSpec) -> float:
+    return spec.gpu_share * spec.tensor_parallel_size * spec.data_parallel_size
+
+
 def engine_env(spec: EngineSpec) -> dict[str, str]:
     """Environment of the process that hosts the engine, and of the engine's own."""
     if spec.device != "cpu":
@@ -204,7 +208,7 @@ def create_replica(
     """An actor, not yet started. `on_start(name)` gives what its process runs first (where its output goes)."""
     options: dict[str, Any] = {
         "num_cpus": 1,
-        "num_gpus": spec.tensor_parallel_size * spec.data_parallel_size if spec.device == "cuda" else 0,
+        "num_gpus": gpus_of(spec) if spec.device == "cuda" else 0,
         "max_concurrency": MAX_REQUESTS,
         "concurrency_groups": {"control": MAX_CONTROL_CALLS},
         "runtime_env": {"env_vars": engine_env(spec)},

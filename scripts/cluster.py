@@ -37,13 +37,13 @@ def resolve_device(config: Config) -> str:
     return device
 
 
-def needed_resources(config: Config, device: str) -> dict[str, int]:
+def needed_resources(config: Config, device: str) -> dict[str, float]:
     """What the actors claim, and one CPU for preparing tasks."""
     rollout, trainer = config.rollout, config.trainer
-    gpus = 0
+    gpus = 0.0
     if device == "cuda":
         per_replica = rollout.tensor_parallel_size * rollout.data_parallel_size
-        gpus = rollout.num_replicas * per_replica + trainer.num_ranks
+        gpus = config.gpu_share * (rollout.num_replicas * per_replica + trainer.num_ranks)
     cpus = rollout.num_replicas + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
     return {"CPU": cpus, "GPU": gpus}
 
@@ -58,7 +58,7 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
     needed = needed_resources(config, device)
     local = {}
     if config.ray.address is None:
-        local = {"num_cpus": max(needed["CPU"], os.cpu_count() or 1)}
+        local = {"num_cpus": max(int(needed["CPU"]), os.cpu_count() or 1)}
         os.environ.update(LOCAL_ENV)
     connect = partial(
         ray.init,
@@ -78,7 +78,8 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
                     f"rollout.num_replicas={config.rollout.num_replicas} x rollout.tensor_parallel_size="
                     f"{config.rollout.tensor_parallel_size} x rollout.data_parallel_size="
                     f"{config.rollout.data_parallel_size} and trainer.num_ranks={config.trainer.num_ranks} need "
-                    f"{count} {resource}s; the cluster has {offered.get(resource, 0):g}"
+                    f"{count:g} {resource}s with gpu_share={config.gpu_share:g}; "
+                    f"the cluster has {offered.get(resource, 0):g}"
                 )
         yield
     finally:

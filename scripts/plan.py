@@ -17,13 +17,13 @@ def describe(config: Config, device: str, run_dir: Path) -> str:
     prompts = data.train_files or f"{data.num_train} arithmetic problems made here"
     slots = (rollout.max_staleness + 1) * config.weight_sync.interval * trainer.prompts_per_step
     gpus = rollout.tensor_parallel_size * rollout.data_parallel_size
-    per_replica = f"{gpus} GPU(s)" if device == "cuda" else "CPU"
+    per_replica = f"{config.gpu_share * gpus:g} GPU(s)" if device == "cuda" else "CPU"
     steps = f"{trainer.total_steps} steps of {trainer.prompts_per_step} prompts x {algorithm.group_size} trajectories"
     lines = [
         ("model", model),
         ("prompts", f"{prompts}; held out: {data.val_files or 'made here, disjoint'}"),
         ("cluster", config.ray.address or "started on this machine"),
-        ("claims", ", ".join(f"{count} {name}" for name, count in needed.items() if count)),
+        ("claims", ", ".join(f"{count:g} {name}" for name, count in needed.items() if count)),
         ("replicas", f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {per_replica}, "
                      f"{rollout.max_num_seqs} trajectories at once each"),
         ("trainer", f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows"),

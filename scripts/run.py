@@ -135,6 +135,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         tensor_parallel_size=rollout.tensor_parallel_size,
         data_parallel_size=rollout.data_parallel_size,
+        gpu_share=config.gpu_share,
         enforce_eager=rollout.enforce_eager,
         staging_on_device=config.weight_sync.staging is Staging.device,
     )

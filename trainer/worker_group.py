@@ -83,7 +83,7 @@ class TrainWorkerGroup:
         self._release = release
         options: dict[str, Any] = {
             "num_cpus": 1,
-            "num_gpus": 1 if device == "cuda" else 0,
+            "num_gpus": config.gpu_share if device == "cuda" else 0,
             "runtime_env": {"env_vars": ENV if device == "cpu" else QUIET_NCCL},
             "concurrency_groups": {"beside": 2},
         }

@@ -25,6 +25,8 @@ class EngineSpec:
     tensor_parallel_size: int
     enforce_eager: bool
     data_parallel_size: int = 1
+    gpu_share: float = 1.0
+    """Of each GPU. Below 1 only with one GPU."""
     staging_on_device: bool = False
     """Staging memory for new weights beside the live ones, instead of in host memory."""
     log_stats: bool = False

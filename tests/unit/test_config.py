@@ -12,7 +12,7 @@ from hydra.errors import ConfigCompositionException
 
 from configs import load, validate
 from configs.checkpoint import is_checkpoint
-from configs.schema import Config, Device, ModelKind, PauseMode
+from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.validate import ConfigError, check
 from tests.compose import changed, resolve
 
@@ -183,6 +183,20 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
+        ({"gpu_share": 0.0}, "gpu_share=0.0: must be between 0.01 and 1"),
+        (
+            {"gpu_share": 0.5, "trainer__num_ranks": 2},
+            "trainer.num_ranks=2: at most 1 with gpu_share=0.5: each of several needs a GPU of its own",
+        ),
+        ({"gpu_share": 0.5, "rollout__tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: at most 1 with gpu"),
+        (
+            {"gpu_share": 0.5, "rollout__data_parallel_size": 2},
+            "rollout.data_parallel_size=2: at most 1 with gpu_share",
+        ),
+        (
+            {"gpu_share": 0.5, "weight_sync__transport": Transport.collective},
+            "weight_sync.transport=collective: with gpu_share=0.5, must be cuda_ipc, shared_memory or filesystem",
+        ),
         (
             {"device": Device.cpu, "rollout__kv_cache_mb": None},
             "rollout.kv_cache_mb=None: device=cpu needs a size in MiB",
@@ -212,6 +226,7 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
         {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
         {"weight_sync__pause_mode": PauseMode.abort},
         {"trainer__num_ranks": 16},
+        {"gpu_share": 0.3, "rollout__num_replicas": 2, "weight_sync__transport": Transport.cuda_ipc},
         {"data__train_files": f"{one}, {two}", "data__val_files": f"{two}"},
         {"model__kind": ModelKind.hf, "model__path": "org/name"},
         {"device": Device.cuda, "rollout__kv_cache_mb": None},

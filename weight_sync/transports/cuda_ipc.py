@@ -1,7 +1,8 @@
 """Weights within one machine's GPUs: the trainer keeps a copy of its rows on the GPU, and replicas map that memory.
 
 Nothing is sent: a replica maps the memory into its own GPU's address space and copies from there, over NVLink or PCIe.
-Ray shows each process its own GPUs alone, and CUDA opens handles of others too, where the GPUs can reach one another.
+On one GPU (`gpu_share`) it is the same memory. Ray shows each process its own GPUs alone, and CUDA opens handles of
+others too, where the GPUs can reach one another.
 Never run so far: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
 """
 
@@ -20,7 +21,8 @@ from weight_sync.transports.base import Shards
 
 
 class CudaIpcSender:
-    """The copy is in buffers of a bucket's size, used again for every version: what replicas map stays valid."""
+    """The copy is in buffers of a bucket's size, used again for every version: what replicas map stays valid. Replicas
+    open as many as the version needs."""
 
     def __init__(self, rank: int, num_ranks: int, bucket_bytes: int, device: torch.device):
         if device.type != "cuda":
@@ -53,8 +55,9 @@ class CudaIpcSender:
         }
 
     def _reserve(self, nbytes: int) -> None:
-        """A handle is exported once: each export adds a reference count to the memory, for good."""
-        if sum(len(buffer) for buffer in self._buffers) == nbytes:
+        """Room for at least so much. What changed since a version, with `delta`, is less than the whole version, which
+        came first: so handles are exported once. Memory whose handle nobody has opened torch never gives back."""
+        if sum(len(buffer) for buffer in self._buffers) >= nbytes:
             return
         size = rows.window_bytes(self._bucket_bytes, 1)
         sizes = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]

@@ -183,6 +183,19 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
+        (
+            {"device": Device.cpu, "rollout__kv_cache_mb": None},
+            "rollout.kv_cache_mb=None: device=cpu needs a size in MiB",
+        ),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
         ({"gpu_share": 0.0}, "gpu_share=0.0: must be between 0.01 and 1"),
         (
             {"gpu_share": 0.5, "trainer__num_ranks": 2},
@@ -197,13 +210,9 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
             {"gpu_share": 0.5, "weight_sync__transport": Transport.collective},
             "weight_sync.transport=collective: with gpu_share=0.5, must be cuda_ipc, shared_memory or filesystem",
         ),
-        (
-            {"device": Device.cpu, "rollout__kv_cache_mb": None},
-            "rollout.kv_cache_mb=None: device=cpu needs a size in MiB",
-        ),
     ],
 )
-def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+def test_what_cannot_share_a_gpu_is_refused(values: dict[str, object], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 

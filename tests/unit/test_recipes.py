@@ -119,7 +119,7 @@ def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings:
 @pytest.mark.usefixtures("no_gpu")
 def test_a_trainer_and_a_replica_fit_on_one_gpu() -> None:
     lines = lines_of_plan("recipe=gsm8k", "gpu_share=0.5", "trainer.num_ranks=1", "rollout.num_replicas=1")
-    assert "     claims: 3 CPU, 1 GPU" in lines
+    assert "     claims: 4 CPU, 1 GPU" in lines
     assert any("1 x vLLM bfloat16 on 0.5 GPU(s)" in line for line in lines)
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from configs.deadline import within
 from configs.schema import Config, StalePolicy
 from rollout.rewards.budget import FailureBudget, GroupBudget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
@@ -38,12 +39,14 @@ class TrajectoryBuffer:
         failures: FailureBudget | None = None,
         max_sample_batches: int | None = None,
         group_failures: GroupBudget | None = None,
+        paused_s: Callable[[], float] | None = None,
     ):
         """`failures`: how many rewards may fail; by default none. `max_sample_batches`: filter out groups whose rewards
         are all equal, at most so many batches of them in a row (algorithm.max_sample_batches); None keeps them.
-        `group_failures`: shown among the gauges."""
+        `group_failures`: shown among the gauges. `paused_s`: for how many seconds, since ever, a replica was paused."""
         self.ledger = ledger
         self._batch_timeout_s = batch_timeout_s
+        self._paused_s = paused_s
         self._failures = failures or FailureBudget()
         self._max_sample_batches = max_sample_batches
         self._group_failures = group_failures or GroupBudget()
@@ -96,7 +99,8 @@ class TrajectoryBuffer:
         Raises TimeoutError when they do not come in time.
         """
         try:
-            async with asyncio.timeout(self._batch_timeout_s), self._changed:
+            waiting = within(self._batch_timeout_s, "trainer.batch_timeout_s", "a batch", self._paused_s)
+            async with waiting, self._changed:
                 while True:
                     self._drop_expired(global_steps)
                     chosen = self.ledger.select(global_steps)
@@ -167,6 +171,7 @@ def make_buffer(
     failures: FailureBudget | None = None,
     group_failures: GroupBudget | None = None,
     global_steps: int = 0,
+    paused_s: Callable[[], float] | None = None,
 ) -> TrajectoryBuffer:
     """For a whole run, or what is left of one after `global_steps`."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
@@ -181,6 +186,7 @@ def make_buffer(
         failures,
         algorithm.max_sample_batches if algorithm.filter_groups else None,
         group_failures,
+        paused_s,
     )
 
 

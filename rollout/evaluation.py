@@ -91,8 +91,10 @@ class Evaluator:
         timeout_s: float,
         failures: FailureBudget,
         on_lost: OnLost,
+        paused_s: Callable[[], float] | None = None,
     ):
-        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left."""
+        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left. `paused_s`:
+        for how many seconds, since ever, some replica was paused."""
         self._prompts = list(prompts)
         self._replicas = replicas
         self._runner = runner
@@ -101,6 +103,7 @@ class Evaluator:
         self._timeout_s = timeout_s
         self._failures = failures
         self._on_lost = on_lost
+        self._paused_s = paused_s
         self._attempts = itertools.count()
         self.num_requests = 0
 
@@ -113,7 +116,7 @@ class Evaluator:
         raises, AgentWorkerLostError past MAX_WORKER_LOSSES, and RewardFailuresError when too many rewards fail.
         """
         left = None if on is None else list(on)
-        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
+        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation", self._paused_s):
             num_shares = min(len(await self._replicas_of(left)), len(self._prompts))
             shares = [self._prompts[index::num_shares] for index in range(num_shares)]
             asking = (self._ask(index, share, left) for index, share in enumerate(shares))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from configs.deadline import within
 from rollout.fleet_member import FleetMember
 from rollout.lifecycle import Lifecycle, ReplicaState
+from rollout.paused_time import PausedTime
 from rollout.progress import Progress, ProgressReport
 from rollout.router import ReplicaRouter
 
@@ -61,6 +62,7 @@ class FleetMembers:
         self._num_lost = self._num_replaced = 0
         self._initial = frozenset(replica.name for replica in replicas)
         self._next_number = len(replicas)
+        self.paused = PausedTime()
         self.wanted: asyncio.Queue[str] = asyncio.Queue()
         """Names of replicas that are to be started."""
         for replica in replicas:
@@ -243,6 +245,7 @@ class FleetMembers:
             logger.info("%s", unanswered)
             return False
         finally:
+            self.paused.told(name, False)
             self._replicas[name].kill()
 
     async def take_progress(self, name: str) -> ProgressReport:
@@ -253,6 +256,7 @@ class FleetMembers:
             except Exception as error:
                 raise NoProgressError(f"{name} told no progress: {error!r}") from error
             self._progress.take(name, report)
+            self.paused.told(name, report.paused)
             return report
 
     async def ask(self, *names: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from configs.deadline import within
@@ -64,11 +65,13 @@ class Rollouter:
         abandon: Callable[[str, Collection[str]], Awaitable[object]] | None = None,
         updated: Callable[[], Awaitable[object]] | None = None,
         failures: GroupBudget | None = None,
+        paused_s: Callable[[str], float] = lambda replica: 0.0,
     ):
         """`on_lost`: told of every replica that was lost with a group; says whether all that it had sampled is known,
         and raises when too few are left. `progress`: filled by whoever asks the replicas; `ask(replica)`: do so now, as
         far as it answers. `abandon(replica, request_ids)`: end them there, nobody waits for them any more. `updated`:
-        returns when no weight update is under way. `failures`: by default none is allowed."""
+        returns when no weight update is under way. `failures`: by default none is allowed. `paused_s(replica)`: for how
+        many seconds, since ever, it was paused."""
         self._stream = stream
         self._buffer = buffer
         self._router = router
@@ -82,6 +85,7 @@ class Rollouter:
         self._abandon = abandon
         self._updated = updated
         self._failures = failures or GroupBudget()
+        self._paused_s = paused_s
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self.under_way: dict[int, GroupUnderWay] = {}
         """By ordinal. What is in here when the run starts, of another run, is dispatched first."""
@@ -185,7 +189,8 @@ class Rollouter:
         self._progress.begin(prompt.ordinal, group.attempt, replica)
         try:
             what = f"prompt {prompt.ordinal} on {replica}"
-            async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
+            paused_s = partial(self._paused_s, replica)
+            async with within(self._group_timeout_s, "rollout.group_timeout_s", what, paused_s):
                 return await self._runner.run_group(prompt, replica, self._sampling, self._group_size, group.attempt)
         finally:
             await self._router.release(replica, self._group_size)

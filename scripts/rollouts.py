@@ -45,7 +45,7 @@ def make_rollouts(  # noqa: PLR0913
 
     failed_rewards, failed_groups = failure_budget(config), group_budget(config)
     stream = PromptStream(rows, config.seed)
-    buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
+    buffer = make_buffer(config, failed_rewards, failed_groups, global_steps, fleet.paused.of_any)
     rollouter = Rollouter(
         stream=stream,
         buffer=buffer,
@@ -60,6 +60,7 @@ def make_rollouts(  # noqa: PLR0913
         abandon=abandon,
         updated=updated,
         failures=failed_groups,
+        paused_s=fleet.paused.of,
     )
     return Rollouts(
         stream=stream,

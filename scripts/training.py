@@ -1,7 +1,7 @@
 """The training itself, over parts that are started: from the beginning, or from a checkpoint."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs.schema import Config
@@ -46,7 +46,13 @@ class _Training:
             parts.manager.publishing,
         )
         self._evaluator = make_evaluator(
-            config, parts.val_rows, parts.router, parts.agents, self._rollouts.failed_rewards, parts.fleet.lose
+            config,
+            parts.val_rows,
+            parts.router,
+            parts.agents,
+            self._rollouts.failed_rewards,
+            parts.fleet.lose,
+            parts.fleet.paused.of_any,
         )
         if resumed is not None:
             self._restore(resumed)
@@ -122,6 +128,7 @@ def make_evaluator(
     agents: AgentWorkerGroup,
     failures: FailureBudget,
     on_lost: OnLost,
+    paused_s: Callable[[], float] | None = None,
 ) -> Evaluator:
     evaluation = config.evaluation
     return Evaluator(
@@ -138,4 +145,5 @@ def make_evaluator(
         timeout_s=evaluation.timeout_s,
         failures=failures,
         on_lost=on_lost,
+        paused_s=paused_s,
     )

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
-from configs.schema import WeightSyncConfig
+from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineDiedError
 from rollout.fleet import ReplicaFleet
 from rollout.fleet_monitor import FleetMonitor
@@ -150,6 +150,24 @@ def test_a_replica_that_does_not_go_on_is_lost_within_its_deadline_and_ended(
         asked = setup.replicas["b"].asked
         await asyncio.sleep(10)
         assert setup.replicas["b"].asked == asked, "the dead are not asked"
+
+    watched(test)
+
+
+def test_it_is_known_for_how_long_a_client_has_paused_a_replica() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        await setup.replicas["a"].pause(PauseMode.keep)
+        await asyncio.sleep(1500)
+        await setup.replicas["a"].resume()
+        await asyncio.sleep(100)
+        assert setup.fleet.paused.of("a") == pytest.approx(1500, abs=2) and setup.fleet.paused.of("b") == 0
+        assert setup.fleet.paused.of_any() == setup.fleet.paused.of("a")
+        await setup.replicas["b"].pause(PauseMode.keep)
+        await asyncio.sleep(10)
+        await setup.fleet.lose("b", OSError("died"))
+        before = setup.fleet.paused.of("b")
+        await asyncio.sleep(10)
+        assert setup.fleet.paused.of("b") == before, "the dead are not paused"
 
     watched(test)
 

@@ -32,7 +32,7 @@ from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.system.test_replica_actor import monitor_of, no_redirect
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import combine
+from weight_sync.protocol import combine, merge
 from weight_sync.transports.registry import make_sender, release_all
 
 pytestmark = pytest.mark.slow
@@ -90,6 +90,7 @@ def scene(ray_cluster: None, engine_spec: EngineSpec, tiny_model: Path) -> Itera
         config=CONFIG,
         device="cpu",
         make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
+        merge=merge,
         combine=combine,
         on_start=no_redirect,
     )

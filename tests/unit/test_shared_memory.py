@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from weight_sync import bucket
+from weight_sync.protocol import merge
 from weight_sync.transports import shared_memory
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
@@ -47,8 +48,7 @@ class Trainer:
             sender.publish(specs, lambda rank=rank: self._rows(weights, rank), order)
             for rank, sender in enumerate(self.senders)
         ]
-        lists = {"locations": [p["location"] for p in parts], "checksums": [p["checksums"] for p in parts]}
-        return parts[0] | lists
+        return merge(parts)
 
     def _rows(self, weights: Tensors, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights.items():

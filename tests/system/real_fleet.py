@@ -1,22 +1,23 @@
 """Real trainer ranks and replicas of a few configurations: what tests of updates share."""
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from safetensors.torch import load_file
 
 from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.fleet import ReplicaFleet
-from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
+from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
 from rollout.router import ReplicaRouter
-from rollout.types import GenerationRequest, SamplingParams
+from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.system.test_replica_actor import no_redirect
 from tests.system.weights import FIRST_TOKEN, emitting_weights, random_weights
 from trainer.tiny_model import build_model, build_tokenizer, write_model_directory
@@ -39,6 +40,11 @@ CONFIG = Config(
 
 class OpenReplica(ReplicaActor):
     """Lets a test look inside."""
+
+    async def on_worker(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls function(worker, *args) in the process of the only worker."""
+        engine: Any = self._replica._engine
+        await engine._llm.on_every_worker(cloudpickle.dumps(function), *args)
 
     async def dump(self, folder: str) -> None:
         engine: Any = self._replica._engine
@@ -155,9 +161,8 @@ async def emit_all(scene: Scene) -> dict[str, torch.Tensor]:
     """Weights that always emit the token of the version. What has no effect on that is random, and new each time."""
     chance = random_weights(scene.model_path, scene.version)
     weights = emitting_weights(scene.model_path, FIRST_TOKEN + scene.version)
-    weights |= {
-        name: chance[name] for name in weights if name.endswith(("q_proj.weight", "v_proj.weight", "up_proj.weight"))
-    }
+    free = tuple(f"{layer}_proj.weight" for layer in ("q", "k", "v", "gate", "up"))
+    weights |= {name: tensor for name, tensor in chance.items() if name.endswith(free)}
     await asyncio.gather(*(a.__ray_call__.remote(load_weights, weights) for a in scene.workers.actors))
     return weights
 
@@ -173,6 +178,15 @@ def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
         GenerationRequest(request_id=f"{name}-{index}", prompt_ids=tuple(range(5 + index, 40)), sampling=sampling)
         for index in range(count)
     ]
+
+
+async def kept_busy(replica: ReplicaHandle, name: str, until: asyncio.Event) -> list[Completion]:
+    """One group after the other, until the updates are over, however long a busy machine takes for them."""
+    completions: list[Completion] = []
+    while not until.is_set():
+        group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
+        completions += await generate_group(replica.actor, group)
+    return completions
 
 
 def as_engine(weights: dict[str, torch.Tensor], name: str, rank: int, num_ranks: int) -> torch.Tensor:

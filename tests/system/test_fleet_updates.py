@@ -14,9 +14,9 @@ import pytest
 
 from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
-from rollout.replica_group import ReplicaHandle, generate_group
+from rollout.replica_group import generate_group
 from rollout.types import Completion
-from tests.system.real_fleet import BUCKET_BYTES, CONFIG, Scene, change_all, emit_all, requests, started
+from tests.system.real_fleet import BUCKET_BYTES, CONFIG, Scene, change_all, emit_all, kept_busy, requests, started
 from tests.system.test_replica_actor import monitor_of
 from tests.system.weights import FIRST_TOKEN
 
@@ -38,15 +38,6 @@ TRANSPORTS = {
     "delta over shared memory": WeightSyncConfig(delta=True),
     "delta over collective": WeightSyncConfig(delta=True, transport=Transport.collective, bucket_mb=1),
 }
-
-
-async def kept_busy(replica: ReplicaHandle, name: str, until: asyncio.Event) -> list[Completion]:
-    """One group after the other, until the updates are over, however long a busy machine takes for them."""
-    completions: list[Completion] = []
-    while not until.is_set():
-        group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
-        completions += await generate_group(replica.actor, group)
-    return completions
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

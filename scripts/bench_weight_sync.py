@@ -31,7 +31,8 @@ does not run leaves its keys out. "Largest" is the largest size that ran.
                                   tokens computed again per update (50M, or the smallest that ran)
     keep_tokens_per_s, keep_pause_ms, and of abort and recompute    likewise
     fleet_256_over_1              time of an update of 256 replicas over that of 1; fleet_log_bound: 1 + log2(256)
-    fleet_cpu_us_per_replica      CPU time per replica of an update, in microseconds: what fleets are bound by
+    fleet_cpu_us_per_replica      CPU time per replica of an update, in microseconds: what fleets are bound by (of the
+                                  driver and of the replica's transaction, without Ray's own)
     fleet_s_256                   seconds of an update of 256
 """
 

@@ -231,7 +231,8 @@ class WeightSyncConfig:
     transport: Transport = Transport.shared_memory
     """How weights travel: shared_memory, collective, cuda_ipc or filesystem."""
     delta: bool = False
-    """Send only what changed since the version before, bit for bit. For bfloat16 replicas, most does not change."""
+    """Send only what changed since the version before, bit for bit. For bfloat16 replicas, most does not change. Every
+    worker of a replica keeps the whole model in host memory for it, beside the staging memory: 8 copies at TP=8."""
     directory: str | None = None
     """Folder that all machines share, for transport=filesystem only."""
     staging: Staging = Staging.host

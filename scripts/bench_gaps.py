@@ -77,18 +77,6 @@ def tokens_within(streams: Sequence[Sequence[float]], interval: Interval) -> int
     return sum(interval[0] <= time < interval[1] for times in streams for time in times)
 
 
-def prefilled_again(prefills: Sequence[tuple[str, int]]) -> int:
-    """Tokens that were prefilled beyond the first prefill of each trajectory. `prefills`: (request id, tokens) in the
-    order of the requests, where "name+1" is the next part of "name"."""
-    begun: set[str] = set()
-    again = 0
-    for request_id, tokens in prefills:
-        trajectory = request_id.partition("+")[0]
-        again += tokens if trajectory in begun else 0
-        begun.add(trajectory)
-    return again
-
-
 def growth(seconds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
     """Replicas -> (time over that of the fewest, what the logarithm allows: 1 + log2 of how many times as many)."""
     fewest = min(seconds)

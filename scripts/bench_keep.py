@@ -1,4 +1,5 @@
-"""What it costs to abort requests at an update and go on from their tokens, against keeping them.
+"""What an update costs when requests are aborted and go on from their tokens, or when their KV is computed again,
+against keeping them as they are.
 
 For scripts/bench_weight_sync.py.
 """
@@ -9,23 +10,28 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
-from configs.schema import PauseMode, Staging, Transport
+from configs.schema import InFlightKv, PauseMode, Staging, Transport
 from scripts.bench_common import show_table
-from scripts.bench_gaps import pause_window, prefilled_again, tokens_within
+from scripts.bench_gaps import pause_window, tokens_within
 from scripts.bench_pause_host import NUM_REQUESTS, Arm, Host, all_running, settle, until
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 10
 """Tokens are counted from the order to update on, for so many times --seconds."""
-MODES = (PauseMode.keep, PauseMode.abort)
+WAYS = {
+    "keep": (PauseMode.keep, InFlightKv.keep),
+    "abort": (PauseMode.abort, InFlightKv.keep),
+    "recompute": (PauseMode.keep, InFlightKv.recompute),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOutcome:
     """Of one update."""
 
-    tokens_prefilled_again: float
+    tokens_computed_again: int
+    """By the engine's worker, in the window."""
     tokens_per_s: float
     """Of all requests, over the window."""
     pause_s: float
@@ -33,15 +39,16 @@ class KeepOutcome:
 
 
 async def compare_keep_with_abort(host: Host, repeats: int) -> dict[str, list[KeepOutcome]]:
-    arms = {mode: Arm(host, Transport.shared_memory, Staging.host, mode) for mode in MODES}
-    outcomes: dict[str, list[KeepOutcome]] = {mode.value: [] for mode in MODES}
+    arms = {name: Arm(host, Transport.shared_memory, Staging.host, *way) for name, way in WAYS.items()}
+    outcomes: dict[str, list[KeepOutcome]] = {name: [] for name in WAYS}
+    await host.engine.install_meter()
     for arm in arms.values():
         await arm.update()
     for repetition in range(repeats):
-        for mode, arm in arms.items():
-            outcome = await _update_once(host, arm, f"{mode.value}-{repetition}")
-            outcomes[mode.value].append(outcome)
-            logger.info("%s: %.0f tokens/s", mode.value, outcome.tokens_per_s)
+        for name, arm in arms.items():
+            outcome = await _update_once(host, arm, f"{name}-{repetition}")
+            outcomes[name].append(outcome)
+            logger.info("%s: %.0f tokens/s", name, outcome.tokens_per_s)
     return outcomes
 
 
@@ -49,16 +56,16 @@ async def _update_once(host: Host, arm: Arm, name: str) -> KeepOutcome:
     from scripts.bench_pause_engine import StreamedTrajectory  # noqa: PLC0415
 
     streams = [StreamedTrajectory(host.engine, arm.replica, request) for request in host.requests(name, NUM_REQUESTS)]
-    host.engine.prefills.clear()
     window_s = WINDOW * host.settle_s
     async with all_running(host, arm.replica, [stream.run() for stream in streams], NUM_REQUESTS) as tasks:
-        begin = time.perf_counter()
+        begin, computed_again = time.perf_counter(), await host.engine.tokens_computed_again()
         await settle(host, streams[0].times, tasks)
         update = await arm.update()
         end = update.started + window_s
         await until(
             lambda: time.perf_counter() > end and all(stream.times[-1] > update.ended for stream in streams), tasks
         )
+        computed_again = await host.engine.tokens_computed_again() - computed_again
     completions = await asyncio.gather(*tasks)
     first_tokens = [{span.global_steps: span.start for span in completion.spans} for completion in completions]
     calm = [(begin, update.started)]
@@ -67,7 +74,7 @@ async def _update_once(host: Host, arm: Arm, name: str) -> KeepOutcome:
         for stream, first_token in zip(streams, first_tokens, strict=True)
     ]
     return KeepOutcome(
-        tokens_prefilled_again=prefilled_again(host.engine.prefills),
+        tokens_computed_again=computed_again,
         tokens_per_s=tokens_within([stream.times for stream in streams], (update.started, end)) / window_s,
         pause_s=median(pauses),
     )
@@ -76,7 +83,7 @@ async def _update_once(host: Host, arm: Arm, name: str) -> KeepOutcome:
 def show_keep(millions: int, window_s: float, outcomes: dict[str, list[KeepOutcome]]) -> dict[str, float]:
     rows, results = [], {}
     for name, of_mode in outcomes.items():
-        again = median(outcome.tokens_prefilled_again for outcome in of_mode)
+        again = median(outcome.tokens_computed_again for outcome in of_mode)
         tokens_per_s = median(outcome.tokens_per_s for outcome in of_mode)
         pause_ms = 1e3 * median(outcome.pause_s for outcome in of_mode)
         rows.append([name, f"{again:.0f}", f"{tokens_per_s:.0f}", f"{pause_ms:.1f}"])
@@ -85,7 +92,7 @@ def show_keep(millions: int, window_s: float, outcomes: dict[str, list[KeepOutco
         results[f"{name}_pause_ms"] = pause_ms
     show_table(
         f"{millions}M parameters: an update with {NUM_REQUESTS} requests in flight, and {window_s:g} s from its start",
-        ["requests", "prefilled again", "tokens/s", "pause ms"],
+        ["requests", "computed again", "tokens/s", "pause ms"],
         rows,
     )
     return results

@@ -4,20 +4,22 @@ For scripts/bench_weight_sync.py.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
+
+import cloudpickle
 
 from rollout.continuation import generate_through
 from rollout.engines.base import EngineSpec, WeightTag
 from rollout.engines.vllm import RequestOutputKind, VllmEngine, _sampling_params
 from rollout.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest
+from scripts import bench_prefill
 
 
 class TimedEngine(VllmEngine):
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
-        self.prefills: list[tuple[str, int]] = []
-        """(request, tokens prefilled) of every streamed request that came to its first token."""
         self.swapped = (0.0, 0.0)
         """When the last swap, or load, was asked for, and when it had been answered."""
 
@@ -48,10 +50,18 @@ class TimedEngine(VllmEngine):
             arrived = len(output.outputs[0].token_ids)
             times += [time.perf_counter()] * (arrived - before)
         assert final is not None and final.finished
-        completion = self._completion(final, self._boundaries.pop(request.request_id, []))
-        if arrived:
-            self.prefills.append((request.request_id, len(request.prompt_ids) - completion.cached_tokens))
-        return completion
+        return self._completion(final, self._boundaries.pop(request.request_id, []))
+
+    async def install_meter(self) -> None:
+        await self._on_worker(bench_prefill.install_meter)
+
+    async def tokens_computed_again(self) -> int:
+        """Since the meter was installed."""
+        return await self._on_worker(bench_prefill.read_meter)
+
+    async def _on_worker(self, function: Callable[[Any], Any]) -> Any:
+        [answer] = await self._llm.collective_rpc(cloudpickle.dumps(function))  # pyright: ignore[reportArgumentType]
+        return answer
 
 
 class StreamedTrajectory:

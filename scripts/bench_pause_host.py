@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
+from configs.schema import InFlightKv, PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.fleet import ReplicaFleet
 from rollout.replica import RolloutReplica
@@ -80,8 +80,15 @@ class Host:
 class Arm:
     """One way to update the weights of the host's engine."""
 
-    def __init__(self, host: Host, transport: Transport, staging: Staging, pause_mode: PauseMode = PauseMode.keep):
-        config = sync_config(transport, staging, pause_mode)
+    def __init__(
+        self,
+        host: Host,
+        transport: Transport,
+        staging: Staging,
+        pause_mode: PauseMode = PauseMode.keep,
+        in_flight_kv: InFlightKv = InFlightKv.keep,
+    ):
+        config = sync_config(transport, staging, pause_mode, in_flight_kv)
         # One name for all arms, so that the collective transport's group lasts from one to the next.
         self.replica = RolloutReplica("replica", host.engine, config)
         fleet = ReplicaFleet([self.replica], ReplicaRouter(["replica"], NUM_REQUESTS + 1), 1, [].append)
@@ -98,11 +105,17 @@ class Arm:
         return Update(version=version, started=started, ended=ended, swapped=self._host.engine.swapped, report=report)
 
 
-def sync_config(transport: Transport, staging: Staging, pause_mode: PauseMode) -> WeightSyncConfig:
+def sync_config(
+    transport: Transport,
+    staging: Staging,
+    pause_mode: PauseMode = PauseMode.keep,
+    in_flight_kv: InFlightKv = InFlightKv.keep,
+) -> WeightSyncConfig:
     return WeightSyncConfig(
         transport=transport,
         staging=staging,
         pause_mode=pause_mode,
+        in_flight_kv=in_flight_kv,
         stage_timeout_s=TIMEOUT_S,
         pause_timeout_s=TIMEOUT_S,
         swap_timeout_s=TIMEOUT_S,
@@ -127,7 +140,7 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
         publishers = {
             transport: Publisher(
                 weights,
-                make_sender(sync_config(transport, Staging.host, PauseMode.keep), owner, 0, 1, torch.device("cpu")),
+                make_sender(sync_config(transport, Staging.host), owner, 0, 1, torch.device("cpu")),
                 TIMEOUT_S,
             )
             for transport in (Transport.shared_memory, Transport.collective)

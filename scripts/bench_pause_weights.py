@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.tiny_model import build_tokenizer, write_model_directory
-from weight_sync.protocol import Manifest, combine
+from weight_sync.protocol import Manifest, combine, merge
 from weight_sync.transports.base import Sender
 
 VOCAB_SIZE = 512
@@ -143,11 +143,7 @@ class Publisher:
     async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
         self.global_steps = global_steps
         self._weights.change(global_steps)
-        part = await asyncio.to_thread(self._publish, global_steps, receivers, base)
-        manifest = part | {"locations": [part["location"]]}
-        if "checksums" in part:
-            manifest["checksums"] = [part["checksums"]]
-        return manifest
+        return merge([await asyncio.to_thread(self._publish, global_steps, receivers, base)])
 
     def _publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
         order: dict[str, Any] = {

@@ -14,8 +14,9 @@ publishes from a thread here. The arms of a size share one engine and take turns
     inside, shared_memory      reading the file that was written before it: checksums and the model's loading code
     inside, collective         meeting, packing, broadcasting by gloo, checksums and the model's loading code
   Collective is by gloo through host memory everywhere: on a single GPU, NCCL cannot have both sides.
-- `keep`: an update with pause_mode=keep against abort, where requests go on from their tokens: tokens prefilled again,
-  tokens/s from the order to update on, and the pause.
+- `keep`: an update with pause_mode=keep against abort, where requests go on from their tokens, and against keep with
+  in_flight_kv=recompute: tokens/s from the order to update on, the pause, and the tokens that the engine's worker
+  computes again, which are counted at its model runner, for all three alike.
 - `fleet`: whole updates of 1 to 256 simulated replicas, see scripts/bench_fleet.py.
 
 The last line of the output is JSON, of medians over repetitions; ratios are of neighbouring measurements. A part that
@@ -26,10 +27,12 @@ does not run leaves its keys out. "Largest" is the largest size that ran.
     inside_over_staged            largest, collective: pause of inside over pause of staged
     inside_over_staged_shared_memory    likewise, shared_memory
     publish_over_memcpy           largest: throughput of publishing into shared memory over that of memcpy, engine idle
-    keep_reprefill_tokens, abort_reprefill_tokens    tokens prefilled again per update (50M, or the smallest that ran)
-    keep_tokens_per_s, abort_tokens_per_s, keep_pause_ms, abort_pause_ms    likewise
+    keep_reprefill_tokens, abort_reprefill_tokens, recompute_reprefill_tokens
+                                  tokens computed again per update (50M, or the smallest that ran)
+    keep_tokens_per_s, keep_pause_ms, and of abort and recompute    likewise
     fleet_256_over_1              time of an update of 256 replicas over that of 1; fleet_log_bound: 1 + log2(256)
-    fleet_cpu_us_per_replica      CPU time per replica of an update, in microseconds: what fleets are bound by
+    fleet_cpu_us_per_replica      CPU time per replica of an update, in microseconds: what fleets are bound by (of the
+                                  driver and of the replica's transaction, without Ray's own)
     fleet_s_256                   seconds of an update of 256
 """
 

@@ -12,7 +12,7 @@ from trainer.checkpointer import Checkpointer, Snapshots
 from trainer.console import Console
 from trainer.recovering_workers import RecoveringWorkers
 from trainer.worker_group import TrainWorkerGroup
-from weight_sync.protocol import combine
+from weight_sync.protocol import combine, merge
 from weight_sync.transports.registry import make_sender, release_all
 
 
@@ -30,6 +30,7 @@ def make_workers(
         config=config,
         device=device,
         make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
+        merge=merge,
         combine=combine,
         on_start=output_to(run_dir),
         release=partial(release_all, config.weight_sync, owner(run_dir)),

@@ -70,15 +70,17 @@ class TrainWorkerGroup:
         config: Config,
         device: str,
         make_sender: "MakeSender",
+        merge: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
         combine: Callable[[Sequence[Sequence[int]]], int],
         on_start: Callable[[str], Callable[[], None]],
         release: Callable[[], None] = lambda: None,
     ):
-        """`release`: removes what dead workers have published."""
+        """`merge`, `combine`: see weight_sync.protocol. `release`: removes what dead workers have published."""
         self._step_timeout_s = config.trainer.step_timeout_s
         self._stage_timeout_s = config.weight_sync.stage_timeout_s
         self._start_timeout_s = config.rollout.start_timeout_s
         self._checkpoint_timeout_s = config.checkpoint.timeout_s
+        self._merge = merge
         self._combine = combine
         self._release = release
         options: dict[str, Any] = {
@@ -194,11 +196,7 @@ class TrainWorkerGroup:
             "base": base,
             "timeout_s": self._stage_timeout_s,
         }
-        parts = await self._on_all("publish", order)
-        manifest = parts[0] | {"locations": [part["location"] for part in parts]}
-        if "checksums" in manifest:
-            manifest["checksums"] = [part["checksums"] for part in parts]
-        return manifest
+        return self._merge(await self._on_all("publish", order))
 
     async def send(self, manifest: dict[str, Any]) -> int:
         """The checksum of what was sent. When it fails on one rank, or is cancelled, nobody goes on waiting in it."""

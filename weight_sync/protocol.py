@@ -10,7 +10,7 @@ Manifest = dict[str, Any]
 
     transport      name of the transport
     global_steps   the version
-    nbytes         length of the string of bytes (weight_sync.bucket)
+    nbytes         length of the string of bytes (weight_sync.bucket); of a delta, what all ranks have to send
     tensors        [name, dtype, shape, offset, nbytes] of each
     num_ranks      trainer ranks, each of which sends its part of every tensor
     locations      per rank, what the transport needs to reach its bytes
@@ -19,6 +19,17 @@ Manifest = dict[str, Any]
 
 What a worker gets has these besides: `replica`, its name; `worker`, the place among the replica's workers; `device`.
 """
+
+
+def merge(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a version, from what every rank published, by rank."""
+    manifest = parts[0] | {"locations": [part["location"] for part in parts]}
+    del manifest["location"]
+    if manifest["transport"] == "delta":  # ranks have strings of their own; else each says the length of the whole
+        manifest["nbytes"] = sum(part["nbytes"] for part in parts)
+    if "checksums" in manifest:
+        manifest["checksums"] = [part["checksums"] for part in parts]
+    return manifest
 
 
 def combine(checksums: Sequence[Sequence[int]]) -> int:

@@ -3,173 +3,32 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from configs.schema import (
-    Config,
-    ModelConfig,
-    PauseMode,
-    RolloutConfig,
-    TrainerConfig,
-    Transport,
-    WeightSyncConfig,
-)
+from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
-from rollout.fleet import ReplicaFleet
-from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
-from rollout.router import ReplicaRouter
-from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.system.test_replica_actor import monitor_of, no_redirect
-from trainer.worker_group import TrainWorkerGroup
-from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import combine
-from weight_sync.transports.registry import make_sender, release_all
+from rollout.replica_group import generate_group
+from rollout.types import Completion
+from tests.system.real_fleet import BUCKET_BYTES, CONFIG, Scene, change_all, emit_all, kept_busy, requests, started
+from tests.system.test_replica_actor import monitor_of
+from tests.system.weights import FIRST_TOKEN
 
 pytestmark = pytest.mark.slow
 
-OWNER = "fleet-updates"
-CONFIG = Config(
-    model=ModelConfig(),
-    rollout=RolloutConfig(num_replicas=2),
-    trainer=TrainerConfig(num_ranks=2),
-    weight_sync=WeightSyncConfig(stage_timeout_s=30, bucket_mb=1),
-)
-
-
-class OpenReplica(ReplicaActor):
-    """Lets a test look inside."""
-
-    async def dump(self, folder: str) -> None:
-        engine: Any = self._replica._engine
-        await engine._llm.on_every_worker("receiver_dump", folder)
-
-
-class Workers(TrainWorkerGroup):
-    """They take no steps: tests say which version the weights are."""
-
-    global_steps = 0
-
-
-@dataclass
-class Scene:
-    runner: asyncio.Runner
-    specs: list[EngineSpec]
-    replicas: list[ReplicaHandle]
-    workers: Workers
-    fleet: ReplicaFleet
-    version: int = 0
-
-    def run(self, call: Awaitable[Any]) -> Any:
-        async def within_deadline() -> Any:
-            async with asyncio.timeout(120):
-                return await call
-
-        return self.runner.run(within_deadline())
-
-    def manager(self, config: WeightSyncConfig) -> CheckpointManager:
-        return CheckpointManager(self.workers, self.fleet, config)
-
 
 @pytest.fixture(scope="module")
-def scene(ray_cluster: None, engine_spec: EngineSpec, tiny_model: Path) -> Iterator[Scene]:
+def scene(ray_cluster: None, engine_spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """A replica whose model is split over two workers, one of two engines with the whole, a trainer of two ranks."""
-    small = replace(engine_spec, max_num_seqs=2)
-    specs = [replace(small, tensor_parallel_size=2), replace(small, data_parallel_size=2)]
-    replicas = [create_replica(f"replica-{i}", spec, no_redirect, OpenReplica) for i, spec in enumerate(specs)]
-    workers = Workers(
-        config=CONFIG,
-        device="cpu",
-        make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
-        combine=combine,
-        on_start=no_redirect,
-    )
-    router = ReplicaRouter([replica.name for replica in replicas], 64)
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda text: None)
-    with asyncio.Runner() as runner:
-
-        async def start() -> None:
-            starts = [r.start(spec, CONFIG.weight_sync) for r, spec in zip(replicas, specs, strict=True)]
-            await asyncio.gather(workers.setup(str(tiny_model)), *starts)
-
-        runner.run(start())
-        try:
-            yield Scene(runner, specs, replicas, workers, fleet)
-        finally:
-            for part in (workers, *replicas):
-                part.kill()
-            release_all(CONFIG.weight_sync, OWNER)
-
-
-def use_transport(actor: Any, config: WeightSyncConfig) -> None:
-    """Runs in a train worker: from now on it publishes by another transport."""
-    worker = actor._worker
-    worker._sender.close()
-    worker._sender = make_sender(config, OWNER, worker._rank, worker._world_size, worker._device)
-
-
-def change_weights(actor: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Runs in a train worker: some elements of every parameter change. This rank's rows."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in actor._worker._policy.parameters():
-            rows = parameter.to_local()
-            rows += 0.1 * torch.randn(rows.shape) * (torch.rand(rows.shape) < 0.02)
-    return {name: rows.clone() for name, rows in actor._worker._shards()}
-
-
-async def change_all(workers: TrainWorkerGroup, seed: int) -> dict[str, torch.Tensor]:
-    parts = await asyncio.gather(*(actor.__ray_call__.remote(change_weights, seed) for actor in workers.actors))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return [
-        GenerationRequest(request_id=f"{name}-{index}", prompt_ids=tuple(range(5 + index, 40)), sampling=sampling)
-        for index in range(count)
-    ]
-
-
-def as_engine(weights: dict[str, torch.Tensor], name: str, rank: int, num_ranks: int) -> torch.Tensor:
-    """What a tensor-parallel rank should hold under vLLM's name: fused, and its part of what is split."""
-
-    def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return tensor.chunk(num_ranks, dim)[rank]
-
-    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    for together, names in fused.items():
-        if together in name:
-            return torch.cat([part(weights[name.replace(together, one)], 0) for one in names])
-    if "o_proj" in name or "down_proj" in name:
-        return part(weights[name], 1)
-    return weights[name]
-
-
-def check_dump(folder: Path, weights: dict[str, torch.Tensor], spec: EngineSpec) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == spec.data_parallel_size * spec.tensor_parallel_size
-    for worker, file in enumerate(files):
-        rank = worker % spec.tensor_parallel_size
-        held = load_file(file)
-        assert len(held) > 10
-        for name, tensor in held.items():
-            if "embed_tokens" in name or "lm_head" in name:  # split by rows, which are padded to a round number
-                rows = len(tensor) * rank
-                wanted = weights["model.embed_tokens.weight"][rows : rows + len(tensor)]
-                tensor = tensor[: len(wanted)]
-            else:
-                wanted = as_engine(weights, name, rank, spec.tensor_parallel_size)
-            assert torch.equal(tensor, wanted), f"{name} on worker {worker}"
+    specs = [replace(engine_spec, tensor_parallel_size=2), replace(engine_spec, data_parallel_size=2)]
+    with started(specs, tmp_path_factory.mktemp("fleet")) as scene:
+        yield scene
 
 
 TRANSPORTS = {
@@ -177,7 +36,7 @@ TRANSPORTS = {
     "collective": WeightSyncConfig(transport=Transport.collective, bucket_mb=1),
     "filesystem": WeightSyncConfig(transport=Transport.filesystem, directory="set by the test"),
     "delta over shared memory": WeightSyncConfig(delta=True),
-    "delta over collective": WeightSyncConfig(delta=True, transport=Transport.collective),
+    "delta over collective": WeightSyncConfig(delta=True, transport=Transport.collective, bucket_mb=1),
 }
 
 
@@ -186,23 +45,12 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
     config = TRANSPORTS[name]
     if config.directory:
         config = replace(config, directory=str(tmp_path / "weights"))
-    manager = scene.manager(config)
 
-    updated = asyncio.Event()
-
-    async def kept_busy(replica: ReplicaHandle) -> list[Completion]:
-        """One group after the other, until the updates are over, however long a busy machine takes for them."""
-        completions: list[Completion] = []
-        while not updated.is_set():
-            group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
-            completions += await generate_group(replica.actor, group)
-        return completions
-
-    async def scenario() -> tuple[dict[str, torch.Tensor], list[list[Completion]]]:
-        await asyncio.gather(*(a.__ray_call__.remote(use_transport, config) for a in scene.workers.actors))
+    async def scenario() -> list[list[Completion]]:
+        manager, updated = await scene.manager(config), asyncio.Event()
         if scene.version == 0:
             await manager.update_weights(0)
-        load = [asyncio.ensure_future(kept_busy(replica)) for replica in scene.replicas]
+        load = [asyncio.ensure_future(kept_busy(replica, name, updated)) for replica in scene.replicas]
         weights = {}
         for _ in range(3):
             scene.version += 1
@@ -210,23 +58,49 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
             report = await manager.update_weights(scene.version)
             assert report.failures == 0 and len(report.replicas) == 2
         updated.set()
-        for replica in scene.replicas:
-            (tmp_path / replica.name).mkdir()
-            await replica.actor.dump.remote(str(tmp_path / replica.name))
-        return weights, list(await asyncio.gather(*load))
+        assert max(rows.nbytes for rows in weights.values()) > 2 * BUCKET_BYTES, "the largest is in several buckets"
+        await scene.check_parameters(tmp_path, weights)
+        return list(await asyncio.gather(*load))
 
-    weights, completions = scene.run(scenario())
-    for replica, spec in zip(scene.replicas, scene.specs, strict=True):
-        check_dump(tmp_path / replica.name, weights, spec)
+    completions = scene.run(scenario())
     assert {status.global_steps for status in scene.run(scene.fleet.statuses())} == {scene.version}
     for of_a_replica in completions:
         assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in of_a_replica)
         assert any(len(one.spans) > 1 for one in of_a_replica), "an update came while it generated"
 
 
+@pytest.mark.parametrize("transport", [Transport.shared_memory, Transport.collective])
+def test_weights_that_are_not_staged_are_the_trainers_too(scene: Scene, transport: Transport, tmp_path: Path) -> None:
+    """They travel while the replica is paused, straight into the live parameters: all of them, and tokens follow."""
+    config = WeightSyncConfig(transport=transport, staging=Staging.none, bucket_mb=1)
+
+    async def scenario() -> list[list[Completion]]:
+        manager, updated = await scene.manager(config), asyncio.Event()
+        scene.version += 1
+        weights = await change_all(scene.workers, scene.version)
+        await manager.update_weights(scene.version)
+        await scene.check_parameters(tmp_path, weights)
+        load = []
+        for _ in range(3):
+            scene.version += 1
+            weights = await emit_all(scene)
+            report = await manager.update_weights(scene.version)
+            assert report.failures == 0 and len(report.replicas) == 2
+            await scene.check_parameters(tmp_path, weights)
+            if not load:
+                load = [asyncio.ensure_future(kept_busy(r, f"direct-{transport}", updated)) for r in scene.replicas]
+        updated.set()
+        return list(await asyncio.gather(*load))
+
+    for of_a_replica in scene.run(scenario()):
+        assert any(len(one.spans) > 1 for one in of_a_replica), "an update came while it generated"
+        for one in of_a_replica:
+            for span in one.spans:
+                assert set(one.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
+
+
 def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
     """Six requests for two seats per replica, paused twice, the same weights pushed while paused."""
-    manager = scene.manager(CONFIG.weight_sync)
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
@@ -234,7 +108,7 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
         ]
 
     async def scenario() -> tuple[list[Any], list[Any]]:
-        await asyncio.gather(*(a.__ray_call__.remote(use_transport, CONFIG.weight_sync) for a in scene.workers.actors))
+        manager = await scene.manager(CONFIG.weight_sync)
         await manager.update_weights(scene.version)
         calm = await asyncio.gather(*await generate("calm"))
         running = await generate("paused")
@@ -260,14 +134,14 @@ def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene
     config = TRANSPORTS["collective"]
 
     async def scenario() -> Any:
-        await asyncio.gather(*(a.__ray_call__.remote(use_transport, config) for a in scene.workers.actors))
+        manager = await scene.manager(config)
         watch = asyncio.create_task(monitor_of(scene.fleet).run())
         pid = await victim.actor.__ray_call__.remote(lambda _self: os.getpid())
         for process in psutil.Process(pid).children(recursive=True):
             process.send_signal(signal.SIGKILL)
         scene.version += 1
         async with asyncio.timeout(CONFIG.weight_sync.stage_timeout_s / 2):
-            report = await scene.manager(config).update_weights(scene.version)
+            report = await manager.update_weights(scene.version)
         assert not watch.done(), "one replica is enough"
         watch.cancel()
         return report

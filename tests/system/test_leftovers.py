@@ -1,4 +1,5 @@
-"""What a killed run leaves in shared memory and in weight_sync.directory is removed when it goes on, and only that."""
+"""What a killed run leaves in shared memory and in weight_sync.directory is removed when it goes on, and only that; in
+shared memory also when another run starts."""
 
 import asyncio
 import os
@@ -36,6 +37,9 @@ def test_the_next_process_of_a_run_removes_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(run_script, "cluster", no_cluster)
     run_dirs = [tmp_path / "one" / "run", tmp_path / "two" / "run", tmp_path / "one" / "run-2"]
     left = [publish(tmp_path, run_dir) for run_dir in run_dirs]
+    long_ago = tmp_path / "slipstream-0123456789ab-5-0badbeef"  # of a run that was killed, and never went on
+    long_ago.touch()
+    os.utime(long_ago, (0, 0))
     assert max(len(file.name) for file, _ in left) < 64
     monkeypatch.setattr(os, "getpid", lambda: 1)
     (tmp_path / "latest").symlink_to(run_dirs[0])
@@ -46,3 +50,4 @@ def test_the_next_process_of_a_run_removes_it(tmp_path: Path, monkeypatch: pytes
         console = PlainConsole(1, log)
         asyncio.run(run_script.run(config, "cpu", tmp_path / "latest", console, recorder))
     assert [(file.exists(), folder.exists()) for file, folder in left] == [(False, False), (True, True), (True, True)]
+    assert not long_ago.exists()

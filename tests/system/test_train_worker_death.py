@@ -28,7 +28,7 @@ from trainer.checkpointer import Checkpointer
 from trainer.metrics import to_floats
 from trainer.recovering_workers import RecoveringWorkers, TrainWorkersLostError
 from trainer.worker_group import TrainWorkerGroup
-from weight_sync.protocol import combine
+from weight_sync.protocol import combine, merge
 from weight_sync.transports.registry import make_sender, release_all
 
 OWNER = "worker-death"
@@ -78,6 +78,7 @@ def scene(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPath
         config=CONFIG,
         device="cpu",
         make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
+        merge=merge,
         combine=combine,
         on_start=no_redirect,
         release=partial(release_all, CONFIG.weight_sync, OWNER),

@@ -8,28 +8,27 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from weight_sync.protocol import combine
+from weight_sync.protocol import combine, merge
 from weight_sync.transports.shared_memory import SharedMemorySender, release_all
 
 FIRST_TOKEN = 40
 """Version v always emits token FIRST_TOKEN + v."""
+_senders: list[SharedMemorySender] = []
 
 
 def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> dict[str, Any]:
     """As a trainer of one rank does, into a file that `release` removes."""
     specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()]
     sender = SharedMemorySender("system-tests", rank=0, num_ranks=1)
+    _senders.append(sender)
     order = {"global_steps": global_steps, "nonce": uuid.uuid4().hex[:8]}
-    manifest = sender.publish(specs, lambda: iter(tensors.items()), order)
-    checksums = [manifest["checksums"]]
-    return manifest | {
-        "locations": [manifest["location"]],
-        "checksums": checksums,
-        "checksum": combine(checksums),
-    }
+    manifest = merge([sender.publish(specs, lambda: iter(tensors.items()), order)])
+    return manifest | {"checksum": combine(manifest["checksums"])}
 
 
 def release() -> None:
+    while _senders:
+        _senders.pop().close()
     release_all("system-tests")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,11 +15,11 @@ from scripts.bench_gaps import (
     median_window,
     normal_gap,
     pause_window,
-    prefilled_again,
     slope,
     tokens_within,
 )
 from scripts.bench_pause import PauseResults
+from scripts.bench_prefill import RecomputeMeter, install_meter, read_meter
 from scripts.virtual_clock import run_virtual
 
 
@@ -72,10 +73,43 @@ def test_tokens_are_counted_from_the_start_to_before_the_end() -> None:
     assert tokens_within([[0.5, 1.0, 1.5], [1.0, 2.0]], (1.0, 2.0)) == 3
 
 
-def test_only_parts_after_the_first_are_prefilled_again() -> None:
-    """ "a" was interrupted twice, "b" before its first token, so that its part "b+1" was the first to be prefilled."""
-    assert prefilled_again([("a", 100), ("c", 90), ("a+1", 107), ("b+1", 80), ("a+2", 111)]) == 107 + 111
-    assert prefilled_again([("a", 100), ("b", 100)]) == 0
+def test_what_is_computed_at_places_that_were_reached_before_is_computed_again() -> None:
+    """A prompt of 100 tokens in two chunks and two tokens: the last one of a trajectory is never computed."""
+    meter = RecomputeMeter()
+    for start, count in ((0, 60), (60, 40), (100, 1), (101, 1)):
+        meter.take("keep-0-31-0badbeef", start, count)
+    assert meter.tokens == 0
+    meter.take("keep-0-3-0badbeef", 0, 90)  # another trajectory
+    assert meter.tokens == 0
+    meter.take("keep-0-31-0badbeef", 0, 80)  # its KV was cleared
+    meter.take("keep-0-31-0badbeef", 80, 23)
+    assert meter.tokens == 102
+    meter.take("keep-0-31+1-12345678", 64, 40)  # aborted and continued, with two blocks in the prefix cache
+    assert meter.tokens == 102 + 39
+    meter.take("keep-0-31+1~1-12345678", 104, 1)
+    assert meter.tokens == 102 + 39
+    with pytest.raises(ValueError, match="request warmup: its name does not begin like"):
+        meter.take("warmup", 0, 1)
+
+
+def test_the_meter_sees_each_step_before_the_model_runner_takes_it() -> None:
+    steps = []
+    worker = SimpleNamespace(model_runner=SimpleNamespace(execute_model=lambda *step: steps.append(step) or "output"))
+    install_meter(worker)
+
+    def step(counts: dict[str, int], new: dict[str, int], cached: dict[str, int]) -> SimpleNamespace:
+        """`new`, `cached`: request -> the place from which on it is computed."""
+        return SimpleNamespace(
+            num_scheduled_tokens=counts,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=new[name]) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
+        )
+
+    first = step({"a-0-0": 100, "a-0-1": 50}, {"a-0-0": 0, "a-0-1": 0}, {})
+    assert worker.model_runner.execute_model(first, None) == "output"
+    worker.model_runner.execute_model(step({"a-0-0": 1, "a-0-1": 50}, {}, {"a-0-0": 100, "a-0-1": 0}))
+    assert steps[0] == (first, None) and len(steps) == 2
+    assert read_meter(worker) == 50
 
 
 def test_growth_is_held_against_the_logarithm() -> None:

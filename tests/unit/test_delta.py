@@ -146,6 +146,18 @@ def test_rows_of_which_much_changed_travel_whole(directory: Path) -> None:
     ]
 
 
+def test_the_length_is_of_what_all_ranks_send(directory: Path) -> None:
+    """Of three ranks the first sends its 17 x 16 rows of `large`, the second nothing, the third one element."""
+    trainer = fleet(directory, num_ranks=3)
+    trainer.update(weights(1), 1, {"a": 1})
+    new = nudged(weights(1), large=799)
+    new["large"][:17] *= -1
+    manifest = trainer.publish(new, 2, {"a": 1}, base=1)
+    of_ranks = [17 * 16 * 4, 64, 128]  # an empty string is 64 bytes, positions and values have 64 each
+    assert [location["inner"]["nbytes"] for location in manifest["locations"]] == of_ranks
+    assert manifest["nbytes"] == sum(of_ranks)
+
+
 @pytest.mark.usefixtures("local_store")
 def test_positions_that_do_not_fit_32_bits_have_64(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "INT32_MAX", 10)

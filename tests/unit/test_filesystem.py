@@ -1,13 +1,15 @@
 """Weights as safetensors in a shared folder: what is in it, who may read it, and when it goes."""
 
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.transport_cases import Fleet, assert_same, rows_of, weights
+from tests.unit.transport_cases import Fleet, Weights, assert_same, rows_of, weights
+from weight_sync.protocol import Manifest
 from weight_sync.transports import filesystem
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
 
@@ -46,6 +48,50 @@ def test_the_version_published_last_is_kept_and_a_mapping_of_the_one_before_stay
     )
     assert len(list((tmp_path / "run").iterdir())) == 1
     assert_same({name: embed, **dict(reading)}, weights(1))
+
+
+def test_a_reader_beside_the_writer_sees_the_version_before_whole_and_nothing_of_the_next(tmp_path: Path) -> None:
+    """Readers come before each tensor of the next version is written, and before the last rank has written."""
+    trainer = fleet(tmp_path, num_ranks=2)
+    before = trainer.publish(weights(1), 1, {})
+    before_of, announced, shards = files(tmp_path), 0, trainer.shards
+
+    def watched(new: Weights, rank: int) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+        def rows() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal announced
+            for name, tensor in shards(new, rank)():
+                announced += 1
+                if rank == 0:
+                    trainer.receive((f"reader {announced}", 0), before)
+                    assert [file for file in files(tmp_path) if file.endswith(".safetensors")] == before_of
+                else:  # rank 0 has published, and removed its file of the version before
+                    with pytest.raises(RuntimeError, match=r"rank_0of2\.safetensors is not there"):
+                        trainer.receive((f"reader {announced}", 0), before)
+                    with pytest.raises(RuntimeError, match=r"rank_1of2\.safetensors is not there"):
+                        trainer.receive((f"reader {announced}", 0), next_version(before, tmp_path))
+                yield name, tensor
+
+        return rows
+
+    trainer.shards = watched  # type: ignore[method-assign]
+    after = trainer.publish(weights(2), 2, {})
+    assert announced == 2 * len(weights(2))
+    assert_same(trainer.receive(("reader", 0), after), weights(2))
+
+
+def next_version(manifest: Manifest, directory: Path) -> Manifest:
+    """As one would say it who knew the name of what is being written."""
+    [folder] = [path for path in (directory / "run").iterdir() if path.name.startswith("v2-")]
+    names = [{**place, "file": str(folder / Path(place["file"]).name)} for place in manifest["locations"]]
+    return manifest | {"global_steps": 2, "locations": names}
+
+
+def test_a_file_that_goes_before_the_first_tensor_is_read_is_told_of(tmp_path: Path) -> None:
+    trainer = fleet(tmp_path)
+    reading = FilesystemReceiver().tensors(trainer.publish(weights(1), 1, {}))
+    trainer.publish(weights(2), 2, {})
+    with pytest.raises(RuntimeError, match=r"rank_0of1\.safetensors is gone: a newer version has been published"):
+        next(reading)
 
 
 def test_tensors_are_mapped_on_boundaries_of_their_elements(tmp_path: Path) -> None:

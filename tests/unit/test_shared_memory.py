@@ -2,8 +2,12 @@
 
 import errno
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 
 from weight_sync import bucket
+from weight_sync.protocol import merge
 from weight_sync.transports import shared_memory
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
@@ -43,8 +48,7 @@ class Trainer:
             sender.publish(specs, lambda rank=rank: self._rows(weights, rank), order)
             for rank, sender in enumerate(self.senders)
         ]
-        lists = {"locations": [p["location"] for p in parts], "checksums": [p["checksums"] for p in parts]}
-        return parts[0] | lists
+        return merge(parts)
 
     def _rows(self, weights: Tensors, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights.items():
@@ -164,6 +168,96 @@ def test_release_all_takes_the_owners_files_and_no_others(directory: Path) -> No
     assert set(directory.iterdir()) == {unrelated, *map(path_of, others)}
     shared_memory.release_all("[r]un")
     assert len(list(directory.iterdir())) == len(others)
+
+
+# -- what a kill left --------------------------------------------------------------------------------------------------
+
+PUBLISHER = """
+import sys, time
+from pathlib import Path
+import torch
+from weight_sync.transports import shared_memory
+shared_memory.DIRECTORY = Path(sys.argv[1])
+senders = [shared_memory.SharedMemorySender(sys.argv[2], rank, 2) for rank in range(2)]
+for version in range(2):  # the second takes the file of the first
+    order = {"global_steps": version, "nonce": f"{version:08x}"}
+    for rank, sender in enumerate(senders):
+        rows = lambda: iter([("w", torch.full((4, 4), float(rank)))])
+        sender.publish([("w", torch.float32, [8, 4])], rows, order)
+sys.stdout.write("published\\n")
+sys.stdout.flush()
+time.sleep(600)
+"""
+
+
+@contextmanager
+def publisher(directory: Path, owner: str) -> Iterator[subprocess.Popen[str]]:
+    """A trainer of two ranks, in a process of its own, that has published version 1."""
+    command = [sys.executable, "-c", PUBLISHER, str(directory), owner]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "published\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def make_old(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (0, 0))
+
+
+def test_what_a_killed_process_published_is_swept_and_what_a_living_one_did_stays(directory: Path) -> None:
+    with publisher(directory, "killed") as killed, publisher(directory, "alive"):
+        [left], [live] = directory.glob("slipstream-killed-*"), directory.glob("slipstream-alive-*")
+        make_old(left, live)
+        shared_memory.sweep()
+        assert set(directory.iterdir()) == {left, live}, "both live"
+        os.kill(killed.pid, signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL
+        mapped = torch.from_file(str(left), shared=False, size=128, dtype=torch.uint8)
+        shared_memory.sweep()
+        assert set(directory.iterdir()) == {live}
+        assert mapped.view(torch.float32).tolist() == [0.0] * 16 + [1.0] * 16, "who has mapped it can go on reading"
+
+
+def test_any_ranks_lock_keeps_the_file(directory: Path) -> None:
+    trainer = Trainer(num_ranks=2)
+    path = path_of(trainer.publish())
+    make_old(path)
+    held, trainer.senders[0]._lock = trainer.senders[0]._lock, None
+    assert held is not None
+    os.close(held)  # as if that rank's process had died
+    shared_memory.sweep()
+    assert path.exists()
+    trainer.senders[1].close()
+    assert not path.exists()
+
+
+def test_only_old_files_of_ours_are_swept(directory: Path) -> None:
+    """One that has just been created may not have been locked yet."""
+    young, old = directory / "slipstream-run-4-0badbeef", directory / "slipstream-run-5-0badbeef"
+    socket_folder, others = directory / "slipstream-x7_k2", directory / "psm_0badbeef"
+    elsewhere, link = directory / "elsewhere", directory / "slipstream-run-6-0badbeef"
+    socket_folder.mkdir()
+    link.symlink_to(elsewhere)
+    for path in (young, old, others, elsewhere):
+        path.touch()
+    make_old(old, others, elsewhere, socket_folder)
+    shared_memory.sweep()
+    assert set(directory.iterdir()) == {young, socket_folder, others, elsewhere, link}
+
+
+def test_the_lock_ends_with_the_publication(directory: Path) -> None:
+    sender = Trainer().senders[0]
+    order = {"global_steps": 1, "nonce": "0"}
+    for again in (False, True):
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for rows in (16, 32, 64):  # each larger than the one before: a file of its own
+            sender.publish([("w", torch.float32, [rows])], lambda rows=rows: iter([("w", torch.ones(rows))]), order)
+        sender.close()
+        assert len(os.listdir("/proc/self/fd")) == descriptors, again
 
 
 def test_weights_that_do_not_fit_are_refused_before_a_byte_is_written(

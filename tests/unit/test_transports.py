@@ -26,11 +26,13 @@ def test_three_versions_arrive_bit_by_bit_and_closing_leaves_nothing(
 ) -> None:
     fleet = make_fleet(transport, directory, num_ranks)
     receivers = {f"replica-{index}": 1 for index in range(num_replicas)}
+    _, num_bytes = bucket.layout([(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights(0).items()])
     for global_steps in (1, 2, 3):
         new = weights(seed=global_steps)
         update = fleet.update(new, global_steps, receivers)
         update.assert_received(new)
         assert len(update.received) == num_replicas
+        assert update.manifest["nbytes"] == num_bytes, "of the whole, however many ranks send a part of it"
         assert (update.manifest["transport"], update.manifest["global_steps"]) == (transport, global_steps)
         assert update.sent == [
             [bucket.checksum(rows_of(tensor, rank, num_ranks).contiguous()) for tensor in new.values()]

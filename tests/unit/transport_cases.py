@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from weight_sync.bucket import Spec
-from weight_sync.protocol import Manifest
+from weight_sync.protocol import Manifest, merge
 from weight_sync.transports import collective, group
 from weight_sync.transports.base import Receiver, Sender
 from weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
@@ -90,12 +90,7 @@ class Fleet:
             **order,
         }
         parts = [sender.publish(specs, self.shards(new, rank), order) for rank, sender in enumerate(self.senders)]
-        merged = parts[0] | {"locations": [part["location"] for part in parts]}
-        if merged["transport"] == "delta":
-            merged["nbytes"] = sum(part["nbytes"] for part in parts)
-        if "checksums" in merged:
-            merged["checksums"] = [part["checksums"] for part in parts]
-        return merged
+        return merge(parts)
 
     def shards(self, new: Weights, rank: int) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
         return lambda: ((name, rows_of(tensor, rank, self.num_ranks)) for name, tensor in new.items())

@@ -1,7 +1,8 @@
 """Only what changed, over any other transport.
 
 Every rank compares its rows with those that it published before, and sends positions and values of what differs by an
-inner sender of its own. Receivers keep the whole weights of the last version in host memory and write over them.
+inner sender of its own. Receivers keep the whole weights of the last version in host memory and write over them: each
+worker of a replica for itself, because which rows it needs is known only to the engine's loading code.
 """
 
 from collections.abc import Callable, Iterator, Sequence

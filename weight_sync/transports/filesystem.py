@@ -85,7 +85,8 @@ class FilesystemSender:
 
 class FilesystemReceiver:
     def tensors(self, manifest: "Manifest") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Views of the mapped files, where one rank holds all of a tensor. RuntimeError when a file is not there."""
+        """Views of the mapped files, where one rank holds all of a tensor. RuntimeError when a file is not there, or
+        no more when the first tensor is asked for: then a newer version is."""
         from weight_sync import bucket  # noqa: PLC0415
         from weight_sync.transports import rows  # noqa: PLC0415
 
@@ -165,6 +166,8 @@ def _read(path: Path, own: "Sequence[Entry]") -> "Iterator[tuple[str, torch.Tens
         with safe_open(path, framework="pt") as file:
             for name, *_ in own:
                 yield name, file.get_tensor(name)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{path} is gone: a newer version has been published") from error
     except SafetensorError as error:
         raise RuntimeError(f"{path} is not what was written: {error}") from error
 

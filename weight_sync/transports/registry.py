@@ -81,9 +81,11 @@ def _make_receiver(transport: str) -> "Receiver":
 
 
 def release_all(config: WeightSyncConfig, owner: str) -> None:
-    """Remove what `owner` published and nobody removed, as after a crash."""
+    """Remove what `owner` published and nobody removed, as after a crash; of shared memory, also what any other run
+    left whose processes are all gone."""
     from weight_sync.transports import filesystem, shared_memory  # noqa: PLC0415
 
     shared_memory.release_all(owner)
+    shared_memory.sweep()
     if config.directory is not None:
         filesystem.release_all(Path(config.directory), owner)

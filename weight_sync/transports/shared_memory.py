@@ -1,8 +1,16 @@
-"""Weights through a file in shared memory: one host, any device. Every worker of every replica reads it in place."""
+"""Weights through a file in shared memory: one host, any device. Every worker of every replica reads it in place.
 
+Such a file has a model's size and outlives its writers, so each of them holds a shared lock on it while it lives: one
+that nobody has locked is what a killed run left (`sweep`). The kernel keeps these locks, so they count between
+containers that share the folder, too, where process ids say nothing.
+"""
+
+import contextlib
+import fcntl
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +23,9 @@ if TYPE_CHECKING:  # the driver, which only removes files, does without torch
     from weight_sync.transports.base import Shards
 
 DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+FILE_NAME = r"slipstream-{owner}--?\d+-[0-9a-f]+"
+MIN_AGE_S = 60.0
+"""Younger files are not swept: they may lie between their creation and their lock."""
 
 
 class SharedMemorySender:
@@ -25,6 +36,8 @@ class SharedMemorySender:
         """`owner`: part of the file's name, by which `release_all` finds what a crash left."""
         self._owner, self._rank, self._num_ranks = owner, rank, num_ranks
         self._path: Path | None = None
+        self._lock: int | None = None
+        """File descriptor that holds the shared lock."""
 
     def publish(self, specs: "Sequence[Spec]", shards: "Shards", order: dict[str, Any]) -> "Manifest":
         from weight_sync import bucket  # noqa: PLC0415
@@ -33,7 +46,7 @@ class SharedMemorySender:
         path = DIRECTORY / f"slipstream-{self._owner}-{order['global_steps']}-{order['nonce']}"
         if self._path is None or len(self._buffer) < nbytes:
             self.close()
-            self._buffer = _allocate(path, nbytes)
+            self._buffer, self._lock = _allocate(path, nbytes)
         elif self._rank == 0:
             self._path.rename(path)
         self._path = path
@@ -58,6 +71,9 @@ class SharedMemorySender:
         """Mappings that are still open stay valid."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        self._path = self._lock = None
 
 
 class SharedMemoryReceiver:
@@ -80,24 +96,42 @@ class SharedMemoryReceiver:
         return bucket.verified(bucket.read([mapped], manifest["tensors"]), manifest)
 
 
-def _allocate(path: Path, nbytes: int) -> "torch.Tensor":
-    """The file, mapped. Its memory is claimed here: to write where none is left would end the process by SIGBUS."""
+def _allocate(path: Path, nbytes: int) -> "tuple[torch.Tensor, int]":
+    """The file, mapped, and the descriptor that locks it. Its memory is claimed here: to write where none is left would
+    end the process by SIGBUS."""
     import torch  # noqa: PLC0415
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
+        os.close(descriptor)
         path.unlink(missing_ok=True)
         raise RuntimeError(f"{path.parent} has no room for {nbytes / 1e6:.1f} MB of weights: {error}") from error
-    finally:
-        os.close(descriptor)
-    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), descriptor
 
 
 def release_all(owner: str) -> None:
     """Remove every file of `owner`."""
-    own = re.compile(rf"slipstream-{re.escape(owner)}--?\d+-[0-9a-f]+")  # not those of an owner "<owner>-2"
-    for path in DIRECTORY.glob("slipstream-*"):
-        if own.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    for path in _files(re.escape(owner)):
+        path.unlink(missing_ok=True)
+
+
+def sweep() -> None:
+    """Remove what runs that were killed have left, whoever they were. Who has mapped such a file keeps the mapping."""
+    for path in _files(".+"):
+        with contextlib.suppress(OSError):  # another user's; or another run swept it first
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > MIN_AGE_S:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody publishes it
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _files(owner: str) -> list[Path]:
+    """`owner`: a regular expression."""
+    name = re.compile(FILE_NAME.format(owner=owner))  # whole: "<owner>" is not the owner of "<owner>-2"'s
+    return [path for path in DIRECTORY.glob("slipstream-*") if name.fullmatch(path.name)]

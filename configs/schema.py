@@ -278,8 +278,7 @@ class Config:
     device: Device = Device.auto
     """auto, cpu or cuda, for replicas and trainer alike."""
     gpu_share: float = 1.0
-    """Of a GPU, for the trainer and for each replica. Below 1 they share: 0.5 runs both on one GPU, where
-    rollout.gpu_memory_utilization leaves room for the trainer."""
+    """Of a GPU, for the trainer and each replica: 0.5 runs both on one, as rollout.gpu_memory_utilization has room."""
     dry_run: bool = False
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False

@@ -106,6 +106,22 @@ async def cancelled_with_us(call: Any) -> Any:
         raise
 
 
+class _Shared:
+    """What all replicas are told is put into Ray's object store once: to pickle the manifest of a large model takes
+    from 0.2 to 20 ms, in which the driver does nothing else."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, ray.ObjectRef] | None = None
+
+    def ref(self, value: Any) -> "ray.ObjectRef":
+        if self._last is None or self._last[0] is not value:
+            self._last = (value, ray.put(value))
+        return self._last[1]
+
+
+_manifests = _Shared()
+
+
 class ReplicaHandle:
     """The driver's side of one replica: a `weight_sync.protocol.WeightTarget`."""
 
@@ -147,10 +163,11 @@ class ReplicaHandle:
         return await self._control("status")
 
     async def stage(self, manifest: dict[str, Any]) -> None:
-        await self._control("stage", manifest)
+        await self._control("stage", _manifests.ref(manifest))
 
     async def commit(self, manifest: dict[str, Any]) -> CommitReport:
-        return await self._control("commit", manifest)
+        is_whole = "tensors" in manifest
+        return await self._control("commit", _manifests.ref(manifest) if is_whole else manifest)
 
     async def stats(self) -> dict[str, float]:
         return await self._control("stats")

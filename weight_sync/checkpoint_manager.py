@@ -231,7 +231,7 @@ class CheckpointManager:
         started = time.perf_counter()
         if self._config.staging is not Staging.none:
             await self._within("stage", target.name, target.stage(manifest), "stage_timeout_s")
-            manifest = manifest | {"checksum": await sending.checksum()}
+            manifest = {"global_steps": manifest["global_steps"], "checksum": await sending.checksum()}
         staged = time.perf_counter()
         # The replica keeps the deadlines of each part; this one is for a replica that does not answer.
         parts = ("pause_timeout_s", "swap_timeout_s", "pause_timeout_s")

@@ -82,7 +82,8 @@ class WeightTarget(Protocol):
 
     async def commit(self, manifest: Manifest) -> "CommitReport":
         """Pause, make the staged weights live (with staging=none: receive them), verify, resume: the replica's own
-        transaction, which ends whatever becomes of the caller."""
+        transaction, which ends whatever becomes of the caller. Of weights that are staged, `manifest` has no more than
+        `global_steps` and `checksum`."""
         ...
 
     async def status(self) -> "TargetStatus": ...

@@ -15,7 +15,7 @@ import pytest
 from rollout.engines.base import EngineSpec
 from rollout.replica_group import engine_env
 from tests.system import test_engine, test_pause_modes, test_versions
-from tests.system.conftest import EngineHost
+from tests.system.conftest import EngineHost, start_as_if_busy
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,11 @@ def host(engine_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]:
         update_config(config)
         config.scheduler_config.async_scheduling = True
 
-    async def start() -> vllm.VllmEngine:
-        return vllm.VllmEngine(engine_spec)
-
     with asyncio.Runner() as runner:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CpuPlatform, "check_and_update_config", classmethod(with_async_scheduling))
             patch.setattr(vllm, "RECEIVER", "tests.system.async_on_cpu.AsyncReceiver")
-            engine = runner.run(start())
+            engine = runner.run(start_as_if_busy(engine_spec))
         yield EngineHost(engine, runner, tiny_model)
         engine.shutdown()
 

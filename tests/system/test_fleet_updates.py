@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Iterator
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from configs.schema import (
     Config,
@@ -29,6 +29,7 @@ from rollout.fleet import ReplicaFleet
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.system.dumps import check_dump
 from tests.system.test_replica_actor import monitor_of, no_redirect
 from trainer.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -52,6 +53,18 @@ class OpenReplica(ReplicaActor):
     async def dump(self, folder: str) -> None:
         engine: Any = self._replica._engine
         await engine._llm.on_every_worker("receiver_dump", folder)
+
+    async def counts(self) -> dict[str, tuple[int, int]]:
+        """Of each request in the engine: the data-parallel rank that it is on, and its tokens so far."""
+        engine: Any = self._replica._engine
+        if not hasattr(engine._llm.engine_core, "reqs_in_flight"):  # one rank
+            return {name: (0, count) for name, count in engine._llm.output_counts().items()}
+        core = engine._llm.engine_core
+        ranks = {inside: core.core_engines.index(identity) for inside, identity in core.reqs_in_flight.items()}
+        return {
+            state.external_req_id: (ranks[inside], state.detokenizer.num_output_tokens())
+            for inside, state in engine._llm.output_processor.request_states.items()
+        }
 
 
 class Workers(TrainWorkerGroup):
@@ -140,38 +153,6 @@ def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
     ]
 
 
-def as_engine(weights: dict[str, torch.Tensor], name: str, rank: int, num_ranks: int) -> torch.Tensor:
-    """What a tensor-parallel rank should hold under vLLM's name: fused, and its part of what is split."""
-
-    def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return tensor.chunk(num_ranks, dim)[rank]
-
-    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    for together, names in fused.items():
-        if together in name:
-            return torch.cat([part(weights[name.replace(together, one)], 0) for one in names])
-    if "o_proj" in name or "down_proj" in name:
-        return part(weights[name], 1)
-    return weights[name]
-
-
-def check_dump(folder: Path, weights: dict[str, torch.Tensor], spec: EngineSpec) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == spec.data_parallel_size * spec.tensor_parallel_size
-    for worker, file in enumerate(files):
-        rank = worker % spec.tensor_parallel_size
-        held = load_file(file)
-        assert len(held) > 10
-        for name, tensor in held.items():
-            if "embed_tokens" in name or "lm_head" in name:  # split by rows, which are padded to a round number
-                rows = len(tensor) * rank
-                wanted = weights["model.embed_tokens.weight"][rows : rows + len(tensor)]
-                tensor = tensor[: len(wanted)]
-            else:
-                wanted = as_engine(weights, name, rank, spec.tensor_parallel_size)
-            assert torch.equal(tensor, wanted), f"{name} on worker {worker}"
-
-
 TRANSPORTS = {
     "shared memory": WeightSyncConfig(),
     "collective": WeightSyncConfig(transport=Transport.collective, bucket_mb=1),
@@ -225,33 +206,66 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
 
 
 def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
-    """Six requests for two seats per replica, paused twice, the same weights pushed while paused."""
+    """Six requests for two seats per engine, paused twice, the same weights pushed while paused. Every rank of every
+    replica has requests in flight at both pauses, and no token moves on any."""
     manager = scene.manager(CONFIG.weight_sync)
+
+    async def counts(of_all: Callable[[dict[int, list[int]]], bool]) -> dict[str, int]:
+        """Tokens of each request in an engine, once those of each replica, by rank, are so."""
+        while True:
+            answers = await asyncio.gather(*(replica.actor.counts.remote() for replica in scene.replicas))
+            ranks = [defaultdict[int, list[int]](list) for _ in answers]
+            for of_replica, answer in zip(ranks, answers, strict=True):
+                for rank, count in answer.values():
+                    of_replica[rank].append(count)
+            if all(map(of_all, ranks)):
+                assert [len(of_replica) for of_replica in ranks] == [spec.data_parallel_size for spec in scene.specs]
+                return {name: count for answer in answers for name, (_, count) in answer.items()}
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
-            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, 120))) for r in scene.replicas
+            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, 200))) for r in scene.replicas
         ]
 
-    async def scenario() -> tuple[list[Any], list[Any]]:
+    async def scenario() -> tuple[list[list[Completion]], list[list[Completion]], list[tuple[int, dict[str, int]]]]:
         await asyncio.gather(*(a.__ray_call__.remote(use_transport, CONFIG.weight_sync) for a in scene.workers.actors))
         await manager.update_weights(scene.version)
         calm = await asyncio.gather(*await generate("calm"))
         running = await generate("paused")
-        for _ in range(2):
-            await asyncio.sleep(0.1)
+        pauses = []
+        for least in (5, 40):
+            await counts(lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
             await scene.fleet.pause(PauseMode.keep)
             assert await scene.fleet.is_paused()
+            await asyncio.sleep(0.3)  # what was sampled before is still on its way
+            frozen = await counts(lambda _: True)
+            await asyncio.sleep(1)
+            assert await counts(lambda _: True) == frozen
+            pauses.append((scene.version, frozen))
             scene.version += 1
             await manager.update_weights(scene.version)
             assert await scene.fleet.is_paused(), "a client's pause outlives an update"
+            await asyncio.sleep(0.3)
+            assert await counts(lambda _: True) == frozen
             await scene.fleet.resume()
-        return list(calm), list(await asyncio.gather(*running))
+        return calm, list(await asyncio.gather(*running)), pauses
 
-    calm, paused = scene.run(scenario())
+    calm, paused, pauses = scene.run(scenario())
     for undisturbed, disturbed in zip(sum(calm, []), sum(paused, []), strict=True):
+        assert len(disturbed.token_ids) == 200
         np.testing.assert_array_equal(undisturbed.token_ids, disturbed.token_ids)
         np.testing.assert_allclose(undisturbed.logprobs, disturbed.logprobs, atol=2e-5)
+    completions = {
+        f"paused-{replica.name}-{index}": completion
+        for replica, of_replica in zip(scene.replicas, paused, strict=True)
+        for index, completion in enumerate(of_replica)
+    }
+    for version, frozen in pauses:
+        for name, count in frozen.items():
+            ends = {span.global_steps: span.end for span in completions[name].spans}
+            assert 0 < count < 200 and ends[version] == count, "some tokens before the pause, and others after it"
+    assert len(pauses[0][1]) == len(pauses[1][1]) == 2 + 2 * 2, "every seat was taken"
+    assert max(len(completion.spans) for completion in completions.values()) == 3
 
 
 def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene: Scene) -> None:

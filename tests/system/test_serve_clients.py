@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.system.serving import Server, Stream, body, is_metric, metric, num_tokens, path, post, run, until
@@ -23,6 +24,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+def test_gateway_and_replica_listen_on_loopback_alone(server: Server) -> None:
+    """Unless the config says otherwise."""
+    ports = {httpx.URL(url).port for url in (server.gateway, *server.replicas)}
+    sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    found = {(one.laddr.ip, one.laddr.port) for one in sockets if one.laddr and one.laddr.port in ports}
+    assert len(ports) == 2 and found == {("127.0.0.1", port) for port in ports}
 
 
 def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs(server: Server) -> None:

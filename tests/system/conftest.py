@@ -48,17 +48,23 @@ class EngineHost:
     model_path: Path
 
 
+async def start_as_if_busy(spec: EngineSpec) -> Any:
+    """An engine whose outputs of one step are taken in few at a time, as those of hundreds of requests are: then the
+    answer to a pause can overtake some of them."""
+    from rollout.engines.vllm import VllmEngine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "2")
+        engine = VllmEngine(spec)
+        engine._llm._run_output_handler()  # it reads that now
+    return engine
+
+
 @pytest.fixture(scope="session")
 def engine_host(engine_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]:
     os.environ.update(engine_env(engine_spec))
-    from rollout.engines.vllm import VllmEngine
-
     with asyncio.Runner() as runner:
-
-        async def start() -> VllmEngine:
-            return VllmEngine(engine_spec)
-
-        engine = runner.run(start())
+        engine = runner.run(start_as_if_busy(engine_spec))
         yield EngineHost(engine, runner, tiny_model)
         engine.shutdown()
 

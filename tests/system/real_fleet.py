@@ -10,7 +10,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-from safetensors.torch import load_file
 
 from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
@@ -18,6 +17,7 @@ from rollout.fleet import ReplicaFleet
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.system.dumps import check_dump
 from tests.system.test_replica_actor import no_redirect
 from tests.system.weights import FIRST_TOKEN, emitting_weights, random_weights
 from trainer.tiny_model import build_model, build_tokenizer, write_model_directory
@@ -49,6 +49,18 @@ class OpenReplica(ReplicaActor):
     async def dump(self, folder: str) -> None:
         engine: Any = self._replica._engine
         await engine._llm.on_every_worker("receiver_dump", folder)
+
+    async def counts(self) -> dict[str, tuple[int, int]]:
+        """Of each request in the engine: the data-parallel rank that it is on, and its tokens so far."""
+        engine: Any = self._replica._engine
+        if not hasattr(engine._llm.engine_core, "reqs_in_flight"):  # one rank
+            return {name: (0, count) for name, count in engine._llm.output_counts().items()}
+        core = engine._llm.engine_core
+        ranks = {inside: core.core_engines.index(identity) for inside, identity in core.reqs_in_flight.items()}
+        return {
+            state.external_req_id: (ranks[inside], state.detokenizer.num_output_tokens())
+            for inside, state in engine._llm.output_processor.request_states.items()
+        }
 
 
 class Workers(TrainWorkerGroup):
@@ -187,35 +199,3 @@ async def kept_busy(replica: ReplicaHandle, name: str, until: asyncio.Event) -> 
         group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
         completions += await generate_group(replica.actor, group)
     return completions
-
-
-def as_engine(weights: dict[str, torch.Tensor], name: str, rank: int, num_ranks: int) -> torch.Tensor:
-    """What a tensor-parallel rank should hold under vLLM's name: fused, and its part of what is split."""
-
-    def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return tensor.chunk(num_ranks, dim)[rank]
-
-    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    for together, names in fused.items():
-        if together in name:
-            return torch.cat([part(weights[name.replace(together, one)], 0) for one in names])
-    if "o_proj" in name or "down_proj" in name:
-        return part(weights[name], 1)
-    return weights[name]
-
-
-def check_dump(folder: Path, weights: dict[str, torch.Tensor], spec: EngineSpec) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == spec.data_parallel_size * spec.tensor_parallel_size
-    for worker, file in enumerate(files):
-        rank = worker % spec.tensor_parallel_size
-        held = load_file(file)
-        assert len(held) > 10
-        for name, tensor in held.items():
-            if "embed_tokens" in name or "lm_head" in name:  # split by rows, which are padded to a round number
-                rows = len(tensor) * rank
-                wanted = weights["model.embed_tokens.weight"][rows : rows + len(tensor)]
-                tensor = tensor[: len(wanted)]
-            else:
-                wanted = as_engine(weights, name, rank, spec.tensor_parallel_size)
-            assert torch.equal(tensor, wanted), f"{name} on worker {worker}"

@@ -96,6 +96,7 @@ class Stream:
     times: list[float] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
     response_id: str = ""
     ended: bool = False
@@ -107,6 +108,8 @@ class Stream:
                 self.times.append(time.monotonic())
                 self.token_ids.setdefault(choice["index"], []).extend(token_ids)
                 self.logprobs.setdefault(choice["index"], []).extend(logprobs_of(choice))
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content")
+            self.text[choice["index"]] = self.text.get(choice["index"], "") + (piece or "")
             if choice["finish_reason"] is not None:
                 self.finish[choice["index"]] = choice["finish_reason"]
 
@@ -119,6 +122,11 @@ class Stream:
                 elif line:
                     self.take(json.loads(line.removeprefix("data: ")))
         return self
+
+
+def num_tokens(stream: Stream) -> int:
+    """Of its first choice. A busy machine sends several in one chunk."""
+    return len(stream.token_ids.get(0, ()))
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[float]:

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,32 +101,65 @@ def test_weights_that_are_not_staged_are_the_trainers_too(scene: Scene, transpor
 
 
 def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
-    """Six requests for two seats per replica, paused twice, the same weights pushed while paused."""
+    """Six requests for two seats per engine, paused twice, the same weights pushed while paused. Every rank of every
+    replica has requests in flight at both pauses, and no token moves on any."""
+
+    async def counts(of_all: Callable[[dict[int, list[int]]], bool]) -> dict[str, int]:
+        """Tokens of each request in an engine, once those of each replica, by rank, are so."""
+        while True:
+            answers = await asyncio.gather(*(replica.actor.counts.remote() for replica in scene.replicas))
+            ranks = [defaultdict[int, list[int]](list) for _ in answers]
+            for of_replica, answer in zip(ranks, answers, strict=True):
+                for rank, count in answer.values():
+                    of_replica[rank].append(count)
+            if all(map(of_all, ranks)):
+                assert [len(of_replica) for of_replica in ranks] == [spec.data_parallel_size for spec in scene.specs]
+                return {name: count for answer in answers for name, (_, count) in answer.items()}
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
-            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, 120))) for r in scene.replicas
+            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, 200))) for r in scene.replicas
         ]
 
-    async def scenario() -> tuple[list[Any], list[Any]]:
+    async def scenario() -> tuple[list[list[Completion]], list[list[Completion]], list[tuple[int, dict[str, int]]]]:
         manager = await scene.manager(CONFIG.weight_sync)
         await manager.update_weights(scene.version)
         calm = await asyncio.gather(*await generate("calm"))
         running = await generate("paused")
-        for _ in range(2):
-            await asyncio.sleep(0.1)
+        pauses = []
+        for least in (5, 40):
+            await counts(lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
             await scene.fleet.pause(PauseMode.keep)
             assert await scene.fleet.is_paused()
+            await asyncio.sleep(0.3)  # what was sampled before is still on its way
+            frozen = await counts(lambda _: True)
+            await asyncio.sleep(1)
+            assert await counts(lambda _: True) == frozen
+            pauses.append((scene.version, frozen))
             scene.version += 1
             await manager.update_weights(scene.version)
             assert await scene.fleet.is_paused(), "a client's pause outlives an update"
+            await asyncio.sleep(0.3)
+            assert await counts(lambda _: True) == frozen
             await scene.fleet.resume()
-        return list(calm), list(await asyncio.gather(*running))
+        return calm, list(await asyncio.gather(*running)), pauses
 
-    calm, paused = scene.run(scenario())
+    calm, paused, pauses = scene.run(scenario())
     for undisturbed, disturbed in zip(sum(calm, []), sum(paused, []), strict=True):
+        assert len(disturbed.token_ids) == 200
         np.testing.assert_array_equal(undisturbed.token_ids, disturbed.token_ids)
         np.testing.assert_allclose(undisturbed.logprobs, disturbed.logprobs, atol=2e-5)
+    completions = {
+        f"paused-{replica.name}-{index}": completion
+        for replica, of_replica in zip(scene.replicas, paused, strict=True)
+        for index, completion in enumerate(of_replica)
+    }
+    for version, frozen in pauses:
+        for name, count in frozen.items():
+            ends = {span.global_steps: span.end for span in completions[name].spans}
+            assert 0 < count < 200 and ends[version] == count, "some tokens before the pause, and others after it"
+    assert len(pauses[0][1]) == len(pauses[1][1]) == 2 + 2 * 2, "every seat was taken"
+    assert max(len(completion.spans) for completion in completions.values()) == 3
 
 
 def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene: Scene) -> None:

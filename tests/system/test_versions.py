@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion, VersionSpan
 from tests.system.conftest import MAX_NUM_SEQS, EngineHost
-from tests.system.test_engine import prompt, reference_logprobs, request, run, update
-from tests.system.weights import FIRST_TOKEN, emitting_weights, random_weights
+from tests.system.test_engine import pause, prompt, reference_logprobs, request, resume, run, update
+from tests.system.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def small_host(small_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]
     with asyncio.Runner() as runner:
 
         async def start() -> VllmEngine:
-            return VllmEngine(replace(small_spec, kv_cache_bytes=1 << 20))
+            return VllmEngine(replace(small_spec, kv_cache_bytes=1 << 20, log_stats=True))
 
         engine = runner.run(start())
         yield EngineHost(engine, runner, tiny_model)
@@ -58,6 +59,13 @@ def check(completions: list[Completion]) -> None:
             assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
 
 
+def num_preemptions() -> float:
+    """Requests that an engine of this process, the one that measures itself, put out of the KV cache and back."""
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    (found,) = [sample.value for sample in samples if sample.name == "vllm:num_preemptions_total"]
+    return found
+
+
 def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 requests want three times the cache: the engine preempts some and leaves others without a prefill, which a
     pause takes back after its grace and submits again, with the new salt."""
@@ -71,8 +79,10 @@ def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monke
         await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN), 0)
         return await under_updates(host, range(1, 6), 0.15, *(host.engine.generate(one) for one in requests))
 
+    preempted_before = num_preemptions()
     completions = run(host, scenario())
     check(completions)
+    assert num_preemptions() > preempted_before
     assert [len(completion.token_ids) for completion in completions] == [one.sampling.max_tokens for one in requests]
     assert any(len(completion.spans) > 1 for completion in completions)
     gauges = host.engine.gauges()
@@ -84,19 +94,32 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
     """More prompt tokens than one step takes, and a pause in the midst of them: the logprob of the first token is that
     of weights which saw the whole prompt."""
     old, new = random_weights(host.model_path, 130), random_weights(host.model_path, 131)
-    prompts = [prompt(1000 + index, 900) for index in range(8)]
+    prompts = [prompt(1000 + index, 900) for index in range(12)]
+    per_step = host.engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
+    # In the order they came, and as much as a step takes of each: the first steps end in the midst of a prompt.
+    assert 900 < per_step < 6 * 900 and per_step % 900 and 2 * per_step % 900
 
-    async def scenario() -> list[Completion]:
+    async def scenario() -> tuple[list[Completion], list[int]]:
         await update(host.engine, old, 130)
-        tasks = [asyncio.create_task(host.engine.generate(request(ids, max_tokens=40))) for ids in prompts]
-        await asyncio.sleep(0.01)
-        await update(host.engine, new, 131)
-        return await asyncio.gather(*tasks)
+        manifest = publish(new, 131)
+        await host.engine.stage(manifest)
+        requests = [request(ids, max_tokens=40) for ids in prompts]
+        tasks = [asyncio.create_task(host.engine.generate(one)) for one in requests]
+        while not (counts := host.engine._llm.output_counts()) or not any(counts.values()):
+            await asyncio.sleep(0)
+        await pause(host.engine)
+        under_way = [index for index, one in enumerate(requests) if counts.get(one.request_id) == 0]
+        await host.engine.swap(131)
+        await resume(host.engine)
+        release()
+        return await asyncio.gather(*tasks), under_way
 
-    for ids, completion in zip(prompts, run(host, scenario()), strict=True):
+    completions, under_way = run(host, scenario())
+    assert 2 <= len(under_way) < len(prompts), "some had a token when the pause came, and others no whole prefill"
+    for ids, completion in zip(prompts, completions, strict=True):
+        assert [span.global_steps for span in completion.spans] == [130, 131], "the freeze waits for every prefill"
         first = completion.spans[0]
-        weights = {130: old, 131: new}[first.global_steps]
-        expected = reference_logprobs(host, weights, [*ids, *completion.token_ids.tolist()], start=len(ids))
+        expected = reference_logprobs(host, old, [*ids, *completion.token_ids.tolist()], start=len(ids))
         np.testing.assert_allclose(completion.logprobs[: first.end], expected[: first.end], atol=3e-5)
 
 

@@ -1,5 +1,6 @@
 """Weights with known effects, and how they reach an engine."""
 
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,15 @@ from weight_sync.transports.shared_memory import SharedMemorySender, release_all
 
 FIRST_TOKEN = 40
 """Version v always emits token FIRST_TOKEN + v."""
+OWNER = f"system-tests-{os.getpid()}"
+"""Of this process alone: `release` must not take away what tests beside it have just published."""
 _senders: list[SharedMemorySender] = []
 
 
 def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> dict[str, Any]:
     """As a trainer of one rank does, into a file that `release` removes."""
     specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()]
-    sender = SharedMemorySender("system-tests", rank=0, num_ranks=1)
+    sender = SharedMemorySender(OWNER, rank=0, num_ranks=1)
     _senders.append(sender)
     order = {"global_steps": global_steps, "nonce": uuid.uuid4().hex[:8]}
     manifest = merge([sender.publish(specs, lambda: iter(tensors.items()), order)])
@@ -29,7 +32,7 @@ def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> dict[str,
 def release() -> None:
     while _senders:
         _senders.pop().close()
-    release_all("system-tests")
+    release_all(OWNER)
 
 
 def random_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:

@@ -1,15 +1,19 @@
 """Who may use the control routes, and where a token does not show."""
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
 from configs.load import without_token
-from configs.schema import Config
+from configs.schema import Config, Device
 from configs.serve import ServeConfig, serve_problems
+from configs.validate import ConfigError
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
 from rollout.http.controlled import ReplicaControl
-from scripts import train
+from scripts import serve, train
+from tests.compose import changed, resolve
 from tests.fakes import ClockedEngine, run_virtual
 from tests.unit.test_http_control import client_of, make_replica
 
@@ -44,6 +48,15 @@ def test_a_token_is_required_to_listen_beyond_this_machine() -> None:
     for token in ("", "  ", "sch\u00f6n", "two\nlines"):
         ((key, value, allowed),) = serve_problems(ServeConfig(token=token))
         assert (key, "not shown" in str(value)) == ("serve.token", True), "an error must not print it"
+
+
+def test_a_token_is_required_where_replicas_listen_beyond_this_machine(tmp_path: Path) -> None:
+    """On a cluster each listens on its node's address. Refused before anything starts."""
+    config = changed(resolve(), ray__address="10.0.0.1:6379", device=Device.cpu, dry_run=True)
+    with pytest.raises(ConfigError, match=r"serve\.token=None: with ray\.address=10\.0\.0\.1:6379 .* need a token"):
+        serve.launch(config, tmp_path)
+    assert serve.launch(changed(config, serve__token="s3cret"), tmp_path) == 0
+    assert serve.launch(changed(config, ray__address=None), tmp_path) == 0
 
 
 def test_the_token_stays_out_of_what_a_run_leaves_behind(monkeypatch: pytest.MonkeyPatch) -> None:

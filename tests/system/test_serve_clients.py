@@ -1,0 +1,133 @@
+"""What single clients of `make serve` may do, through the gateway to real vLLM: leave, stop, and abort."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.system.serving import Server, Stream, body, is_metric, metric, num_tokens, path, post, run, until
+
+LONG = 900
+"""Tokens of a request that does not end by itself within a test."""
+RUNNING, WAITING = "slipstream_running_requests", "slipstream_waiting_requests"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    overrides = ("device=cpu", "model.warmup_steps=0", "rollout.num_replicas=1", "rollout.max_num_seqs=2")
+    server = Server.start(tmp_path_factory.mktemp("serve"), *overrides, "serve.port=0")
+    try:
+        server.wait_until_it_serves()
+        yield server
+    finally:
+        server.kill()
+
+
+def test_gateway_and_replica_listen_on_loopback_alone(server: Server) -> None:
+    """Unless the config says otherwise."""
+    ports = {httpx.URL(url).port for url in (server.gateway, *server.replicas)}
+    sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    found = {(one.laddr.ip, one.laddr.port) for one in sockets if one.laddr and one.laddr.port in ports}
+    assert len(ports) == 2 and found == {("127.0.0.1", port) for port in ports}
+
+
+def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs(server: Server) -> None:
+    """Two seats: of the two that are frozen on them one leaves, and of the two that wait the first. After the resume
+    the engine computes tokens and prompts of the others alone."""
+    url, replica = server.gateway + path(False), server.replicas[0]
+
+    async def computed(client: httpx.AsyncClient) -> tuple[float, float, float]:
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "slipstream_engine_requests")
+        prompts, tokens, requests = [await metric(client, replica, name) for name in names]
+        return prompts, tokens, requests
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        streams = [Stream() for _ in range(4)]
+        prompt_tokens = (await post(client, url, json=body(1)))["usage"]["prompt_tokens"]
+
+        def reading(index: int, max_tokens: int) -> asyncio.Task[Stream]:
+            return asyncio.create_task(streams[index].read(client, url, body(max_tokens)))
+
+        leaver, stayer = reading(0, LONG), reading(1, 400)
+        await until(lambda: asyncio.sleep(0, all(num_tokens(stream) > 3 for stream in streams[:2])))
+        await post(client, f"{server.gateway}/pause?mode=keep")
+        early_leaver = reading(2, LONG)
+        await until(lambda: is_metric(client, server.gateway, WAITING, 1))
+        late = reading(3, 20)
+        await until(lambda: is_metric(client, server.gateway, WAITING, 2))
+        await asyncio.sleep(0.5)  # what was sampled before the pause is still on its way
+        before, had = await computed(client), num_tokens(streams[1])
+        assert 3 < had < 400 and await is_metric(client, server.gateway, RUNNING, 2)
+        leaver.cancel()
+        early_leaver.cancel()
+        await until(lambda: is_metric(client, server.gateway, RUNNING, 1))
+        await until(lambda: is_metric(client, server.gateway, WAITING, 1))
+        assert (await client.get(f"{server.gateway}/is_paused")).json() == {"is_paused": True}
+        assert await computed(client) == before and not stayer.done() and not late.done()
+        await post(client, f"{server.gateway}/resume")
+        await asyncio.gather(stayer, late)
+        assert [num_tokens(streams[1]), num_tokens(streams[3])] == [400, 20]
+        await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
+        after = await computed(client)
+        assert [a - b for a, b in zip(after, before, strict=True)] == [prompt_tokens, 400 - had + 20, 1]
+
+    run(server, scenario)
+
+
+def test_stop_strings_end_the_text_before_them(server: Server) -> None:
+    """Completions and chat, streamed and not: the text is that of an unstopped request, up to the string."""
+
+    async def answers(client: httpx.AsyncClient, chat: bool, **asked: Any) -> list[tuple[str, str, int]]:
+        """(text, finish_reason, tokens): whole and streamed."""
+        url, sent = server.gateway + path(chat), body(60, chat, temperature=1, seed=7, **asked)
+        (choice,) = (await post(client, url, json=sent))["choices"]
+        stream = await Stream().read(client, url, sent)
+        assert stream.ended
+        text = choice["message"]["content"] if chat else choice["text"]
+        return [
+            (text, choice["finish_reason"], len(choice["token_ids"])),
+            (stream.text[0], stream.finish[0], num_tokens(stream)),
+        ]
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for chat in (False, True):
+            unstopped, streamed = await answers(client, chat)
+            assert unstopped == streamed and unstopped[1:] == ("length", 60)
+            text = unstopped[0]
+            pairs = [(at, text[at : at + 2]) for at in range(len(text) // 3, len(text) - 1)]
+            # Where its two characters come first. Others than ASCII may be half a character of bytes to come.
+            middle, stop = next((at, pair) for at, pair in pairs if pair.isascii() and text.index(pair) == at)
+            for found, reason, count in await answers(client, chat, stop=["never sampled", stop]):
+                assert (found, reason) == (text[:middle], "stop")
+                assert count < 60
+            await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
+
+    run(server, scenario)
+
+
+def test_a_streaming_chat_is_aborted_by_the_id_that_its_client_chose(server: Server) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        url, chat, neighbour = server.gateway + path(True), Stream(), Stream()
+        reading = [
+            asyncio.create_task(chat.read(client, url, body(LONG, chat=True), **{"X-Request-Id": "chat-7"})),
+            asyncio.create_task(neighbour.read(client, url, body(300, chat=True), **{"X-Request-Id": "chat-77"})),
+        ]
+        await until(lambda: asyncio.sleep(0, num_tokens(chat) > 3 and num_tokens(neighbour) > 3))
+        assert chat.response_id == "chatcmpl-chat-7"
+        async with asyncio.timeout(5):
+            ended = await post(client, f"{server.gateway}/v1/abort_requests", json={"req_ids": ["chat-7"]})
+            assert ended["result"] == {"aborted": ["chat-7"], "not_found": []}
+            await reading[0]
+        assert chat.finish == {0: "abort"} and chat.ended
+        assert 3 < num_tokens(chat) == len(chat.logprobs[0]) < LONG
+        assert not reading[1].done()
+        await reading[1]
+        assert (neighbour.finish, neighbour.token_ids[0][: num_tokens(chat)]) == (
+            {0: "length"},
+            chat.token_ids[0][:300],
+        )
+
+    run(server, scenario)

@@ -100,21 +100,22 @@ def test_weights_that_are_not_staged_are_the_trainers_too(scene: Scene, transpor
                 assert set(one.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
 
 
+async def counts(scene: Scene, are_so: Callable[[dict[int, list[int]]], bool]) -> dict[str, int]:
+    """Tokens of each request in an engine, once those of each replica, by rank, are so."""
+    while True:
+        answers = await asyncio.gather(*(replica.actor.counts.remote() for replica in scene.replicas))
+        ranks = [defaultdict[int, list[int]](list) for _ in answers]
+        for of_replica, answer in zip(ranks, answers, strict=True):
+            for rank, count in answer.values():
+                of_replica[rank].append(count)
+        if all(map(are_so, ranks)):
+            assert [len(of_replica) for of_replica in ranks] == [spec.data_parallel_size for spec in scene.specs]
+            return {name: count for answer in answers for name, (_, count) in answer.items()}
+
+
 def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
     """Six requests for two seats per engine, paused twice, the same weights pushed while paused. Every rank of every
     replica has requests in flight at both pauses, and no token moves on any."""
-
-    async def counts(of_all: Callable[[dict[int, list[int]]], bool]) -> dict[str, int]:
-        """Tokens of each request in an engine, once those of each replica, by rank, are so."""
-        while True:
-            answers = await asyncio.gather(*(replica.actor.counts.remote() for replica in scene.replicas))
-            ranks = [defaultdict[int, list[int]](list) for _ in answers]
-            for of_replica, answer in zip(ranks, answers, strict=True):
-                for rank, count in answer.values():
-                    of_replica[rank].append(count)
-            if all(map(of_all, ranks)):
-                assert [len(of_replica) for of_replica in ranks] == [spec.data_parallel_size for spec in scene.specs]
-                return {name: count for answer in answers for name, (_, count) in answer.items()}
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
@@ -128,19 +129,19 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
         running = await generate("paused")
         pauses = []
         for least in (5, 40):
-            await counts(lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
+            await counts(scene, lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
             await scene.fleet.pause(PauseMode.keep)
             assert await scene.fleet.is_paused()
             await asyncio.sleep(0.3)  # what was sampled before is still on its way
-            frozen = await counts(lambda _: True)
+            frozen = await counts(scene, lambda _: True)
             await asyncio.sleep(1)
-            assert await counts(lambda _: True) == frozen
+            assert await counts(scene, lambda _: True) == frozen
             pauses.append((scene.version, frozen))
             scene.version += 1
             await manager.update_weights(scene.version)
             assert await scene.fleet.is_paused(), "a client's pause outlives an update"
             await asyncio.sleep(0.3)
-            assert await counts(lambda _: True) == frozen
+            assert await counts(scene, lambda _: True) == frozen
             await scene.fleet.resume()
         return calm, list(await asyncio.gather(*running)), pauses
 
@@ -149,6 +150,11 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
         assert len(disturbed.token_ids) == 200
         np.testing.assert_array_equal(undisturbed.token_ids, disturbed.token_ids)
         np.testing.assert_allclose(undisturbed.logprobs, disturbed.logprobs, atol=2e-5)
+    check_pauses(scene, paused, pauses)
+
+
+def check_pauses(scene: Scene, paused: list[list[Completion]], pauses: list[tuple[int, dict[str, int]]]) -> None:
+    """`pauses`: the version that was live at each, and the tokens of each request in flight."""
     completions = {
         f"paused-{replica.name}-{index}": completion
         for replica, of_replica in zip(scene.replicas, paused, strict=True)

@@ -12,6 +12,7 @@ from tests.system.serving import Server, Stream, body, is_metric, metric, num_to
 
 LONG = 900
 """Tokens of a request that does not end by itself within a test."""
+ATTEMPTS = 3
 RUNNING, WAITING = "slipstream_running_requests", "slipstream_waiting_requests"
 
 
@@ -32,6 +33,25 @@ def test_gateway_and_replica_listen_on_loopback_alone(server: Server) -> None:
     sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     found = {(one.laddr.ip, one.laddr.port) for one in sockets if one.laddr and one.laddr.port in ports}
     assert len(ports) == 2 and found == {("127.0.0.1", port) for port in ports}
+
+
+def test_a_client_that_goes_away_frees_its_seat(server: Server) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for _ in range(ATTEMPTS):
+            streaming = asyncio.create_task(Stream().read(client, f"{server.gateway}/v1/completions", body(LONG)))
+            chat = post(client, f"{server.gateway}/v1/chat/completions", json=body(LONG, chat=True))
+            whole = asyncio.create_task(chat)
+            while not (both_run := await is_metric(client, server.gateway, RUNNING, 2)):
+                if streaming.done() or whole.done():  # on a busy machine before anybody has looked
+                    break
+            streaming.cancel()
+            whole.cancel()
+            await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
+            if both_run:
+                return
+        pytest.fail(f"in {ATTEMPTS} attempts the two never ran at once")
+
+    run(server, scenario)
 
 
 def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs(server: Server) -> None:

@@ -237,6 +237,9 @@ def _sharing_problems(config: Config) -> Iterator[Problem]:
     ):
         if size > 1:
             yield key, size, f"at most 1 with gpu_share={config.gpu_share:g}: each of several needs a GPU of its own"
+    if rollout.gpu_memory_utilization > config.gpu_share:
+        allowed = f"at most gpu_share={config.gpu_share:g}: the rest of the GPU is others'"
+        yield "rollout.gpu_memory_utilization", rollout.gpu_memory_utilization, allowed
     if config.weight_sync.transport is Transport.collective:
         allowed = f"with gpu_share={config.gpu_share:g}, must be cuda_ipc, shared_memory or filesystem"
         yield "weight_sync.transport", config.weight_sync.transport.value, allowed

@@ -11,6 +11,7 @@ from configs.deadline import within
 from configs.schema import PauseMode
 from rollout.fleet_member import FleetMember
 from rollout.members import FleetMembers
+from rollout.pause import PauseInterruptedError
 from rollout.progress import Progress
 from rollout.replica import ReplicaStatus
 from rollout.router import ReplicaRouter
@@ -56,6 +57,9 @@ class ReplicaFleet(FleetMembers):
         )
         self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
         self._num_orders = 0
+        self._before: tuple[PauseMode | None, dict[str, str | None]] | None = None
+        """What a pause that fails goes back to, of the fleet and of each replica: as it was before any of the pauses
+        that are under way."""
         self._late: set[asyncio.Task[Any]] = set()
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
@@ -77,14 +81,18 @@ class ReplicaFleet(FleetMembers):
     async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
         """Returns when every replica is paused. Raises FleetPauseError when one is not: then those that were not paused
         before are resumed, unless another order came meanwhile, which stands."""
-        before, order = self._mode, self._order(mode)  # from here on, who joins is paused too
-        modes: dict[str, str | None] = {}
+        before, modes = self._before = self._before or (self._mode, {})
+        order = self._order(mode)  # from here on, who joins is paused too
 
         async def pause(replica: FleetMember) -> None:
-            modes[replica.name] = (await replica.status()).pause_mode
+            modes.setdefault(replica.name, (await replica.status()).pause_mode)
+            if order != self._num_orders:
+                raise PauseInterruptedError("another order came before this one had reached the replica")
             await replica.pause(mode, clear_cache)
 
         errors = await self._on_all(pause, timeout_s, f"pause({mode.value})")
+        if order == self._num_orders:
+            self._before = None
         if errors and order == self._num_orders:
             self._mode = before
             undo = [r for r in self.running if modes.get(r.name, before) is None]
@@ -108,6 +116,7 @@ class ReplicaFleet(FleetMembers):
     async def resume(self, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
         """Returns when every replica goes on. Raises FleetPauseError; the others do go on."""
         self._order(None)
+        self._before = None
         errors = await self._on_all(lambda r: r.resume(), timeout_s, "resume")
         if errors:
             raise FleetPauseError("resume", errors)

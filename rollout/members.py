@@ -221,6 +221,7 @@ class FleetMembers:
 
     def _end(self, name: str, text: str, error: BaseException) -> None:
         self._lives[name].die()
+        self.paused.told(name, False)
         self._report(text)
         self._router.expect(name, error)
         self._endings[name] = asyncio.create_task(self._bury(name, error), name=f"end-{name}")
@@ -245,7 +246,6 @@ class FleetMembers:
             logger.info("%s", unanswered)
             return False
         finally:
-            self.paused.told(name, False)
             self._replicas[name].kill()
 
     async def take_progress(self, name: str) -> ProgressReport:
@@ -256,7 +256,7 @@ class FleetMembers:
             except Exception as error:
                 raise NoProgressError(f"{name} told no progress: {error!r}") from error
             self._progress.take(name, report)
-            self.paused.told(name, report.paused)
+            self.paused.told(name, report.paused and self._lives[name].state is not ReplicaState.DEAD)
             return report
 
     async def ask(self, *names: str) -> None:

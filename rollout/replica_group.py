@@ -118,8 +118,12 @@ class _Shared:
             self._last = (value, ray.put(value))
         return self._last[1]
 
+    def forget(self) -> None:
+        """Before the cluster ends that it belongs to."""
+        self._last = None
 
-_manifests = _Shared()
+
+manifests = _Shared()
 
 
 class ReplicaHandle:
@@ -163,11 +167,11 @@ class ReplicaHandle:
         return await self._control("status")
 
     async def stage(self, manifest: dict[str, Any]) -> None:
-        await self._control("stage", _manifests.ref(manifest))
+        await self._control("stage", manifests.ref(manifest))
 
     async def commit(self, manifest: dict[str, Any]) -> CommitReport:
         is_whole = "tensors" in manifest
-        return await self._control("commit", _manifests.ref(manifest) if is_whole else manifest)
+        return await self._control("commit", manifests.ref(manifest) if is_whole else manifest)
 
     async def stats(self) -> dict[str, float]:
         return await self._control("stats")

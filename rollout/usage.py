@@ -4,12 +4,13 @@ import asyncio
 
 
 class Usage:
-    """Requests inside now, and since the start the time with any (`busy_s`) and that of each, summed (`request_s`)."""
+    """Requests that run or wait now, and since the start the time with any (`busy_s`) and that of each, summed
+    (`request_s`)."""
 
     def __init__(self) -> None:
         self.running = 0
         self.tokens = 0
-        """Sampled since the start, also for requests that came to nothing."""
+        """Sampled since the start; of a request that was cancelled, as many as were known of. Never falls."""
         self._busy_s = self._request_s = self._counted = 0.0
 
     def change(self, by: int) -> None:

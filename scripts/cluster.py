@@ -15,6 +15,7 @@ import ray
 from configs.deadline import within
 from configs.schema import Config, Device
 from configs.validate import ConfigError
+from rollout.replica_group import manifests
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
 LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
@@ -37,13 +38,14 @@ def resolve_device(config: Config) -> str:
     return device
 
 
-def needed_resources(config: Config, device: str) -> dict[str, float]:
+def needed_resources(config: Config, device: str) -> dict[str, int]:
     """What the actors claim, and one CPU for preparing tasks."""
     rollout, trainer = config.rollout, config.trainer
-    gpus = 0.0
+    gpus = 0
     if device == "cuda":
         per_replica = rollout.tensor_parallel_size * rollout.data_parallel_size
-        gpus = config.gpu_share * (rollout.num_replicas * per_replica + trainer.num_ranks)
+        per_gpu = math.floor(1 / config.gpu_share)  # none of those who share is on two
+        gpus = math.ceil((rollout.num_replicas * per_replica + trainer.num_ranks) / per_gpu)
     cpus = rollout.num_replicas + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
     return {"CPU": cpus, "GPU": gpus}
 
@@ -58,7 +60,7 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
     needed = needed_resources(config, device)
     local = {}
     if config.ray.address is None:
-        local = {"num_cpus": max(int(needed["CPU"]), os.cpu_count() or 1)}
+        local = {"num_cpus": max(needed["CPU"], os.cpu_count() or 1)}
         os.environ.update(LOCAL_ENV)
     connect = partial(
         ray.init,
@@ -78,11 +80,12 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
                     f"rollout.num_replicas={config.rollout.num_replicas} x rollout.tensor_parallel_size="
                     f"{config.rollout.tensor_parallel_size} x rollout.data_parallel_size="
                     f"{config.rollout.data_parallel_size} and trainer.num_ranks={config.trainer.num_ranks} need "
-                    f"{count:g} {resource}s with gpu_share={config.gpu_share:g}; "
+                    f"{count} {resource}s with gpu_share={config.gpu_share:g}; "
                     f"the cluster has {offered.get(resource, 0):g}"
                 )
         yield
     finally:
+        manifests.forget()
         await asyncio.shield(asyncio.to_thread(ray.shutdown))
 
 

@@ -23,7 +23,7 @@ def describe(config: Config, device: str, run_dir: Path) -> str:
         ("model", model),
         ("prompts", f"{prompts}; held out: {data.val_files or 'made here, disjoint'}"),
         ("cluster", config.ray.address or "started on this machine"),
-        ("claims", ", ".join(f"{count:g} {name}" for name, count in needed.items() if count)),
+        ("claims", ", ".join(f"{count} {name}" for name, count in needed.items() if count)),
         ("replicas", f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {per_replica}, "
                      f"{rollout.max_num_seqs} trajectories at once each"),
         ("trainer", f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows"),

@@ -8,7 +8,7 @@ given up. Too few left is an error.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -115,10 +115,9 @@ class _Attempt:
     failed: dict[str, WeightUpdateError] = field(default_factory=dict)
 
     @property
-    def again(self) -> list[set[str]]:
-        """Whom to try once more, together. Who may have made the others fail comes after them, alone."""
-        last = {name for name in self.failed if name == self.stopped_by}
-        return [names for names in (self.failed.keys() - last, last) if names]
+    def culprits(self) -> set[str]:
+        """Those that failed by themselves, as far as can be told: where one ended the sending, the others had to."""
+        return {name for name in self.failed if self.stopped_by in (None, name)}
 
 
 class CheckpointManager:
@@ -170,16 +169,27 @@ class CheckpointManager:
             return await self._transact(targets, version) if targets else None
 
     async def _transact(self, targets: Sequence[WeightTarget], global_steps: int) -> UpdateReport:
+        """Who fails by itself is tried once more, after those that it may have made fail, and apart from them."""
         started = time.perf_counter()
-        first = await self._attempt(targets, global_steps)
-        attempts = [first]
-        for names in first.again:
-            again = [target for target in self._fleet.targets if target.name in names]
-            if again:
-                attempts.append(await self._attempt(again, global_steps))
-            for target in again:
-                if target.name in attempts[-1].failed:
-                    await self._miss(target, attempts[-1].failed[target.name])
+        attempts: list[_Attempt] = []
+        failures: Counter[str] = Counter()
+        groups = deque([{target.name for target in targets}])
+        while groups:
+            names = groups.popleft()
+            now = [target for target in self._fleet.targets if target.name in names]
+            if not now:
+                continue
+            attempts.append(await self._attempt(now, global_steps))
+            failed, culprits = attempts[-1].failed, attempts[-1].culprits
+            failures.update(culprits)
+            if victims := failed.keys() - culprits:
+                groups.appendleft(victims)
+            if once_more := {name for name in culprits if failures[name] == 1}:
+                groups.append(once_more)
+            for target in now:
+                if target.name in culprits - once_more:
+                    await self._miss(target, failed[target.name])
+        first = attempts[0]
         if first.failed:
             self._fleet.require_enough(next(iter(first.failed.values())))
         return UpdateReport(

@@ -8,19 +8,18 @@ from torch import nn
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
-    """By the model's own code. It says which parameters it loaded: of a whole model that must be all. Raises
-    RuntimeError that names those it left out."""
-    count = 0
+    """By the model's own code. It says which parameters it loaded: of a whole model, all that came under their own
+    names (not those that it fuses from several) must be among them. Raises RuntimeError that names the others."""
+    came: set[str] = set()
 
-    def counted() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal count
-        for named in tensors:
-            count += 1
-            yield named
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            came.add(name)
+            yield name, tensor
 
-    loaded: set[str] | None = model.load_weights(counted())  # pyright: ignore[reportCallIssue, reportAssignmentType]
-    if loaded is not None and count == num_tensors:
-        left_out = {name for name, _ in model.named_parameters()} - loaded
+    loaded: set[str] | None = model.load_weights(noted())  # pyright: ignore[reportCallIssue, reportAssignmentType]
+    if loaded is not None and len(came) == num_tensors:
+        left_out = came.intersection(name for name, _ in model.named_parameters()) - loaded
         if left_out:
             raise RuntimeError(f"{type(model).__name__}.load_weights left out {', '.join(sorted(left_out))}")
 

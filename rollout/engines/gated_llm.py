@@ -103,6 +103,7 @@ class GatedLLM(AsyncLLM):
                 self.num_restarted += may_run
             yield unstarted_answer(request_id, prompt, sampling_params)
         finally:
+            self.withdrawn.discard(inside_id)
             self.client_ids.pop(inside_id, None)
             self.counted.pop(inside_id, None)
             self.admission.leave(inside_id)
@@ -163,7 +164,8 @@ class GatedLLM(AsyncLLM):
     def count_tokens(self) -> None:
         """Bring `usage` up to now. It has the tokens of an output when that is given out."""
         for inside_id, state in self._states().items():
-            self._count_tokens_of(inside_id, state.detokenizer.num_output_tokens())
+            if self.admission.has(inside_id):  # a dead engine's states outlive its requests
+                self._count_tokens_of(inside_id, state.detokenizer.num_output_tokens())
 
     def _count_tokens_of(self, inside_id: str, num_tokens: int) -> None:
         new = num_tokens - self.counted.get(inside_id, 0)

@@ -34,6 +34,7 @@ class VllmEngine:
         self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size)
         self._staging_on_device = spec.staging_on_device
         self._llm.salt_prefix_cache = salt_prefix_cache
+        self._staged: dict[str, Any] = {}  # the manifest of the last call
         self._counts: dict[str, int] = {}  # tokens of each running request at the pause
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens so far, version from there on)
 
@@ -80,11 +81,14 @@ class VllmEngine:
         return {name: self._piece(states[name], name, start) for name, start in known.items() if name in states}
 
     async def stage(self, manifest: dict[str, Any]) -> None:
+        self._staged = manifest
         await self._llm.on_every_worker("receiver_stage", manifest, self._staging_on_device)
         wait_s = FIRST_STAGE_WAIT_S
-        while None in await self._llm.on_every_worker("receiver_staged"):
+        while self._staged is manifest and None in await self._llm.on_every_worker("receiver_staged"):
             await asyncio.sleep(wait_s)  # a worker has no other way to tell; each question costs a moment between steps
             wait_s = min(2 * wait_s, LAST_STAGE_WAIT_S)
+        if self._staged is not manifest:  # whoever asked for this one has given up
+            raise RuntimeError(f"staging version {manifest['global_steps']} was given up for another")
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         return await self._tag(global_steps, await self._llm.on_every_worker("receiver_swap", global_steps))

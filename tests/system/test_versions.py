@@ -103,7 +103,7 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
         await update(host.engine, old, 130)
         manifest = publish(new, 131)
         await host.engine.stage(manifest)
-        requests = [request(ids, max_tokens=40) for ids in prompts]
+        requests = [request(ids, max_tokens=120) for ids in prompts]
         tasks = [asyncio.create_task(host.engine.generate(one)) for one in requests]
         while not (counts := host.engine._llm.output_counts()) or not any(counts.values()):
             await asyncio.sleep(0)

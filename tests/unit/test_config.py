@@ -201,6 +201,10 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
             {"gpu_share": 0.5, "trainer__num_ranks": 2},
             "trainer.num_ranks=2: at most 1 with gpu_share=0.5: each of several needs a GPU of its own",
         ),
+        (
+            {"gpu_share": 0.5},
+            "rollout.gpu_memory_utilization=0.85: at most gpu_share=0.5: the rest of the GPU",
+        ),
         ({"gpu_share": 0.5, "rollout__tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: at most 1 with gpu"),
         (
             {"gpu_share": 0.5, "rollout__data_parallel_size": 2},
@@ -235,7 +239,12 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
         {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
         {"weight_sync__pause_mode": PauseMode.abort},
         {"trainer__num_ranks": 16},
-        {"gpu_share": 0.3, "rollout__num_replicas": 2, "weight_sync__transport": Transport.cuda_ipc},
+        {
+            "gpu_share": 0.3,
+            "rollout__gpu_memory_utilization": 0.3,
+            "rollout__num_replicas": 2,
+            "weight_sync__transport": Transport.cuda_ipc,
+        },
         {"data__train_files": f"{one}, {two}", "data__val_files": f"{two}"},
         {"model__kind": ModelKind.hf, "model__path": "org/name"},
         {"device": Device.cuda, "rollout__kv_cache_mb": None},

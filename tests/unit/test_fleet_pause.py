@@ -24,6 +24,18 @@ def stop_answering(setup: Setup, name: str, error: Exception | None = None) -> N
     setup.replicas[name].status = status
 
 
+def answer_late(setup: Setup, name: str, seconds: list[float]) -> None:
+    """The first questions about its state, after so long."""
+    status = setup.replicas[name].status
+
+    async def late() -> ReplicaStatus:
+        if seconds:
+            await asyncio.sleep(seconds.pop(0))
+        return await status()
+
+    setup.replicas[name].status = late
+
+
 @pytest.mark.parametrize("error", [None, OSError("its process ended")], ids=["hangs", "gone"])
 def test_a_replica_that_does_not_answer_is_named_in_time_and_the_others_go_on(error: Exception | None) -> None:
     async def test(setup: Setup) -> None:
@@ -115,5 +127,38 @@ def test_a_fleet_of_nobody_is_as_it_was_told_to_be() -> None:
         assert not await setup.fleet.is_paused()
         await setup.fleet.pause(PauseMode.keep)
         assert await setup.fleet.is_paused()
+
+    on_fleet(test)
+
+
+def test_a_resume_that_comes_before_a_pause_has_reached_a_replica_stands() -> None:
+    async def test(setup: Setup) -> None:
+        answer_late(setup, "b", [3])
+        pausing = asyncio.create_task(setup.fleet.pause(PauseMode.keep))
+        await asyncio.sleep(1)
+        await setup.fleet.resume()
+        with pytest.raises(FleetPauseError) as raised:
+            await pausing
+        assert [type(error) for error in raised.value.errors.values()] == [PauseInterruptedError]
+        assert await setup.paused() == {"a": None, "b": None} and not await setup.fleet.is_paused()
+
+    on_fleet(test)
+
+
+def test_of_pauses_that_overlap_and_fail_nothing_is_left() -> None:
+    """A client that tries again while b hangs."""
+
+    async def test(setup: Setup) -> None:
+        answer_late(setup, "b", [100, 100])
+        pausing = [asyncio.create_task(setup.fleet.pause(PauseMode.keep, timeout_s=5))]
+        await asyncio.sleep(2)
+        pausing.append(asyncio.create_task(setup.fleet.pause(PauseMode.keep, timeout_s=5)))
+        for pause in pausing:
+            with pytest.raises(FleetPauseError):
+                await pause
+        assert await setup.paused() == {"a": None, "b": None} and not await setup.fleet.is_paused()
+        late = make_replica(setup.fleet.want(), ClockedEngine())
+        await setup.fleet.join(late)
+        assert not late.is_paused()
 
     on_fleet(test)

@@ -117,10 +117,16 @@ def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_trainer_and_a_replica_fit_on_one_gpu() -> None:
-    lines = lines_of_plan("recipe=gsm8k", "gpu_share=0.5", "trainer.num_ranks=1", "rollout.num_replicas=1")
-    assert "     claims: 4 CPU, 1 GPU" in lines
-    assert any("1 x vLLM bfloat16 on 0.5 GPU(s)" in line for line in lines)
+@pytest.mark.parametrize(
+    ("gpu_share", "num_replicas", "claims"),
+    [(0.5, 1, "4 CPU, 1 GPU"), (0.5, 2, "5 CPU, 2 GPU"), (0.4, 2, "5 CPU, 2 GPU")],
+)
+def test_a_trainer_and_a_replica_fit_on_one_gpu(gpu_share: float, num_replicas: int, claims: str) -> None:
+    """Of three with 0.4 each, two are on one GPU, and the third is on another."""
+    shared = [f"gpu_share={gpu_share}", "rollout.gpu_memory_utilization=0.4"]
+    lines = lines_of_plan("recipe=gsm8k", *shared, "trainer.num_ranks=1", f"rollout.num_replicas={num_replicas}")
+    assert f"     claims: {claims}" in lines
+    assert any(f"{num_replicas} x vLLM bfloat16 on {gpu_share} GPU(s)" in line for line in lines)
 
 
 def test_every_recipe_is_planned() -> None:

@@ -73,3 +73,25 @@ def test_who_has_staged_when_the_sending_is_stopped_is_told_why() -> None:
     assert report.failures == 2 and scene.router.healthy == ["a", "b"]
     assert "a is out of service: send on trainer was stopped: b failed" in scene.events
     assert [event for event in scene.of("trainer") if "send " in event] == ["send cancelled"] + 2 * ["send done"]
+
+
+def test_two_that_fail_in_turn_cost_the_others_nothing_and_are_tried_once_more_each() -> None:
+    """b fails, then c, which b's failure had stopped. b is well again; c fails once more, and the next update too."""
+
+    async def main() -> None:
+        events: list[str] = []
+        source = MeetingSource("trainer", events)
+        targets = [MeetingTarget(name, events, source) for name in "abcd"]
+        router = ReplicaRouter(list("abcd"), 8)
+        fleet = ReplicaFleet(targets, router, 1, events.append, serving=0)  # pyright: ignore
+        manager = CheckpointManager(source, fleet, WeightSyncConfig(**DEADLINES))
+        for version in (1, 2):
+            targets[1].faults, targets[2].faults = {"stage": [BROKEN]}, {"stage": [BROKEN] * 3}
+            report = await manager.update_weights(version)
+            assert sorted(update.name for update in report.replicas) == ["a", "b", "d"]
+            assert router.healthy == ["a", "b", "d"]
+        assert [event for event in events if "given up" in event] == [
+            "c is given up: stage on c failed: OSError: broken"
+        ]
+
+    run_virtual(main())

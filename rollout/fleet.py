@@ -74,7 +74,8 @@ class ReplicaFleet(FleetMembers):
             return False
         if (mode := self._mode) is not None:
             what = f"pause({mode.value})"
-            if errors := await self._on_all(lambda r: r.pause(mode), PAUSE_TIMEOUT_S, what, [replica]):
+            pause = self._on_all(lambda r: r.pause(mode), PAUSE_TIMEOUT_S, what, [replica], key="PAUSE_TIMEOUT_S")
+            if errors := await pause:
                 raise FleetPauseError(what, errors)
         return True
 
@@ -156,7 +157,7 @@ class ReplicaFleet(FleetMembers):
             statuses[replica.name] = await replica.status()
 
         replicas = self.running
-        errors = await self._on_all(ask, STATUS_TIMEOUT_S, "reading the state", replicas)
+        errors = await self._on_all(ask, STATUS_TIMEOUT_S, "reading the state", replicas, key="STATUS_TIMEOUT_S")
         return [statuses[replica.name] for replica in replicas if replica.name in statuses], errors
 
     async def _on_all(
@@ -165,11 +166,12 @@ class ReplicaFleet(FleetMembers):
         timeout_s: float,
         what: str,
         replicas: Sequence[FleetMember] | None = None,
+        key: str = "timeout_s",
     ) -> dict[str, BaseException]:
-        """Replica -> error of those on which it failed."""
+        """Replica -> error of those on which it failed. `key`: what the deadline is called, for whoever meets it."""
 
         async def one(replica: FleetMember) -> None:
-            async with within(timeout_s, "timeout_s", f"{what} on {replica.name}"):
+            async with within(timeout_s, key, f"{what} on {replica.name}"):
                 await call(replica)
 
         chosen = self.running if replicas is None else replicas

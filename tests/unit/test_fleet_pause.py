@@ -8,8 +8,9 @@ from configs.schema import PauseMode
 from rollout.fleet import FleetPauseError
 from rollout.pause import PauseInterruptedError
 from rollout.replica import ReplicaStatus
-from tests.fakes import ClockedEngine, answer, make_replica, now, settle, start_group
+from tests.fakes import ClockedEngine, answer, make_replica, now, run_virtual, settle, start_group
 from tests.unit.test_fleet import Setup, on_fleet
+from tests.unit.test_http_control import fleet_client
 
 
 def stop_answering(setup: Setup, name: str, error: Exception | None = None) -> None:
@@ -61,6 +62,25 @@ def test_of_a_replica_that_does_not_answer_nothing_is_told_and_the_others_tell()
         assert now() - began == 10, "each in STATUS_TIMEOUT_S"
 
     on_fleet(test)
+
+
+def test_over_http_who_does_not_answer_is_named_with_504_and_the_others_are_told_of() -> None:
+    async def main() -> None:
+        async with fleet_client(ClockedEngine(), ClockedEngine()) as (replicas, client, _):
+
+            async def hang() -> ReplicaStatus:
+                await asyncio.sleep(1e9)
+                raise AssertionError
+
+            replicas[1].status = hang
+            unknown = await client.get("/is_paused")
+            reason = "reading the state on r1 took longer than STATUS_TIMEOUT_S=5.0"
+            assert (unknown.status_code, unknown.json()["replicas"]) == (504, {"r1": reason})
+            assert (await client.get("/versions")).json() == {"r0": 3}
+            metrics = await client.get("/metrics")
+            assert metrics.status_code == 200 and 'slipstream_global_steps{replica="r0"} 3.0' in metrics.text
+
+    run_virtual(main())
 
 
 def test_an_abort_ends_requests_on_the_others_and_names_who_did_not_answer() -> None:

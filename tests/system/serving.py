@@ -19,6 +19,12 @@ import psutil
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 240
+LONG = 10_000
+"""Tokens of a request that does not end by itself within a test, also where its client gets no core for seconds."""
+OUTLASTS_A_STALL = 2000
+"""Tokens of one that a test waits for."""
+LONG_ENOUGH = ("rollout.max_response_tokens=12000", "model.max_position_embeddings=16384")
+"""Overrides of a server that has room for them."""
 
 
 @dataclass

@@ -11,6 +11,9 @@ import psutil
 import pytest
 
 from tests.system.serving import (
+    LONG,
+    LONG_ENOUGH,
+    OUTLASTS_A_STALL,
     Server,
     Stream,
     body,
@@ -25,8 +28,6 @@ from tests.system.serving import (
 )
 
 MAX_NUM_SEQS = 8
-LONG = 900
-"""Tokens of a request that does not end by itself within a test."""
 ATTEMPTS = 3
 END_DEADLINE_S = 30
 
@@ -40,6 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "rollout.num_replicas=2",
         f"rollout.max_num_seqs={MAX_NUM_SEQS}",
         "serve.port=0",
+        *LONG_ENOUGH,
     )
     try:
         server.wait_until_it_serves()
@@ -219,9 +221,10 @@ def test_a_frozen_request_is_aborted_at_once_with_the_tokens_it_has(server: Serv
 
     async def scenario(client: httpx.AsyncClient) -> None:
         frozen, neighbour = Stream(), Stream()
+        asked = body(OUTLASTS_A_STALL, chat=True)
         reading = [
             asyncio.create_task(frozen.read(client, f"{server.gateway}/v1/completions", body(LONG, n=2))),
-            asyncio.create_task(neighbour.read(client, f"{server.gateway}/v1/chat/completions", body(300, chat=True))),
+            asyncio.create_task(neighbour.read(client, f"{server.gateway}/v1/chat/completions", asked)),
         ]
         await until(lambda: asyncio.sleep(0, len(frozen.token_ids) == 2 and len(neighbour.times) > 3))
         await post(client, f"{server.gateway}/pause?mode=keep")
@@ -236,7 +239,7 @@ def test_a_frozen_request_is_aborted_at_once_with_the_tokens_it_has(server: Serv
         assert not reading[1].done()
         await post(client, f"{server.gateway}/v1/resume")
         await reading[1]
-        assert (neighbour.finish, len(neighbour.token_ids[0])) == ({0: "length"}, 300)
+        assert (neighbour.finish, num_tokens(neighbour)) == ({0: "length"}, OUTLASTS_A_STALL)
 
     run(server, scenario)
 

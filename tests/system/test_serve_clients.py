@@ -8,18 +8,29 @@ import httpx
 import psutil
 import pytest
 
-from tests.system.serving import Server, Stream, body, is_metric, metric, num_tokens, path, post, run, until
+from tests.system.serving import (
+    LONG,
+    LONG_ENOUGH,
+    OUTLASTS_A_STALL,
+    Server,
+    Stream,
+    body,
+    is_metric,
+    metric,
+    num_tokens,
+    path,
+    post,
+    run,
+    until,
+)
 
-LONG = 900
-"""Tokens of a request that does not end by itself within a test."""
-ATTEMPTS = 3
 RUNNING, WAITING = "slipstream_running_requests", "slipstream_waiting_requests"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     overrides = ("device=cpu", "model.warmup_steps=0", "rollout.num_replicas=1", "rollout.max_num_seqs=2")
-    server = Server.start(tmp_path_factory.mktemp("serve"), *overrides, "serve.port=0")
+    server = Server.start(tmp_path_factory.mktemp("serve"), *overrides, "serve.port=0", *LONG_ENOUGH)
     try:
         server.wait_until_it_serves()
         yield server
@@ -37,19 +48,13 @@ def test_gateway_and_replica_listen_on_loopback_alone(server: Server) -> None:
 
 def test_a_client_that_goes_away_frees_its_seat(server: Server) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
-        for _ in range(ATTEMPTS):
-            streaming = asyncio.create_task(Stream().read(client, f"{server.gateway}/v1/completions", body(LONG)))
-            chat = post(client, f"{server.gateway}/v1/chat/completions", json=body(LONG, chat=True))
-            whole = asyncio.create_task(chat)
-            while not (both_run := await is_metric(client, server.gateway, RUNNING, 2)):
-                if streaming.done() or whole.done():  # on a busy machine before anybody has looked
-                    break
-            streaming.cancel()
-            whole.cancel()
-            await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
-            if both_run:
-                return
-        pytest.fail(f"in {ATTEMPTS} attempts the two never ran at once")
+        streaming = asyncio.create_task(Stream().read(client, f"{server.gateway}/v1/completions", body(LONG)))
+        chat = post(client, f"{server.gateway}/v1/chat/completions", json=body(LONG, chat=True))
+        whole = asyncio.create_task(chat)
+        await until(lambda: is_metric(client, server.gateway, RUNNING, 2))
+        streaming.cancel()
+        whole.cancel()
+        await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
 
     run(server, scenario)
 
@@ -71,7 +76,7 @@ def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs
         def reading(index: int, max_tokens: int) -> asyncio.Task[Stream]:
             return asyncio.create_task(streams[index].read(client, url, body(max_tokens)))
 
-        leaver, stayer = reading(0, LONG), reading(1, 400)
+        leaver, stayer = reading(0, LONG), reading(1, OUTLASTS_A_STALL)
         await until(lambda: asyncio.sleep(0, all(num_tokens(stream) > 3 for stream in streams[:2])))
         await post(client, f"{server.gateway}/pause?mode=keep")
         early_leaver = reading(2, LONG)
@@ -80,7 +85,7 @@ def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs
         await until(lambda: is_metric(client, server.gateway, WAITING, 2))
         await asyncio.sleep(0.5)  # what was sampled before the pause is still on its way
         before, had = await computed(client), num_tokens(streams[1])
-        assert 3 < had < 400 and await is_metric(client, server.gateway, RUNNING, 2)
+        assert 3 < had < OUTLASTS_A_STALL and await is_metric(client, server.gateway, RUNNING, 2)
         leaver.cancel()
         early_leaver.cancel()
         await until(lambda: is_metric(client, server.gateway, RUNNING, 1))
@@ -89,10 +94,10 @@ def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs
         assert await computed(client) == before and not stayer.done() and not late.done()
         await post(client, f"{server.gateway}/resume")
         await asyncio.gather(stayer, late)
-        assert [num_tokens(streams[1]), num_tokens(streams[3])] == [400, 20]
+        assert [num_tokens(streams[1]), num_tokens(streams[3])] == [OUTLASTS_A_STALL, 20]
         await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
         after = await computed(client)
-        assert [a - b for a, b in zip(after, before, strict=True)] == [prompt_tokens, 400 - had + 20, 1]
+        assert [a - b for a, b in zip(after, before, strict=True)] == [prompt_tokens, OUTLASTS_A_STALL - had + 20, 1]
 
     run(server, scenario)
 
@@ -131,9 +136,10 @@ def test_stop_strings_end_the_text_before_them(server: Server) -> None:
 def test_a_streaming_chat_is_aborted_by_the_id_that_its_client_chose(server: Server) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
         url, chat, neighbour = server.gateway + path(True), Stream(), Stream()
+        asked = body(OUTLASTS_A_STALL, chat=True)
         reading = [
             asyncio.create_task(chat.read(client, url, body(LONG, chat=True), **{"X-Request-Id": "chat-7"})),
-            asyncio.create_task(neighbour.read(client, url, body(300, chat=True), **{"X-Request-Id": "chat-77"})),
+            asyncio.create_task(neighbour.read(client, url, asked, **{"X-Request-Id": "chat-77"})),
         ]
         await until(lambda: asyncio.sleep(0, num_tokens(chat) > 3 and num_tokens(neighbour) > 3))
         assert chat.response_id == "chatcmpl-chat-7"
@@ -147,7 +153,7 @@ def test_a_streaming_chat_is_aborted_by_the_id_that_its_client_chose(server: Ser
         await reading[1]
         assert (neighbour.finish, neighbour.token_ids[0][: num_tokens(chat)]) == (
             {0: "length"},
-            chat.token_ids[0][:300],
+            chat.token_ids[0][:OUTLASTS_A_STALL],
         )
 
     run(server, scenario)

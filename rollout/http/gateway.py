@@ -19,8 +19,6 @@ PROXIED = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/model
 ROUTE_TIMEOUT_S = 10.0
 """A replica that is out of service for an update may be back within this."""
 CONNECT_TIMEOUT_S = 10.0
-KEEPALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that no request is sent on a connection that the replica is closing."""
 # Of one connection and not of the request (RFC 9110, 7.6.1), or set anew for the next one.
 NOT_PASSED_ON = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host"}
 NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-authorization"}
@@ -40,7 +38,7 @@ def upstream_client(token: str | None) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers=headers,
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
+        limits=httpx.Limits(max_connections=None),
         trust_env=False,
     )
 

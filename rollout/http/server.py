@@ -11,6 +11,9 @@ from starlette.types import ASGIApp
 from configs.validate import ConfigError
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than any usual client keeps one (5 s, and uvicorn's default is no
+longer), so that no request is sent on a connection that is being closed. nginx has the same."""
 CLOSING_S = 1
 """At the end, requests that still run are given so long; a frozen one would never end by itself."""
 
@@ -37,11 +40,16 @@ def url_of(listener: socket.socket) -> str:
 
 async def serve(app: ASGIApp, listener: socket.socket) -> None:
     """Serves until it is cancelled."""
-    server = _Server(
-        uvicorn.Config(
-            app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSING_S
-        )
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSING_S,
     )
+    server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.shield(serving)

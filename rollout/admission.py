@@ -1,4 +1,5 @@
-"""Who may be inside an engine: as many requests as it runs at once, first come, first served; nobody new while held."""
+"""Who may be inside an engine: as many requests as it runs at once, those first that have been inside before, the
+others in the order in which they come; nobody new while held."""
 
 import asyncio
 from collections import deque
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 class _Waiter:
     request_id: str
     width: int
+    goes_on: bool
     answer: asyncio.Future[bool]
 
 
@@ -40,30 +42,38 @@ class Admission:
     def has(self, request_id: str) -> bool:
         return request_id in self._widths or any(waiter.request_id == request_id for waiter in self._waiting)
 
-    async def enter(self, request_id: str, width: int = 1) -> bool:
+    async def enter(self, request_id: str, width: int = 1, goes_on: bool = False) -> bool:
         """Wait for `width` seats (at most all of them). False when the request was turned away while it waited.
 
+        `goes_on`: a part of it was inside before. It comes before all those of which none was.
         Raises ValueError for an id that is inside or waiting already.
         """
         if self.has(request_id):
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
-        width = min(width, self._num_seats)
-        if not self._waiting and self._has_room(width):
-            self._seat(request_id, width)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(request_id, min(width, self._num_seats), goes_on, answer)
+        place = self._place(waiter)
+        if place == 0 and self._has_room(waiter.width):
+            self._seat(request_id, waiter.width)
             return True
-        return await self._wait(_Waiter(request_id, width, asyncio.get_running_loop().create_future()))
+        self._waiting.insert(place, waiter)
+        try:
+            return await waiter.answer
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._admit()  # a wide request that went may have kept a narrow one waiting
+            self.leave(waiter.request_id)  # let in and cancelled at the same moment
+            raise
 
     async def enter_again(self, request_id: str, new_id: str) -> bool:
-        """For a request inside that the engine gave back unstarted: before all others, under another name."""
+        """For a request inside that the engine gave back unstarted: under another name, before all that were
+        never inside."""
         self._submitting.discard(request_id)
         width = self._widths.pop(request_id)
         self._taken -= width
         self._notify()
-        if self._has_room(width):
-            self._seat(new_id, width)
-            return True
-        waiter = _Waiter(new_id, width, asyncio.get_running_loop().create_future())
-        return await self._wait(waiter, first=True)
+        return await self.enter(new_id, width, goes_on=True)
 
     def submitted(self, request_id: str) -> None:
         self._submitting.discard(request_id)
@@ -104,19 +114,9 @@ class Admission:
         """Returns when nobody is inside."""
         await self._until(lambda: not self._widths)
 
-    async def _wait(self, waiter: _Waiter, first: bool = False) -> bool:
-        if first:
-            self._waiting.appendleft(waiter)
-        else:
-            self._waiting.append(waiter)
-        try:
-            return await waiter.answer
-        except asyncio.CancelledError:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-                self._admit()  # a wide request that went may have kept a narrow one waiting
-            self.leave(waiter.request_id)  # let in and cancelled at the same moment
-            raise
+    def _place(self, waiter: _Waiter) -> int:
+        """In the queue: behind its like."""
+        return sum(other.goes_on for other in self._waiting) if waiter.goes_on else len(self._waiting)
 
     def _has_room(self, width: int) -> bool:
         return not self._holds and self._taken + width <= self._num_seats

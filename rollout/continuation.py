@@ -45,12 +45,13 @@ def _part(request: GenerationRequest, before: Completion | None, sent: int) -> G
     part would be sampled with the same random numbers as those of the whole."""
     name = f"{request.request_id}{PART_MARK}{sent}" if sent else request.request_id
     if before is None or len(before.token_ids) == 0:
-        return replace(request, request_id=name, so_far=None)
+        return replace(request, request_id=name, so_far=None, goes_on=sent > 0)
     sampling = seeded(request.sampling, len(before.token_ids))
     return GenerationRequest(
         request_id=name,
         prompt_ids=(*request.prompt_ids, *before.token_ids.tolist()),
         sampling=replace(sampling, max_tokens=sampling.max_tokens - len(before.token_ids)),
+        goes_on=True,
     )
 
 

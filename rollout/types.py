@@ -83,6 +83,8 @@ class GenerationRequest:
     sampling: SamplingParams
     so_far: Completion | None = None
     """What was sampled already, elsewhere: the replica goes on from there, and answers with the whole."""
+    goes_on: bool = False
+    """A part of the trajectory has run before: this one takes a seat before those that have not begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

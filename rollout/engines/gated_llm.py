@@ -80,13 +80,13 @@ class GatedLLM(AsyncLLM):
             self.admission.submitted(request_id)
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+        self, prompt: Any, sampling_params: Any, request_id: str, *, goes_on: bool = False, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         inside_id = self._name_inside(request_id)
         sampled = Sampled(sampling_params)
         self.usage.change(+1)
         try:
-            may_run = await self.admission.enter(inside_id, width=sampling_params.n)
+            may_run = await self.admission.enter(inside_id, sampling_params.n, goes_on)
             while may_run:
                 async with aclosing(super().generate(prompt, sampling_params, inside_id, **kwargs)) as outputs:
                     async for output in outputs:

@@ -64,7 +64,7 @@ class SimulatedEngine:
             self.usage.change(-1)
 
     async def _generate(self, request: GenerationRequest) -> Completion:
-        if not await self._admission.enter(request.request_id):
+        if not await self._admission.enter(request.request_id, goes_on=request.goes_on):
             if self._death.done():
                 raise self._death.result()
             return _completion([], "abort")

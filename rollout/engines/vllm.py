@@ -40,9 +40,10 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        params = _sampling_params(request.sampling)
         final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, _sampling_params(request.sampling), request.request_id):
+            async for output in self._llm.generate(prompt, params, request.request_id, goes_on=request.goes_on):
                 final = output
         except EngineDeadError as error:
             known = self.partials({request.request_id: 0})  # the front end outlives the core, with all its tokens

@@ -20,6 +20,7 @@ class Crowd:
         self.widths: dict[str, int] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.queue: list[str] = []  # all that ever came, in the order in which they should get in
+        self.going_on: set[str] = set()
         self.entered: set[str] = set()
         self.submitted: set[str] = set()
         self.past: set[str] = set()  # left, turned away or cancelled
@@ -34,6 +35,15 @@ class Crowd:
         name = f"{len(self.widths)}"
         self.widths[name] = min(1 + n // 4, self.num_seats)
         self.tasks[name] = asyncio.create_task(self._come(name, lambda: self.admission.enter(name, 1 + n // 4)))
+
+    def go_on(self, n: int) -> None:
+        """With what was inside before."""
+        name = f"{len(self.widths)}"
+        self.widths[name] = min(1 + n // 4, self.num_seats)
+        self.going_on.add(name)
+        self.tasks[name] = asyncio.create_task(
+            self._come(name, lambda: self.admission.enter(name, 1 + n // 4, goes_on=True))
+        )
 
     def enter_twice(self, n: int) -> None:
         """Under an id that is in use."""
@@ -51,9 +61,8 @@ class Crowd:
             new = f"{len(self.widths)}"
             self.widths[new] = self.widths[old]
             self.past.add(old)
-            self.tasks[new] = asyncio.create_task(
-                self._come(new, lambda: self.admission.enter_again(old, new), first=True)
-            )
+            self.going_on.add(new)
+            self.tasks[new] = asyncio.create_task(self._come(new, lambda: self.admission.enter_again(old, new)))
 
     def submit(self, n: int) -> None:
         names = [name for name in self.admission.inside if name in self.entered - self.submitted]
@@ -92,8 +101,9 @@ class Crowd:
             else:
                 task.cancel()
 
-    async def _come(self, name: str, enter: Callable[[], Awaitable[bool]], first: bool = False) -> None:
-        self.queue.insert(0 if first else len(self.queue), name)
+    async def _come(self, name: str, enter: Callable[[], Awaitable[bool]]) -> None:
+        behind = [one for one in self.waiting if name in self.going_on and one not in self.going_on]
+        self.queue.insert(self.queue.index(behind[0]) if behind else len(self.queue), name)
         (self.entered if await enter() else self.past).add(name)
 
     async def _hold(self) -> None:
@@ -127,7 +137,7 @@ class Crowd:
         new = set(inside) - self._was_inside
         assert not new or self._was_open, "nobody enters while held"
         for name in new:
-            assert not set(waiting) & set(self.queue[: self.queue.index(name)]), "first come, first served"
+            assert not set(waiting) & set(self.queue[: self.queue.index(name)]), "nobody overtakes"
         if settled and waiting and not self.num_holds:
             assert self.widths[waiting[0]] > free, "nobody waits beside a seat that is free"
         self._was_inside, self._was_open = set(inside), self.num_holds == 0
@@ -155,7 +165,8 @@ STEPS = st.tuples(
     st.sampled_from(
         [Crowd.enter] * 4
         + [Crowd.submit, Crowd.leave] * 2
-        + [Crowd.cancel, Crowd.turn_away, Crowd.hold, Crowd.release, Crowd.enter_again, Crowd.enter_twice]
+        + [Crowd.cancel, Crowd.turn_away, Crowd.hold, Crowd.release]
+        + [Crowd.go_on, Crowd.enter_again, Crowd.enter_twice]
     ),
     st.integers(0, 9),
     st.sampled_from([0, 1, 2, 20]),

@@ -55,8 +55,10 @@ def test_a_trajectory_of_three_parts_by_hand() -> None:
     assert (completion.finish_reason, completion.cached_tokens) == ("stop", 2)
     assert engine.requests == [
         REQUEST,
-        GenerationRequest(request_id="x+part1", prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2)),
-        GenerationRequest(request_id="x+part2", prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5)),
+        GenerationRequest(request_id="x+part1", prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2), goes_on=True),
+        GenerationRequest(
+            request_id="x+part2", prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5), goes_on=True
+        ),
     ]
 
 
@@ -85,6 +87,7 @@ def test_however_it_is_cut_it_is_the_same_trajectory(versions: list[int], cuts: 
         assert request.prompt_ids == (1, 2, *tokens[:start])
         assert request.sampling == sampling_after(start)
     assert len({request.request_id for request in engine.requests}) == parts
+    assert [request.goes_on for request in engine.requests] == [False] + [True] * (parts - 1)
 
 
 def test_what_nobody_interrupts_is_passed_on_as_it_is() -> None:
@@ -146,14 +149,16 @@ def test_for_an_engine_that_can_only_abort_a_trajectory_goes_on_from_its_tokens(
     on_replica(test, pause_mode=PauseMode.abort)
 
 
-def test_an_update_that_aborts_leaves_those_alone_that_wait_for_a_seat() -> None:
+def test_what_an_update_interrupted_goes_on_before_those_that_wait_for_a_seat() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 4, 2)
-        await asyncio.sleep(1.5)
-        await update(replica, 1)
+        for version, moment in ((1, 1.5), (2, 4.25)):
+            await asyncio.sleep(moment - now())
+            await update(replica, version)
         first, second = await group
-        assert first.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 4, 1)) and second.spans == (VersionSpan(0, 2, 1),)
-        assert (await replica.stats())["continued"] == 1
+        assert first.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1), VersionSpan(3, 4, 2))
+        assert second.spans == (VersionSpan(0, 2, 2),)
+        assert (await replica.stats())["continued"] == 2, "and those that wait are left alone"
 
     on_replica(test, max_num_seqs=1, pause_mode=PauseMode.abort)
 

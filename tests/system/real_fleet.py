@@ -1,6 +1,7 @@
 """Real trainer ranks and replicas of a few configurations: what tests of updates share."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
@@ -28,8 +30,8 @@ from weight_sync.transports.registry import make_sender, release_all
 
 OWNER = "fleet-updates"
 BUCKET_BYTES = 2**20
-VOCAB_SIZE = 10240
-"""With it each of two ranks' rows of the embeddings are 1.3 MB, more than a bucket of 1 MiB."""
+VOCAB_SIZE = 10241
+"""Each of two ranks' rows of the embeddings are 1.3 MB, more than a bucket of 1 MiB, and one rank has a row more."""
 CONFIG = Config(
     model=ModelConfig(),
     rollout=RolloutConfig(num_replicas=2),
@@ -99,6 +101,12 @@ class Scene:
         names = {target.name for target in self.fleet.targets}
         return [replica for replica in self.replicas if replica.name in names]
 
+    async def collectives(self) -> set[str]:
+        """Kinds of operations among the trainer's ranks, by which they published and sent. A transport's own group is
+        not seen: it knows broadcasts only."""
+        calls = [actor.__ray_call__.remote(lambda actor: actor._worker.collectives) for actor in self.workers.actors]
+        return set.union(*await asyncio.gather(*calls))
+
     async def check_parameters(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """Every one, on every worker of every replica."""
         for replica, spec in zip(self.replicas, self.specs, strict=True):
@@ -113,7 +121,9 @@ class Scene:
 def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
     """A trainer of two ranks, and a replica of each spec. Makes their model in the folder."""
     model_path = folder / "wide"
-    write_model_directory(model_path, build_model(VOCAB_SIZE, seed=0), build_tokenizer(["0123456789"]))
+    model = build_model(VOCAB_SIZE, seed=0)
+    model.resize_token_embeddings(VOCAB_SIZE, mean_resizing=False)  # it was rounded up
+    write_model_directory(model_path, model, build_tokenizer(["0123456789"]))
     specs = [replace(spec, model_path=str(model_path), max_num_seqs=2) for spec in specs]
     replicas = [create_replica(f"replica-{i}", spec, no_redirect, OpenReplica) for i, spec in enumerate(specs)]
     workers = Workers(
@@ -142,10 +152,38 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
 
 
 def use_transport(actor: Any, config: WeightSyncConfig) -> None:
-    """Runs in a train worker: from now on it publishes by another transport."""
+    """Runs in a train worker: from now on it publishes by another transport. Notes what it asks of the other ranks."""
     worker = actor._worker
     worker._sender.close()
     worker._sender = make_sender(config, OWNER, worker._rank, worker._world_size, worker._device)
+    worker.collectives = set[str]()
+    for method in (type(worker).publish, type(worker).send):
+        setattr(worker, method.__name__, partial(_noting_collectives, worker, method))
+
+
+def _noting_collectives(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
+    with CommDebugMode() as noted:
+        result = method(worker, *args)
+    worker.collectives.update(map(str, noted.get_comm_counts()))
+    return result
+
+
+def publish_behind(actor: Any, gate: str) -> None:
+    """Runs in a train worker: its next publish says that it has begun, and goes on when there is a file `gate`."""
+    worker, publish = actor._worker, actor._worker.publish
+    worker.order = []
+
+    def held(*args: Any) -> dict[str, Any]:
+        Path(f"{gate}-{worker._rank}").touch()
+        deadline = time.monotonic() + CONFIG.weight_sync.stage_timeout_s
+        while not Path(gate).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        manifest = publish(*args)
+        worker.order.append("published")
+        return manifest
+
+    worker.publish = held
+    worker.train_step = lambda *args: worker.order.append("stepped")
 
 
 def use_config(actor: Any, config: WeightSyncConfig) -> None:

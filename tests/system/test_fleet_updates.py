@@ -17,7 +17,17 @@ from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.replica_group import generate_group
 from rollout.types import Completion
-from tests.system.real_fleet import BUCKET_BYTES, CONFIG, Scene, change_all, emit_all, kept_busy, requests, started
+from tests.system.real_fleet import (
+    BUCKET_BYTES,
+    CONFIG,
+    Scene,
+    change_all,
+    emit_all,
+    kept_busy,
+    publish_behind,
+    requests,
+    started,
+)
 from tests.system.test_replica_actor import monitor_of
 from tests.system.weights import FIRST_TOKEN
 
@@ -60,7 +70,9 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
             assert report.failures == 0 and len(report.replicas) == 2
         updated.set()
         assert max(rows.nbytes for rows in weights.values()) > 2 * BUCKET_BYTES, "the largest is in several buckets"
+        assert any(len(rows) % 2 for rows in weights.values()), "one rank has more rows than the other"
         await scene.check_parameters(tmp_path, weights)
+        assert await scene.collectives() == set(), "no rank gathers what others hold"
         return list(await asyncio.gather(*load))
 
     completions = scene.run(scenario())
@@ -68,6 +80,30 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
     for of_a_replica in completions:
         assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in of_a_replica)
         assert any(len(one.spans) > 1 for one in of_a_replica), "an update came while it generated"
+
+
+def test_while_the_trainer_publishes_replicas_generate_and_it_takes_no_step(scene: Scene, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    async def scenario() -> list[Completion]:
+        manager, actors = await scene.manager(CONFIG.weight_sync), scene.workers.actors
+        await asyncio.gather(*(actor.__ray_call__.remote(publish_behind, str(gate)) for actor in actors))
+        updating = asyncio.create_task(manager.update_weights(scene.version + 1))
+        while len(list(tmp_path.glob("gate-*"))) < len(actors):
+            await asyncio.sleep(0.01)
+        steps = asyncio.gather(*(actor.call.remote("train_step", (), scene.version + 1) for actor in actors))
+        groups = [generate_group(r.actor, requests(f"meanwhile-{r.name}", 4, 50)) for r in scene.replicas]
+        completions = sum(await asyncio.gather(*groups), [])
+        assert not updating.done() and not steps.done()
+        gate.touch()
+        await asyncio.gather(updating, steps)
+        for actor in actors:
+            assert await actor.__ray_call__.remote(lambda actor: actor._worker.order) == ["published", "stepped"]
+        return completions
+
+    for completion in scene.run(scenario()):
+        assert [(span.end, span.global_steps) for span in completion.spans] == [(50, scene.version)]
+    scene.version += 1
 
 
 @pytest.mark.parametrize("transport", [Transport.shared_memory, Transport.collective])
@@ -132,8 +168,10 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
             await counts(scene, lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
             await scene.fleet.pause(PauseMode.keep)
             assert await scene.fleet.is_paused()
-            await asyncio.sleep(0.3)  # what was sampled before is still on its way
-            frozen = await counts(scene, lambda _: True)
+            frozen, before = await counts(scene, lambda _: True), None
+            while frozen != before:  # what was sampled before the pause is on its way for a while after it
+                await asyncio.sleep(0.5)
+                frozen, before = await counts(scene, lambda _: True), frozen
             await asyncio.sleep(1)
             assert await counts(scene, lambda _: True) == frozen
             pauses.append((scene.version, frozen))

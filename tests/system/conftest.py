@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,29 @@ class EngineHost:
     engine: Any
     runner: asyncio.Runner
     model_path: Path
+
+    async def every_one_has(self, count: int, num_tokens: int) -> None:
+        """Returns when `count` requests run, each with so many tokens at least."""
+
+        def holds() -> bool:
+            counts = self.engine._llm.output_counts().values()
+            return len(counts) == count and min(counts) >= num_tokens
+
+        await until(holds)
+
+    async def settled_counts(self) -> dict[str, int]:
+        """Tokens of each request of a frozen engine, whose last ones may come after the answer to the pause."""
+        counts, before = self.engine._llm.output_counts(), None
+        while counts != before:
+            await asyncio.sleep(0.3)
+            counts, before = self.engine._llm.output_counts(), counts
+        return counts
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 async def start_as_if_busy(spec: EngineSpec) -> Any:

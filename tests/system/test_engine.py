@@ -181,8 +181,8 @@ def test_new_requests_read_no_prefix_of_older_weights(
     async def scenario() -> Completion:
         await update(host.engine, old, version)
         await host.engine.generate(request(ids, max_tokens=1))
-        kept = asyncio.create_task(host.engine.generate(request(prompt(0, 30), max_tokens=400)))
-        await asyncio.sleep(0.2)  # a kept request: with one running, vLLM cannot reset its prefix cache
+        kept = asyncio.create_task(host.engine.generate(request(prompt(0, 30), max_tokens=900)))
+        await host.every_one_has(1, 5)  # a kept request: with one running, vLLM cannot reset its prefix cache
         await update(host.engine, new, version + 1)
         completion = await host.engine.generate(request(ids, max_tokens=1))
         kept.cancel()
@@ -206,9 +206,9 @@ def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: E
 
     async def scenario() -> list[Completion]:
         await update(host.engine, old, 90)
-        requests = [request(ids, max_tokens=300 if index < MAX_NUM_SEQS else 2) for index in range(2 * MAX_NUM_SEQS)]
+        requests = [request(ids, max_tokens=600 if index < MAX_NUM_SEQS else 2) for index in range(2 * MAX_NUM_SEQS)]
         tasks = [asyncio.create_task(host.engine.generate(one)) for one in requests]
-        await asyncio.sleep(0.3)
+        await host.every_one_has(MAX_NUM_SEQS, 5)
         await update(host.engine, new, 91)
         return await asyncio.gather(*tasks)
 
@@ -223,14 +223,14 @@ def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: E
 def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
     """Pause, the same weights again, resume: token by token and logprob by logprob what an unpaused run gives."""
     weights = random_weights(host.model_path, 100)
-    requests = [request(prompt(index, 30), max_tokens=300) for index in range(6)]
+    requests = [request(prompt(index, 30), max_tokens=600) for index in range(6)]
     again = [replace(one, request_id=f"{one.request_id}-again") for one in requests]
 
     async def scenario(wanted: list[GenerationRequest], updates: int) -> list[Completion]:
         tasks = [asyncio.create_task(host.engine.generate(one)) for one in wanted]
-        for version in range(101, 101 + updates):
-            await asyncio.sleep(0.1)
-            await update(host.engine, weights, version)
+        for index in range(updates):
+            await host.every_one_has(6, 5 + 20 * index)
+            await update(host.engine, weights, 101 + index)
         return await asyncio.gather(*tasks)
 
     run(host, update(host.engine, weights, 100))
@@ -245,10 +245,10 @@ def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
 def test_nothing_moves_while_paused_and_a_new_request_waits(host: EngineHost) -> None:
     async def scenario() -> None:
         await update(host.engine, random_weights(host.model_path, 110), 110)
-        running = asyncio.create_task(host.engine.generate(request(prompt(0, 20), max_tokens=500)))
-        await asyncio.sleep(0.1)
+        running = asyncio.create_task(host.engine.generate(request(prompt(0, 20), max_tokens=900)))
+        await host.every_one_has(1, 5)
         await pause(host.engine)
-        counts = host.engine._llm.output_counts()
+        counts = await host.settled_counts()
         late = asyncio.create_task(host.engine.generate(request(prompt(1, 20), max_tokens=2)))
         await asyncio.sleep(0.5)
         assert host.engine._llm.output_counts() == counts

@@ -1,7 +1,7 @@
 """Pause modes and updates on a real engine behind its replica: what ends, what is held, and what goes on."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from tests.system.conftest import MAX_NUM_SEQS, EngineHost
+from tests.system.conftest import MAX_NUM_SEQS, EngineHost, until
 from tests.system.test_engine import prompt, reference_logprobs, request, run
 from tests.system.weights import publish, random_weights, release
 
@@ -41,27 +41,11 @@ def requests(count: int, max_tokens: int = TOKENS) -> list[GenerationRequest]:
     return [request(prompt(index, 20 + index), max_tokens=max_tokens) for index in range(count)]
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
 def generating(replica: RolloutReplica, asked: list[GenerationRequest]) -> list[asyncio.Task[Completion]]:
     async def one(request: GenerationRequest) -> Completion:
         return (await replica.generate_group([request]))[0]
 
     return [asyncio.create_task(one(request)) for request in asked]
-
-
-async def every_one_has(host: EngineHost, count: int, num_tokens: int) -> None:
-    """`count` requests run, each with so many tokens at least."""
-
-    def holds() -> bool:
-        counts = host.engine._llm.output_counts().values()
-        return len(counts) == count and min(counts) >= num_tokens
-
-    await until(holds)
 
 
 def check_begins_as(part: Completion, whole: Completion) -> None:
@@ -91,11 +75,11 @@ def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -
         replica = await make_replica(host, weights, 200)
         calm = await replica.generate_group(requests(MAX_NUM_SEQS))
         tasks = generating(replica, [*requests(MAX_NUM_SEQS), *requests(4)])
-        await every_one_has(host, MAX_NUM_SEQS, 5)
+        await host.every_one_has(MAX_NUM_SEQS, 5)
         await push(replica, weights, 201)
         at_least = max(60, 5 + max(host.engine._llm.output_counts().values()))
-        await every_one_has(host, MAX_NUM_SEQS, at_least)
-        async with asyncio.timeout(5):
+        await host.every_one_has(MAX_NUM_SEQS, at_least)
+        async with asyncio.timeout(30):
             await replica.pause(PauseMode.abort)
             assert host.engine.running == [] and host.engine._llm.output_counts() == {}
             ended = await asyncio.gather(*tasks)
@@ -133,11 +117,11 @@ def test_pause_wait_lets_the_running_finish_and_holds_all_others(host: EngineHos
         calm = await replica.generate_group(requests(MAX_NUM_SEQS))
         first, *others = generating(replica, requests(1)), *generating(replica, requests(3, TOKENS // 2))
         running = [asyncio.create_task(noted("finished", task)) for task in (*first, *others)]
-        await every_one_has(host, 4, 5)
+        await host.every_one_has(4, 5)
         pausing = asyncio.create_task(noted("paused", replica.pause(PauseMode.wait)))
         await until(lambda: host.engine._llm.admission._holds > 0)
         late = [asyncio.create_task(noted("late", task)) for task in generating(replica, requests(3))]
-        await every_one_has(host, 1, TOKENS // 2 + 10)  # seats are free, and one goes on
+        await host.every_one_has(1, TOKENS // 2 + 10)  # seats are free, and one goes on
         assert not pausing.done() and (await replica.status()).pause_mode is None
         assert host.engine.gauges()["waiting_requests"] == 3, "free seats are not taken"
         await pausing
@@ -168,14 +152,14 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         before = await replica.stats()
         asked = [*requests(MAX_NUM_SEQS), *requests(2)]
         tasks = generating(replica, asked)
-        await every_one_has(host, MAX_NUM_SEQS, 20)
+        await host.every_one_has(MAX_NUM_SEQS, 20)
         await push(replica, weights, 221)
         # Each part counts from 0. Its client knows a request by the name it gave it, whatever part of it runs.
-        await every_one_has(host, MAX_NUM_SEQS, 30)
+        await host.every_one_has(MAX_NUM_SEQS, 30)
         assert await replica.abort([asked[3].request_id]) == [asked[3].request_id]
         assert (await tasks[3]).finish_reason == "abort"
         await until(lambda: host.engine.gauges()["waiting_requests"] == 1)
-        await every_one_has(host, MAX_NUM_SEQS, 5)
+        await host.every_one_has(MAX_NUM_SEQS, 5)
         await push(replica, weights, 222)
         completions = await asyncio.gather(*tasks)
         stats = await replica.stats()
@@ -204,7 +188,7 @@ def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whol
         replica = await make_replica(host, weights[230], 230, PauseMode.abort)
         tasks = generating(replica, requests(4, 400))
         for version in (231, 232):
-            await every_one_has(host, 4, 30)
+            await host.every_one_has(4, 30)
             await push(replica, weights[version], version)
         return await asyncio.gather(*tasks)
 

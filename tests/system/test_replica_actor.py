@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rollout.types import GenerationRequest, SamplingParams
 from tests.system.weights import FIRST_TOKEN, emitting_weights, publish, release
 from weight_sync.checkpoint_manager import CheckpointManager
 
-NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 200
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 500
 
 
 class EmittingSource:
@@ -59,12 +58,6 @@ def group(number: int) -> list[GenerationRequest]:
     ]
 
 
-async def timed(call: Any) -> float:
-    started = time.perf_counter()
-    await call
-    return time.perf_counter() - started
-
-
 def fleet_of(replica: ReplicaHandle) -> ReplicaFleet:
     return ReplicaFleet([replica], ReplicaRouter([replica.name], 8), min_replicas=1, report=lambda text: None)
 
@@ -83,10 +76,10 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     assert (await replica.stats())["running"] > NUM_GROUPS * GROUP_SIZE / 2, "most of them still wait or run"
     for version in range(1, 6):
         for control in (replica.stats(), replica.pause(PauseMode.keep), replica.status(), replica.resume()):
-            assert await timed(control) < 1.0, f"{control.__name__} queued behind generations"
-        report = await manager.update_weights(version)
-        assert report.total_s < 2.0
-        await asyncio.sleep(0.2)
+            await control
+            assert not started.done(), f"{control.__name__} queued behind generations"
+        await manager.update_weights(version)
+        assert not started.done()
     completions = [completion for answers in await started for completion in answers]
     for completion in completions:
         assert len(completion.token_ids) == MAX_TOKENS

@@ -132,8 +132,8 @@ def test_recomputed_kv_is_of_the_new_weights_alone(host: EngineHost) -> None:
 
         async def scenario(version: int = version, clear_cache: bool = clear_cache) -> Completion:
             await update(host.engine, old, version)
-            task = asyncio.create_task(host.engine.generate(request(ids, max_tokens=200)))
-            await asyncio.sleep(0.15)
+            task = asyncio.create_task(host.engine.generate(request(ids, max_tokens=600)))
+            await host.every_one_has(1, 20)
             await update(host.engine, new, version + 1, clear_cache)
             return await task
 

@@ -181,6 +181,9 @@ def test_tensors_that_were_not_announced_are_refused(tensors: Tensors, message: 
 # -- checksums ---------------------------------------------------------------------------------------------------------
 
 
+BLOCK = CHECKSUM_ROWS * CHECKSUM_ROW * 8
+
+
 def random_bytes(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -200,6 +203,19 @@ def plain_checksum(data: bytes) -> int:
 def test_the_checksum_is_what_it_is_said_to_be(length: int) -> None:
     data = random_bytes(length)
     assert bucket.checksum(data) == plain_checksum(data.numpy().tobytes())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])  # with three, places are not all aligned
+@pytest.mark.parametrize("length", [1, 9, 4095, 4097, BLOCK - 1, BLOCK, BLOCK + 4109, 2 * BLOCK + 1])
+@pytest.mark.parametrize("step", [1, 2])  # with two, the tensor is not contiguous
+def test_every_byte_is_copied_and_summed_on_the_way(length: int, num_ranks: int, step: int) -> None:
+    data = random_bytes(num_ranks * length * step)[::step]
+    (entry,), nbytes = bucket.layout([("w", torch.uint8, [num_ranks * length])])
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    for rank in range(num_ranks):
+        rows = rows_of(data, rank, num_ranks)
+        assert bucket.write(buffer, [entry], [("w", rows)], rank, num_ranks) == [plain_checksum(bytes(rows.tolist()))]
+    assert torch.equal(buffer[: num_ranks * length], data) and not buffer[num_ranks * length :].any()
 
 
 @pytest.mark.parametrize("num_rows", [1, CHECKSUM_ROWS - 1, CHECKSUM_ROWS, 2 * CHECKSUM_ROWS + 3])

@@ -52,13 +52,10 @@ class Admission:
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(request_id, min(width, self._num_seats), goes_on, answer)
-        place = self._place(waiter)
-        if place == 0 and self._has_room(waiter.width):
-            self._seat(request_id, waiter.width)
-            return True
-        self._waiting.insert(place, waiter)
+        self._waiting.insert(self._place(waiter), waiter)
+        self._admit()
         try:
-            return await waiter.answer
+            return await answer
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)

@@ -84,7 +84,8 @@ class GenerationRequest:
     so_far: Completion | None = None
     """What was sampled already, elsewhere: the replica goes on from there, and answers with the whole."""
     goes_on: bool = False
-    """A part of the trajectory has run before: this one takes a seat before those that have not begun."""
+    """Set by `continuation.generate_through`: an earlier part of it was inside an engine, so that it takes a seat
+    before those of which none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

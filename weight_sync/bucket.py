@@ -74,7 +74,7 @@ def write(
 def _copy(place: torch.Tensor, tensor: torch.Tensor) -> int:
     """Into flat uint8 host memory. The checksum of the tensor."""
     if tensor.is_cpu and tensor.is_contiguous() and _is_aligned(place):
-        return checksum(place, tensor.detach().reshape(-1).view(torch.uint8))
+        return _checksum(place, tensor.detach().reshape(-1).view(torch.uint8))
     place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return checksum(place)
 
@@ -118,15 +118,17 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def checksum(data: torch.Tensor, source: torch.Tensor | None = None) -> int:
+def checksum(data: torch.Tensor) -> int:
     """32 bits over the bytes of a contiguous tensor, the same on CPU and GPU; about as fast as memory is read.
 
     The bytes as 8-byte words in rows of 512: the CRC-32 of the sums of all rows and of all columns, modulo 2^64.
-
-    `source`: flat uint8, on the host as `data`, which is aligned. It is copied into `data` on the way, which costs less
-    than to copy it before: what is summed is still in the cache.
     """
-    flat = data.reshape(-1).view(torch.uint8)
+    return _checksum(data.reshape(-1).view(torch.uint8), None)
+
+
+def _checksum(flat: torch.Tensor, source: torch.Tensor | None) -> int:
+    """`source`: flat uint8, copied into `flat` on the way, where that is aligned and both are on the host. It costs
+    less than to copy it before, for what is summed is still in the cache."""
     num_words = len(flat) // 8
     whole = num_words // CHECKSUM_ROW * CHECKSUM_ROW * 8
     if source is not None:

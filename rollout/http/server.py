@@ -12,8 +12,8 @@ from configs.validate import ConfigError
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
-"""How long an idle connection stays open: longer than any usual client keeps one (5 s, and uvicorn's default is no
-longer), so that no request is sent on a connection that is being closed. nginx has the same."""
+"""How long an idle connection stays open, as with nginx: longer than httpx, and so OpenAI's client (5 s), and aiohttp
+(15 s) keep one, so that they send no request on a connection that is being closed. uvicorn's own 5 s are too short."""
 CLOSING_S = 1
 """At the end, requests that still run are given so long; a frozen one would never end by itself."""
 

@@ -168,6 +168,11 @@ def _noting_collectives(worker: Any, method: Callable[..., Any], *args: Any) -> 
     return result
 
 
+def gather_all(actor: Any) -> None:
+    """Runs in a train worker: what publishing must not do."""
+    _noting_collectives(actor._worker, lambda worker: [rows.full_tensor() for rows in worker._policy.parameters()])
+
+
 def publish_behind(actor: Any, gate: str) -> None:
     """Runs in a train worker: its next publish says that it has begun, and goes on when there is a file `gate`."""
     worker, publish = actor._worker, actor._worker.publish

@@ -223,7 +223,7 @@ def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: E
 def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
     """Pause, the same weights again, resume: token by token and logprob by logprob what an unpaused run gives."""
     weights = random_weights(host.model_path, 100)
-    requests = [request(prompt(index, 30), max_tokens=600) for index in range(6)]
+    requests = [request(prompt(index, 30), max_tokens=900) for index in range(6)]
     again = [replace(one, request_id=f"{one.request_id}-again") for one in requests]
 
     async def scenario(wanted: list[GenerationRequest], updates: int) -> list[Completion]:

@@ -23,6 +23,7 @@ from tests.system.real_fleet import (
     Scene,
     change_all,
     emit_all,
+    gather_all,
     kept_busy,
     publish_behind,
     requests,
@@ -73,6 +74,8 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
         assert any(len(rows) % 2 for rows in weights.values()), "one rank has more rows than the other"
         await scene.check_parameters(tmp_path, weights)
         assert await scene.collectives() == set(), "no rank gathers what others hold"
+        await asyncio.gather(*(actor.__ray_call__.remote(gather_all) for actor in scene.workers.actors))
+        assert await scene.collectives() != set(), "it would have been seen"
         return list(await asyncio.gather(*load))
 
     completions = scene.run(scenario())
@@ -87,6 +90,7 @@ def test_while_the_trainer_publishes_replicas_generate_and_it_takes_no_step(scen
 
     async def scenario() -> list[Completion]:
         manager, actors = await scene.manager(CONFIG.weight_sync), scene.workers.actors
+        await manager.update_weights(scene.version)
         await asyncio.gather(*(actor.__ray_call__.remote(publish_behind, str(gate)) for actor in actors))
         updating = asyncio.create_task(manager.update_weights(scene.version + 1))
         while len(list(tmp_path.glob("gate-*"))) < len(actors):

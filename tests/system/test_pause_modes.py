@@ -15,7 +15,7 @@ from tests.system.conftest import MAX_NUM_SEQS, EngineHost, until
 from tests.system.test_engine import prompt, reference_logprobs, request, run
 from tests.system.weights import publish, random_weights, release
 
-TOKENS = 400
+TOKENS = 800
 
 
 async def make_replica(
@@ -186,7 +186,7 @@ def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whol
 
     async def scenario() -> list[Completion]:
         replica = await make_replica(host, weights[230], 230, PauseMode.abort)
-        tasks = generating(replica, requests(4, 400))
+        tasks = generating(replica, requests(4))
         for version in (231, 232):
             await host.every_one_has(4, 30)
             await push(replica, weights[version], version)
@@ -194,7 +194,7 @@ def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whol
 
     for index, completion in enumerate(run(host, scenario())):
         ids = prompt(index, 20 + index)
-        assert (len(completion.token_ids), completion.finish_reason) == (400, "length")
+        assert (len(completion.token_ids), completion.finish_reason) == (TOKENS, "length")
         assert [span.global_steps for span in completion.spans] == [230, 231, 232]
         check_begins_as(completion, completion)
         for span in completion.spans:

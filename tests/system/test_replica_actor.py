@@ -69,7 +69,7 @@ def monitor_of(fleet: ReplicaFleet) -> FleetMonitor:
 async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     manager = CheckpointManager(EmittingSource(model_path), fleet_of(replica), WeightSyncConfig())
     await manager.update_weights(0)
-    started = asyncio.gather(*(generate_group(replica.actor, group(n)) for n in range(NUM_GROUPS)))
+    groups = [asyncio.ensure_future(generate_group(replica.actor, group(n))) for n in range(NUM_GROUPS)]
     async with asyncio.timeout(30):
         while (await replica.stats())["trajectories"] < NUM_GROUPS * GROUP_SIZE:
             await asyncio.sleep(0.01)
@@ -77,10 +77,10 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     for version in range(1, 6):
         for control in (replica.stats(), replica.pause(PauseMode.keep), replica.status(), replica.resume()):
             await control
-            assert not started.done(), f"{control.__name__} queued behind generations"
+            assert not all(one.done() for one in groups), f"{control.__name__} queued behind generations"
+            assert version > 1 or not any(one.done() for one in groups)
         await manager.update_weights(version)
-        assert not started.done()
-    completions = [completion for answers in await started for completion in answers]
+    completions = [completion for answers in await asyncio.gather(*groups) for completion in answers]
     for completion in completions:
         assert len(completion.token_ids) == MAX_TOKENS
         for span in completion.spans:
@@ -94,11 +94,11 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
 async def die(replica: ReplicaHandle) -> None:
     """SIGKILL of the engine's process: the pending request fails, and the watch raises, naming the replica."""
     watch = asyncio.create_task(monitor_of(fleet_of(replica)).run())
-    pending = asyncio.ensure_future(generate_group(replica.actor, group(99)))
-    await asyncio.sleep(0.2)
     actor_pid = await replica.actor.__ray_call__.remote(lambda _self: os.getpid())
     engines = psutil.Process(actor_pid).children(recursive=True)
     assert engines
+    pending = asyncio.ensure_future(generate_group(replica.actor, group(99)))
+    await asyncio.sleep(0.2)
     for engine in engines:
         engine.send_signal(signal.SIGKILL)
     with pytest.raises(ExceptionGroup) as raised:

@@ -54,9 +54,8 @@ class Crowd:
                 self.admission.enter(name).send(None)
 
     def enter_again(self, n: int) -> None:
-        """Only an engine that is held gives requests back."""
         names = [name for name in self.admission.inside if name in self.submitted]
-        if names and self.num_holds:
+        if names:
             old = names[n % len(names)]
             new = f"{len(self.widths)}"
             self.widths[new] = self.widths[old]

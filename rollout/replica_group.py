@@ -17,7 +17,7 @@ from rollout.http.controlled import ReplicaControl
 from rollout.http.replica_app import replica_app
 from rollout.http.server import listen, serve, url_of
 from rollout.packing import Columns, pack_completions, unpack_completions
-from rollout.processes import ProcessId, is_stopped, kill_processes, process_tree
+from rollout.processes import ProcessId, end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.progress import ProgressReport
 from rollout.replica import CommitReport, ReplicaStatus, RolloutReplica
 from rollout.types import Completion, GenerationRequest
@@ -60,6 +60,7 @@ class ReplicaActor:
 
         self._home = asyncio.get_running_loop()
         self._engine = VllmEngine(spec)
+        end_descendants_with_this()
         self._replica = RolloutReplica(self._name, self._engine, config)
         return self._replica.num_workers
 

@@ -136,11 +136,11 @@ def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model
         check_training(run, 2)
 
 
-@pytest.mark.parametrize("standing", [False, True], ids=["own cluster", "standing cluster"])
-def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Path, standing: bool) -> None:
+@pytest.mark.parametrize("how", ["own cluster", "own cluster, killed with it", "standing cluster"])
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Path, how: str) -> None:
     overrides = [*small(tiny_model), "trainer.total_steps=100000", "trainer.eval_every=0"]
-    if not standing:
-        check_the_end_of_a_killed_driver(tmp_path, overrides)
+    if how != "standing cluster":
+        check_the_end_of_a_killed_driver(tmp_path, overrides, "raylet" if how.endswith("it") else None)
         return
     from ray.cluster_utils import Cluster
 
@@ -157,8 +157,9 @@ RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 OF_A_RUN = ("ray::ReplicaActor", "ray::TrainWorkerActor", "ray::AgentWorkerActor", "VLLM::", "wandb")
 
 
-def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str]) -> None:
-    """On a standing cluster they are no children of the driver, and Ray's own processes stay."""
+def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str], raylet: str | None = None) -> None:
+    """On a standing cluster they are no children of the driver, and Ray's own processes stay. `raylet`: its name, to
+    kill it and the actors too, so that nobody of Ray is left to end what the actors have started."""
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
         run.watch_children()
@@ -166,6 +167,10 @@ def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str]) -> No
         ours = [p for p in descendants if any(title in " ".join(p.cmdline()) for title in OF_A_RUN)]
         titles = {title for p in ours for title in OF_A_RUN if title in " ".join(p.cmdline())}
         assert titles == set(OF_A_RUN)
+        if raylet is not None:
+            for process in descendants:
+                if process.name() == raylet or any("ray::" in part for part in process.cmdline()):
+                    process.kill()
         os.kill(run.process.pid, signal.SIGKILL)
         check_gone([*run.children.values(), *ours])
 

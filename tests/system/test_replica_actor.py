@@ -22,7 +22,7 @@ from rollout.types import GenerationRequest, SamplingParams
 from tests.system.weights import FIRST_TOKEN, emitting_weights, publish, release
 from weight_sync.checkpoint_manager import CheckpointManager
 
-NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 500
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 250
 
 
 class EmittingSource:

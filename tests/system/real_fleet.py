@@ -83,7 +83,7 @@ class Scene:
 
     def run(self, call: Awaitable[Any]) -> Any:
         async def within_deadline() -> Any:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(200):
                 return await call
 
         return self.runner.run(within_deadline())

@@ -70,6 +70,7 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
             weights = await change_all(scene.workers, scene.version)
             report = await manager.update_weights(scene.version)
             assert len(report.replicas) == 2, report
+            assert report.failures == 0 or config.transport is Transport.collective
         updated.set()
         assert max(rows.nbytes for rows in weights.values()) > 2 * BUCKET_BYTES, "the largest is in several buckets"
         assert any(len(rows) % 2 for rows in weights.values()), "one rank has more rows than the other"
@@ -128,6 +129,7 @@ def test_weights_that_are_not_staged_are_the_trainers_too(scene: Scene, transpor
             weights = await emit_all(scene)
             report = await manager.update_weights(scene.version)
             assert len(report.replicas) == 2, report
+            assert report.failures == 0 or transport is Transport.collective
             await scene.check_parameters(tmp_path, weights)
             if not load:
                 load = [asyncio.ensure_future(kept_busy(r, f"direct-{transport}", updated)) for r in scene.replicas]

@@ -36,7 +36,7 @@ CONFIG = Config(
     model=ModelConfig(),
     rollout=RolloutConfig(num_replicas=2),
     trainer=TrainerConfig(num_ranks=2),
-    weight_sync=WeightSyncConfig(stage_timeout_s=30, bucket_mb=1),
+    weight_sync=WeightSyncConfig(stage_timeout_s=120, bucket_mb=1),
 )
 
 

@@ -54,7 +54,6 @@ TRANSPORTS = {
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> None:
-    """Once in a while gloo's members do not connect, and the update's second try succeeds: that is not counted."""
     config = TRANSPORTS[name]
     if config.directory:
         config = replace(config, directory=str(tmp_path / "weights"))
@@ -70,7 +69,7 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
             weights = await change_all(scene.workers, scene.version)
             report = await manager.update_weights(scene.version)
             assert len(report.replicas) == 2, report
-            assert report.failures == 0 or config.transport is Transport.collective
+            assert report.failures == 0, "no second try"
         updated.set()
         assert max(rows.nbytes for rows in weights.values()) > 2 * BUCKET_BYTES, "the largest is in several buckets"
         assert any(len(rows) % 2 for rows in weights.values()), "one rank has more rows than the other"
@@ -129,7 +128,7 @@ def test_weights_that_are_not_staged_are_the_trainers_too(scene: Scene, transpor
             weights = await emit_all(scene)
             report = await manager.update_weights(scene.version)
             assert len(report.replicas) == 2, report
-            assert report.failures == 0 or transport is Transport.collective
+            assert report.failures == 0
             await scene.check_parameters(tmp_path, weights)
             if not load:
                 load = [asyncio.ensure_future(kept_busy(r, f"direct-{transport}", updated)) for r in scene.replicas]
@@ -225,7 +224,7 @@ def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene
         for process in psutil.Process(pid).children(recursive=True):
             process.send_signal(signal.SIGKILL)
         scene.version += 1
-        async with asyncio.timeout(CONFIG.weight_sync.stage_timeout_s / 2):
+        async with asyncio.timeout(CONFIG.weight_sync.stage_timeout_s / 4):
             report = await manager.update_weights(scene.version)
         assert not watch.done(), "one replica is enough"
         watch.cancel()

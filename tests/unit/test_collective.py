@@ -25,9 +25,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     groups: list[list[str]] = []
     make = group.Membership._make_group
 
-    def counted(self: group.Membership, location: dict[str, Any], rank: int, seconds: float) -> Any:
+    def counted(self: group.Membership, kept: Any, location: dict[str, Any], rank: int, seconds: float) -> Any:
         groups.append(location["members"])
-        return make(self, location, rank, seconds)
+        return make(self, kept, location, rank, seconds)
 
     monkeypatch.setattr(group.Membership, "_make_group", counted)
     return groups
@@ -59,6 +59,23 @@ def test_the_group_is_kept_while_its_members_are_the_same_and_made_again_when_th
         *4 * [["trainer rank 0", "a worker 0", "a worker 1", "b worker 0"]],
         *2 * [["trainer rank 0", "b worker 0"]],
     ]
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_new_group_is_made_over_the_connections_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each new one torch's store looks up a name, one after the other: 5 s each while a name server is silent."""
+    connect, connections = group.connect_store, []
+
+    def counted(host: str, port: int, timeout_s: float) -> Any:
+        connections.append(port)
+        return connect(host, port, timeout_s)
+
+    monkeypatch.setattr(group, "connect_store", counted)
+    trainer = fleet()
+    for receivers in ({"a": 1}, {"a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1}):
+        trainer.update(weights(1), 1, receivers).assert_received(weights(1))
+    assert len(connections) == 2 * 3, "one to meet and one to make groups over, of the trainer and two workers"
     trainer.close()
 
 

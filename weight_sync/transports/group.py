@@ -4,6 +4,9 @@ The members meet at a store that trainer rank 0 serves. There each of them says 
 transfer before. When that is not the same one for all, because members came or went or something failed, a new group is
 made. A member that fails says why at the same place, so that the others need not wait for the deadline; of one that
 died, trainer rank 0 is told (`CollectiveSender.stop`).
+
+Connections to the store last from group to group: for each new one torch asks the name server who is on its other end,
+one after the other, and everybody waits for 5 s when an answer is lost.
 """
 
 import contextlib
@@ -152,6 +155,8 @@ class Membership:
         self._device = device
         self._server: tuple[str, int] | None = None
         self._store: Store | None = None
+        self._rendezvous: Store | None = None
+        """A connection for making groups: while it waits for the members it answers nothing else."""
         self._group: Any = None
         self._name = ""
         """Of the group: the nonce of its first transfer."""
@@ -165,8 +170,10 @@ class Membership:
         try:
             if not transfer.meet(held if self._members == location["members"] else ""):
                 self._end_group()
+                kept, self._rendezvous = self._rendezvous, None  # for good, if it comes to wait for nobody
                 seconds = transfer.seconds_left
-                self._group = transfer.beside(lambda: self._make_group(location, rank, seconds))
+                made = transfer.beside(lambda: self._make_group(kept, location, rank, seconds))
+                self._group, self._rendezvous = made
                 held, self._members = location["nonce"], location["members"]
             transfer.group = self._group
             yield transfer
@@ -180,23 +187,25 @@ class Membership:
 
     def leave(self) -> None:
         self._end_group()
-        self._name, self._server, self._store = "", None, None
+        self._name, self._server = "", None
+        self._store = self._rendezvous = None
 
     def _connect(self, location: dict[str, Any]) -> Store:
         server = (location["host"], location["port"])
         if self._store is None or server != self._server:
             self._store = connect_store(*server, timeout_s=min(location["timeout_s"], STORE_TIMEOUT_S))
-            self._server = server
+            self._server, self._rendezvous = server, None
         return self._store
 
-    def _make_group(self, location: dict[str, Any], rank: int, seconds: float) -> Any:
-        # A connection of its own: one that waits for the members answers nothing else meanwhile.
-        connection = connect_store(location["host"], location["port"], seconds)
+    def _make_group(self, kept: Store | None, location: dict[str, Any], rank: int, seconds: float) -> tuple[Any, Store]:
+        """With the connection that the next one can be made over."""
+        connection = kept or connect_store(location["host"], location["port"], seconds)
+        connection.set_timeout(timedelta(seconds=seconds))
         store = PrefixStore(f"group {location['nonce']}", connection)
         size = len(location["members"])
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-        return _make_nccl(store, rank, size, seconds, self._device)
+            return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds)), connection
+        return _make_nccl(store, rank, size, seconds, self._device), connection
 
     def _end_group(self) -> None:
         """Beside: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""

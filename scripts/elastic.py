@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from ray.exceptions import RayActorError
+
 from configs.deadline import within
 from configs.schema import Config
 from rollout.agent_worker_group import AgentWorkerGroup
@@ -14,6 +16,9 @@ from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
 from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from scripts.fleet import SOCKET_FILE
+
+PLACEMENTS = 3
+"""Ray offers a node until it knows that it is dead. A replica that it placed there has not run, and is placed again."""
 
 
 class ReplicaStarter:
@@ -36,10 +41,8 @@ class ReplicaStarter:
         self._actor_class = actor_class
 
     async def __call__(self, name: str) -> ReplicaHandle:
-        """Waits without a deadline until Ray has found a place: maybe a node has to join first."""
-        replica = create_replica(name, self._spec, self._on_start, self._actor_class)
+        replica = await self._placed(name)
         try:
-            await replica.placed()
             self._report(f"{name} starts on {replica.node}")
             async with within(self._config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
                 await replica.start(self._spec, self._config.weight_sync)
@@ -48,6 +51,22 @@ class ReplicaStarter:
             replica.kill()
             raise
         return replica
+
+    async def _placed(self, name: str) -> ReplicaHandle:
+        """Waits without a deadline until Ray has found a place: maybe a node has to join first."""
+        placements = 0
+        while True:
+            placements += 1
+            replica = create_replica(name, self._spec, self._on_start, self._actor_class)
+            try:
+                await replica.placed()
+                return replica
+            except BaseException as error:
+                replica.kill()
+                lost = isinstance(error, RayActorError) and not error.actor_init_failed
+                if not lost or placements == PLACEMENTS:
+                    raise
+                self._report(f"{name} is placed again: {error}")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from rollout.replica_group import ReplicaHandle
 from scripts.elastic import PLACEMENTS, ReplicaStarter
 from tests.system.test_cluster import SPEC, NoAgents, SimulatedActor
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 def die(folder: Path, times: int) -> None:

@@ -1,5 +1,6 @@
 """Agent workers in Ray actors, taken in turn."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,13 @@ from rollout.engines.base import EngineDiedError
 from rollout.packing import PackedGroup, pack_group, unpack_group
 from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
-from rollout.replica_group import ENV, ReplicaHandle, cancelled_with_us, generate_group
+from rollout.replica_group import ENV, ReplicaHandle, cancelled_with_us, generate_group, placed
 from rollout.rewards.registry import load_reward
 from rollout.rotation import Rotation
 from rollout.router import AgentWorkerLostError, ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 
 class AgentWorkerActor(AgentWorker):
@@ -96,14 +99,13 @@ class AgentWorkerGroup:
     async def _replace(self, lost: _Worker) -> _Worker:
         """Not left to Ray, which would send calls to one that is still on its way."""
         ray.kill(lost.actor)  # where it was only out of reach
-        worker = self._start(lost.name)
-        try:
-            async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
-                await worker.actor.ready.remote()
-        except BaseException:
-            ray.kill(worker.actor)
-            raise
-        return worker
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
+            return await placed(
+                lambda: self._start(lost.name),
+                lambda worker: worker.actor.ready.remote(),
+                lambda worker: ray.kill(worker.actor),
+                lambda text: logger.info("%s %s", lost.name, text),
+            )
 
     async def ready(self) -> None:
         for worker in self._rotation.serving:

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from configs.environment import QUIET_NCCL
 from configs.schema import PauseMode, WeightSyncConfig
@@ -22,10 +22,13 @@ from rollout.progress import ProgressReport
 from rollout.replica import CommitReport, ReplicaStatus, RolloutReplica
 from rollout.types import Completion, GenerationRequest
 
+A = TypeVar("A")
 LOOPBACK = "127.0.0.1"
 MAX_REQUESTS = 8192
 """Groups that may wait in one replica's actor."""
 MAX_CONTROL_CALLS = 64
+PLACEMENTS = 3
+"""Of an actor that comes while a run goes on: Ray may place it on a node that is dead, until it knows that it is."""
 REPO_ROOT = str(Path(__file__).resolve().parents[1])
 
 # Two replicas and a trainer share a laptop's two cores: vLLM's own binding would put all of them on the same core.
@@ -209,6 +212,33 @@ def engine_env(spec: EngineSpec) -> dict[str, str]:
     if spec.device != "cpu":
         return ENV | QUIET_NCCL
     return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
+
+
+async def placed(
+    create: Callable[[], A],
+    first_answer: Callable[[A], Awaitable[object]],
+    end: Callable[[A], None],
+    report: Callable[[str], None],
+) -> A:
+    """An actor that `create` made, and that has given its first answer. One that dies before is made anew, maybe
+    elsewhere, PLACEMENTS times in all.
+
+    `end` is called on every other. Raises what the last one died of, what its constructor raised, or what
+    `first_answer` raised. `report`: told why one is placed again.
+    """
+    placements = 0
+    while True:
+        placements += 1
+        actor = create()
+        try:
+            await first_answer(actor)
+            return actor
+        except BaseException as error:
+            end(actor)
+            died = isinstance(error, RayActorError) and not error.actor_init_failed
+            if not died or placements == PLACEMENTS:
+                raise
+            report(f"is placed again: {error}")
 
 
 def create_replicas(

@@ -4,8 +4,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ray.exceptions import RayActorError
-
 from configs.deadline import within
 from configs.schema import Config
 from rollout.agent_worker_group import AgentWorkerGroup
@@ -14,11 +12,8 @@ from rollout.fleet_operator import FleetOperator
 from rollout.http.fleet_app import fleet_app
 from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
-from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica
+from rollout.replica_group import ReplicaActor, ReplicaHandle, create_replica, placed
 from scripts.fleet import SOCKET_FILE
-
-PLACEMENTS = 3
-"""Ray offers a node until it knows that it is dead. A replica that it placed there has not run, and is placed again."""
 
 
 class ReplicaStarter:
@@ -41,7 +36,13 @@ class ReplicaStarter:
         self._actor_class = actor_class
 
     async def __call__(self, name: str) -> ReplicaHandle:
-        replica = await self._placed(name)
+        """Waits without a deadline until Ray has found a place: maybe a node has to join first."""
+        replica = await placed(
+            lambda: create_replica(name, self._spec, self._on_start, self._actor_class),
+            ReplicaHandle.placed,
+            ReplicaHandle.kill,
+            lambda text: self._report(f"{name} {text}"),
+        )
         try:
             self._report(f"{name} starts on {replica.node}")
             async with within(self._config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
@@ -51,22 +52,6 @@ class ReplicaStarter:
             replica.kill()
             raise
         return replica
-
-    async def _placed(self, name: str) -> ReplicaHandle:
-        """Waits without a deadline until Ray has found a place: maybe a node has to join first."""
-        placements = 0
-        while True:
-            placements += 1
-            replica = create_replica(name, self._spec, self._on_start, self._actor_class)
-            try:
-                await replica.placed()
-                return replica
-            except BaseException as error:
-                replica.kill()
-                lost = isinstance(error, RayActorError) and not error.actor_init_failed
-                if not lost or placements == PLACEMENTS:
-                    raise
-                self._report(f"{name} is placed again: {error}")
 
 
 @asynccontextmanager

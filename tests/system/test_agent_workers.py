@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from rollout.rewards.base import RewardResult
 from rollout.router import AgentWorkerLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
 from tests.fakes import make_prompt
-from tests.system.test_replica_actor import no_redirect
 
 CONFIG = Config(rollout=RolloutConfig(num_agent_workers=2))
 DEADLINE_S = 120
@@ -70,15 +70,25 @@ class DeadlyLoop:
         ]
 
 
+def die_where(armed: Path) -> None:
+    """The process of a worker, before it has answered anything: once, if there is that file."""
+    if armed.exists():
+        armed.unlink()
+        os._exit(1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_workers_that_die_are_replaced_and_alone_only_one_dies(ray_cluster: None, tiny_model: Path) -> None:
+def test_workers_that_die_are_replaced_and_alone_only_one_dies(
+    ray_cluster: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    armed = tmp_path / "armed"
     actor: Any = ray.remote(num_cpus=0)(Replica).remote()
     group = AgentWorkerGroup(
         config=CONFIG,
         tokenizer_path=str(tiny_model),
         replicas=[ReplicaHandle("r0", actor)],
-        on_start=no_redirect,
+        on_start=lambda name: partial(die_where, armed),
         agent_loop=DeadlyLoop(),
     )
     deadly = replace(make_prompt(7), text="deadly")
@@ -94,6 +104,7 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(ray_cluster: None
         await group.ready()
         first = await processes()
         assert len(first) == 2
+        armed.touch()
         with pytest.raises(AgentWorkerLostError, match="agent-worker-. died"):
             await process_of(deadly)
         left = await processes()
@@ -102,6 +113,7 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(ray_cluster: None
             while len(second := await processes()) < 2:
                 await asyncio.sleep(0.5)
         assert left < second and second != first
+        assert not armed.exists(), "the first in its place died too, as one does on a node that is gone"
 
         with pytest.raises(AgentWorkerLostError, match="agent-worker-of-prompt-7 died"):
             await process_of(deadly, number=1, alone=True)

@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from configs.schema import Config
-from rollout.replica_group import ReplicaHandle
-from scripts.elastic import PLACEMENTS, ReplicaStarter
+from rollout.replica_group import PLACEMENTS, ReplicaHandle
+from scripts.elastic import ReplicaStarter
 from tests.system.test_cluster import SPEC, NoAgents, SimulatedActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ SIZES = [
     "rollout.max_num_seqs=16",
 ]
 START_DEADLINE_S = 180
-END_DEADLINE_S = 30
+END_DEADLINE_S = 90
+GONE_DEADLINE_S = 60
+RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Two per node try for a minute to tell the driver that Ray has ended, for which Ray has no setting, and then end."""
 
 
 def small(model: Path, reward: str = "length_parity") -> list[str]:
@@ -67,10 +70,9 @@ class Run:
             time.sleep(0.3)
         return self.process.returncode
 
-    def survivors(self) -> list[psutil.Process]:
-        """Processes of the run that are still there 5 s after its end."""
-        _, alive = psutil.wait_procs(list(self.children.values()), timeout=5)
-        return [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    def survivors(self) -> list[str]:
+        """Command lines of its processes that are still there at the deadline after its end."""
+        return survivors(self.children.values())
 
 
 @contextlib.contextmanager
@@ -104,12 +106,29 @@ def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
             process.wait(timeout=10)
 
 
+def survivors(processes: Collection[psutil.Process]) -> list[str]:
+    """Command lines of those that are still there at the deadline, but for RAYS_OWN_AGENTS. Empty once none is."""
+    deadline = time.monotonic() + GONE_DEADLINE_S
+    while left := [line for one in processes if (line := command_of(one)) and not line.startswith(RAYS_OWN_AGENTS)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return left
+
+
+def command_of(process: psutil.Process) -> str:
+    """Empty when it has ended."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
 def find(run: Run, title: str) -> psutil.Process:
     """The run's process whose command line begins with `title`."""
     for child in run.children.values():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if child.cmdline() and title in " ".join(child.cmdline()):
-                return child
+        if title in command_of(child):
+            return child
     raise AssertionError(f"no process {title!r} among {[c.pid for c in run.children.values()]}")
 
 

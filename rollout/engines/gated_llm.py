@@ -183,14 +183,16 @@ class GatedLLM(AsyncLLM):
         return {state.external_req_id: state for state in states if state.external_req_id is not None}
 
     async def _finish_prefills(self) -> None:
-        deadline = time.monotonic() + PREFILL_GRACE_S
+        waited_s = 0.0
         while unstarted := self._not_prefilled():
-            if time.monotonic() > deadline:
+            if waited_s > PREFILL_GRACE_S:
                 # No KV blocks are free for them. They have no token yet, so taking them back loses nothing.
                 self.withdrawn.update(unstarted)
                 await self.abort(unstarted)
                 return
+            before = time.monotonic()
             await asyncio.sleep(0.0005)  # the engine core does not tell when a prefill ends
+            waited_s += min(time.monotonic() - before, 0.1)  # while this process stood still, it read no outputs
 
     def _not_prefilled(self) -> list[str]:
         """Where one of several samples (n > 1) has begun, the others' prompt is as old as its own: they are kept."""

@@ -62,8 +62,8 @@ class ReplicaActor:
         from rollout.engines.vllm import VllmEngine  # noqa: PLC0415  (vLLM takes seconds to import, and only actors may)
 
         self._home = asyncio.get_running_loop()
+        end_descendants_with_this()  # first: it may be killed while a large model is loaded, too
         self._engine = VllmEngine(spec)
-        end_descendants_with_this()
         self._replica = RolloutReplica(self._name, self._engine, config)
         return self._replica.num_workers
 

@@ -1,7 +1,9 @@
 """TrainWorker driven step by step in a process of its own or in this one, and what came out of it."""
 
+import contextlib
 import multiprocessing
 import pickle
+import random
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,9 +61,12 @@ class Inbox:
 
 
 def free_master() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """A port for later: not one of those that the system gives to whoever asks for any, as Ray beside us does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
 
 
 def pack(

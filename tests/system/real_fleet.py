@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -136,7 +137,8 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
     )
     router = ReplicaRouter([replica.name for replica in replicas], 64)
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda text: None)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout.fleet.STATUS_TIMEOUT_S", 60.0)  # who has no core for 5 s is still to be heard
 
         async def start() -> None:
             starts = [r.start(spec, CONFIG.weight_sync) for r, spec in zip(replicas, specs, strict=True)]

@@ -21,6 +21,12 @@ def raises_after_200(_prompt: Prompt, text: str) -> float:
     return float(len(text) % 2)
 
 
+async def a_second(_prompt: Prompt, text: str) -> float:
+    """So that no step of a run that is on policy takes less."""
+    await asyncio.sleep(1)
+    return float(len(text) % 2)
+
+
 async def slow_while_a_file_exists(_prompt: Prompt, text: str) -> float:
     """Takes four seconds as long as the file $SLOW_REWARDS is there, so that a test decides when a run speeds up."""
     if Path(os.environ["SLOW_REWARDS"]).exists():

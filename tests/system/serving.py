@@ -180,5 +180,13 @@ async def post(client: httpx.AsyncClient, url: str, **kwargs: Any) -> dict[str, 
     return response.json()
 
 
+async def is_paused(client: httpx.AsyncClient, url: str) -> bool:
+    """Asked again while a replica has no core for so long that it does not answer in time, which is an error."""
+    async with asyncio.timeout(DEADLINE_S / 2):
+        while not (response := await client.get(f"{url}/is_paused")).is_success:
+            await asyncio.sleep(0.1)
+    return response.json()["is_paused"]
+
+
 async def is_metric(client: httpx.AsyncClient, url: str, name: str, value: float) -> bool:
     return await metric(client, url, name) == value

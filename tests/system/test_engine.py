@@ -144,7 +144,7 @@ def test_logprobs_are_those_of_the_live_weights(host: EngineHost) -> None:
     for version in (50, 51):
         weights = random_weights(host.model_path, seed=version)
         run(host, update(host.engine, weights, version))
-        completion = run(host, host.engine.generate(request(ids, temperature=1.0, max_tokens=30)))
+        completion = run(host, host.engine.generate(request(ids, temperature=1.0, max_tokens=30, seed=0)))
         expected = reference_logprobs(host, weights, [*ids, *completion.token_ids.tolist()], start=len(ids))
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
@@ -154,7 +154,9 @@ def test_logprobs_are_of_the_processed_distribution(host: EngineHost) -> None:
     ids, temperature, top_p = prompt(2, 20), 0.7, 0.6
     weights = random_weights(host.model_path, seed=60)
     run(host, update(host.engine, weights, 60))
-    completion = run(host, host.engine.generate(request(ids, temperature=temperature, top_p=top_p, max_tokens=20)))
+    completion = run(
+        host, host.engine.generate(request(ids, temperature=temperature, top_p=top_p, max_tokens=20, seed=0))
+    )
     model = AutoModelForCausalLM.from_pretrained(host.model_path, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     tokens = [*ids, *completion.token_ids.tolist()]

@@ -1,23 +1,24 @@
 """Replicas that die, hang, come and go in a whole run, and a driver that is killed: nothing is lost or left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from scripts.bench_run import throttled
-from tests.system.whole_runs import REPO_ROOT, Run, check_training, find, small, started, trained
+from tests.system.whole_runs import REPO_ROOT, Run, check_training, command_of, find, small, started, survivors, trained
 from trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
 RECOVERY_DEADLINE_S = 180
-TOTAL_STEPS = 36
+TOTAL_STEPS = 80
+"""About 4 s each while the rewards are slow: for as long as two engines need to start, at least."""
 
 
 def fleet(run: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -96,8 +97,8 @@ def test_a_replica_that_slows_down_tenfold_is_given_up(tmp_path: Path, tiny_mode
         "trainer.total_steps=100000",
         "trainer.eval_every=0",
         "rollout.num_replicas=2",
-        "rollout.replica_timeout_s=10",
-        "rollout.slow_factor=4",
+        "rollout.replica_timeout_s=20",
+        "rollout.slow_factor=2.5",  # the other one may be slowed down, too: by all that runs on two cores
         "rollout.max_replacements=0",
     ) as run:
         run.wait_for("step  ")
@@ -107,7 +108,7 @@ def test_a_replica_that_slows_down_tenfold_is_given_up(tmp_path: Path, tiny_mode
             psutil.wait_procs([engine], timeout=30)
         assert not engine.is_running(), "it was ended, and not the other one"
         why = next(line for line in run.output.read_text().splitlines() if " is given up: " in line)
-        assert "tokens/s per request" in why and "(rollout.slow_factor=4)" in why
+        assert "tokens/s per request" in why and "(rollout.slow_factor=2.5)" in why
         run.wait_for_count("\nstep ", num_steps(run) + 4, RECOVERY_DEADLINE_S)
         last = read_metrics(run.run_dir / "metrics.jsonl")[-1]
         assert (last["rollout/replicas_lost"], last["rollout/replicas_ready"]) == (1, 1)
@@ -151,9 +152,6 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Pa
         cluster.shutdown()
 
 
-END_DEADLINE_S = 60
-RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Two per node try for a minute to tell the driver that Ray has ended, for which Ray has no setting, and then end."""
 OF_A_RUN = ("ray::ReplicaActor", "ray::TrainWorkerActor", "ray::AgentWorkerActor", "VLLM::", "wandb")
 
 
@@ -164,27 +162,13 @@ def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str], rayle
         run.wait_for("step  ")
         run.watch_children()
         descendants = psutil.Process().children(recursive=True)
-        ours = [p for p in descendants if any(title in " ".join(p.cmdline()) for title in OF_A_RUN)]
-        titles = {title for p in ours for title in OF_A_RUN if title in " ".join(p.cmdline())}
-        assert titles == set(OF_A_RUN)
+        lines = {process: command_of(process) for process in descendants}
+        ours = [process for process, line in lines.items() if any(title in line for title in OF_A_RUN)]
+        assert {title for title in OF_A_RUN if any(title in line for line in lines.values())} == set(OF_A_RUN)
         if raylet is not None:
-            for process in descendants:
-                if process.name() == raylet or any("ray::" in part for part in process.cmdline()):
-                    process.kill()
+            for process, line in lines.items():
+                with contextlib.suppress(psutil.NoSuchProcess):  # they end with one another
+                    if process.name() == raylet or "ray::" in line:
+                        process.kill()
         os.kill(run.process.pid, signal.SIGKILL)
-        check_gone([*run.children.values(), *ours])
-
-
-def check_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + END_DEADLINE_S
-    while left := [line for p in processes if (line := command_of(p)) and not line.startswith(RAYS_OWN_AGENTS)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-
-
-def command_of(process: psutil.Process) -> str:
-    """Empty when it has ended."""
-    try:
-        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+        assert survivors([*run.children.values(), *ours]) == []

@@ -142,6 +142,10 @@ def test_weights_that_are_not_staged_are_the_trainers_too(scene: Scene, transpor
                 assert set(one.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
 
 
+PAUSED_TOKENS = 400
+"""One replica may be many times slower than the other and both still be on their first requests at the second pause."""
+
+
 async def counts(scene: Scene, are_so: Callable[[dict[int, list[int]]], bool]) -> dict[str, int]:
     """Tokens of each request in an engine, once those of each replica, by rank, are so."""
     while True:
@@ -161,7 +165,8 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
-            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, 200))) for r in scene.replicas
+            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, PAUSED_TOKENS)))
+            for r in scene.replicas
         ]
 
     async def scenario() -> tuple[list[list[Completion]], list[list[Completion]], list[tuple[int, dict[str, int]]]]:
@@ -170,7 +175,7 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
         calm = await asyncio.gather(*await generate("calm"))
         running = await generate("paused")
         pauses = []
-        for least in (5, 40):
+        for least in (5, 10):
             await counts(scene, lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
             await scene.fleet.pause(PauseMode.keep)
             assert await scene.fleet.is_paused()
@@ -191,7 +196,7 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
 
     calm, paused, pauses = scene.run(scenario())
     for undisturbed, disturbed in zip(sum(calm, []), sum(paused, []), strict=True):
-        assert len(disturbed.token_ids) == 200
+        assert len(disturbed.token_ids) == PAUSED_TOKENS
         np.testing.assert_array_equal(undisturbed.token_ids, disturbed.token_ids)
         np.testing.assert_allclose(undisturbed.logprobs, disturbed.logprobs, atol=2e-5)
     check_pauses(scene, paused, pauses)
@@ -207,7 +212,7 @@ def check_pauses(scene: Scene, paused: list[list[Completion]], pauses: list[tupl
     for version, frozen in pauses:
         for name, count in frozen.items():
             ends = {span.global_steps: span.end for span in completions[name].spans}
-            assert 0 < count < 200 and ends[version] == count, "some tokens before the pause, and others after it"
+            assert 0 < count < PAUSED_TOKENS and ends[version] == count, "some tokens before the pause, others after it"
     assert len(pauses[0][1]) == len(pauses[1][1]) == 2 + 2 * 2, "every seat was taken"
     assert max(len(completion.spans) for completion in completions.values()) == 3
 

@@ -31,7 +31,7 @@ from weight_sync.checkpoint_manager import CheckpointManager
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60
-NUM_TOKENS = 300
+LOAD = "in flight"
 
 
 class GatedEngine(SimulatedEngine):
@@ -59,7 +59,7 @@ class GatedEngine(SimulatedEngine):
 class GatedActor(ReplicaActor):
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
         self._home = asyncio.get_running_loop()
-        self._engine = GatedEngine(length_of=lambda _: NUM_TOKENS, step_s=0.01, max_num_seqs=spec.max_num_seqs)
+        self._engine = GatedEngine(length_of=lambda _: 100_000, step_s=0.01, max_num_seqs=spec.max_num_seqs)
         self._engine.folder = Path(spec.model_path)
         self._replica = RolloutReplica(self._name, self._engine, config)
         return 1
@@ -104,8 +104,8 @@ async def kill_in(step: str, folder: Path, replica: ReplicaHandle, global_steps:
     (folder / step).touch()
     manager: Any = ray.remote(num_cpus=0)(Manager).remote()
     process = await manager.pid.remote()
-    load = asyncio.create_task(generate_group(replica.actor, [make_request(f"in {step}", NUM_TOKENS)]))
-    await asyncio.sleep(0.5)
+    load = asyncio.create_task(generate_group(replica.actor, [make_request(LOAD, 100_000)]))
+    await more_tokens(replica)
     updating = manager.update.remote(replica.name, replica.actor, global_steps)
     while not (folder / f"in {step}").exists():
         await asyncio.sleep(0.01)
@@ -130,9 +130,18 @@ def within_deadline(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main())
 
 
-async def versions(load: asyncio.Task[list[Completion]]) -> list[int]:
+async def more_tokens(replica: ReplicaHandle) -> None:
+    before = (await replica.stats())["tokens"]
+    while (await replica.stats())["tokens"] == before:
+        await asyncio.sleep(0.02)
+
+
+async def versions(replica: ReplicaHandle, load: asyncio.Task[list[Completion]]) -> list[int]:
+    """Of the tokens of what was generated all the while, and goes on still."""
+    await more_tokens(replica)
+    assert await replica.abort([LOAD]) == [LOAD]
     (completion,) = await load
-    assert len(completion.token_ids) == NUM_TOKENS
+    assert len(completion.token_ids) == completion.spans[-1].end
     return [span.global_steps for span in completion.spans]
 
 
@@ -141,7 +150,7 @@ def test_a_replica_that_was_swapping_opens_with_the_new_weights(replica: Replica
         load = await kill_in("load", folder, replica, 1)
         status = await settled(replica, lambda status: not status.frozen)
         assert (status.global_steps, status.torn) == (1, False)
-        assert await versions(load) == [0, 1]
+        assert await versions(replica, load) == [0, 1]
 
     within_deadline(scenario())
 
@@ -149,7 +158,7 @@ def test_a_replica_that_was_swapping_opens_with_the_new_weights(replica: Replica
 def test_a_replica_that_was_staging_goes_on_and_takes_the_next_version(replica: ReplicaHandle, folder: Path) -> None:
     async def scenario() -> None:
         load = await kill_in("stage", folder, replica, 2)
-        assert await versions(load) == [1]
+        assert await versions(replica, load) == [1]
         status = await replica.status()
         assert (status.global_steps, status.frozen) == (1, False)
         await update(replica.name, replica.actor, 3)
@@ -170,6 +179,6 @@ def test_a_replica_whose_weights_are_torn_stays_out_until_whole_ones_come(replic
         await update(replica.name, replica.actor, 5)
         status = await replica.status()
         assert (status.global_steps, status.frozen, status.torn) == (5, False, False)
-        assert await versions(load) == [3, 5]
+        assert await versions(replica, load) == [3, 5]
 
     within_deadline(scenario())

@@ -1,4 +1,4 @@
-"""Whatever a process started ends with it, however it ends."""
+"""Whatever a process starts ends with it, however it ends."""
 
 import signal
 import subprocess
@@ -6,48 +6,45 @@ import sys
 import time
 
 import psutil
-import pytest
 
-DEADLINE_S = 30
+from rollout.processes import GUARD_INTERVAL_S, INTERVALS_PER_SCAN
+from tests.system.whole_runs import survivors
+
 OWNER = """
 import subprocess, sys, time
 from rollout.processes import end_descendants_with_this
+end_descendants_with_this()
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", stubborn])
-end_descendants_with_this()
-sys.stdout.write("started\\n")
-sys.stdout.flush()
+subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"])
 sys.stdin.read(1)
 """
 
 
-def until_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while left := [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+def start() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("how", ["killed", "terminated", "returned"])
-def test_descendants_and_their_guard_end_with_their_owner(how: str) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert owner.stdin is not None and owner.stdout is not None
-    assert owner.stdout.readline() == "started\n"
-    children = psutil.Process(owner.pid).children(recursive=True)
+def test_descendants_and_their_guard_end_with_their_owner() -> None:
+    """They were started after the guard, one of them by another."""
+    owners = [start() for _ in range(3)]
+    time.sleep((INTERVALS_PER_SCAN + 2) * GUARD_INTERVAL_S)
+    children = [psutil.Process(owner.pid).children(recursive=True) for owner in owners]
     try:
-        assert len(children) == 2
-        time.sleep(1.5)
-        assert all(child.is_running() for child in children), "while it is there, they are"
-        if how == "returned":
-            owner.stdin.close()
-        else:
-            owner.send_signal(signal.SIGKILL if how == "killed" else signal.SIGTERM)
-        owner.wait(DEADLINE_S)
-        until_gone(children)
+        assert [len(of_owner) for of_owner in children] == [5] * 3, "the guard, two of the owner, two of the shell"
+        killed, terminated, returning = owners
+        killed.kill()
+        terminated.send_signal(signal.SIGTERM)
+        assert returning.stdin is not None
+        returning.stdin.close()
+        for owner, of_owner in zip(owners, children, strict=True):
+            owner.wait(30)
+            assert survivors(of_owner) == []
     finally:
-        for child in children:
-            if child.is_running():
-                child.kill()
-        owner.kill()
-        owner.wait()
-        owner.stdout.close()
+        for process in [*owners, *sum(children, [])]:
+            if isinstance(process, subprocess.Popen) or process.is_running():
+                process.kill()
+        for owner in owners:
+            owner.wait()
+            if owner.stdin is not None:
+                owner.stdin.close()

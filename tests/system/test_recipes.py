@@ -95,6 +95,7 @@ def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path)
         f"data.train_files={data}/gsm8k/train.parquet",
         f"data.val_files={data}/gsm8k/test.parquet",
         "rollout.max_staleness=0",
+        "rollout.verify_timeout_s=50",
         "rollout.reward=math_verify+0.5*format+tests.system.rewards:length_parity",
         "rollout.format_pattern=.*",
     ) as run:

@@ -22,7 +22,7 @@ from rollout.types import GenerationRequest, SamplingParams
 from tests.system.weights import FIRST_TOKEN, emitting_weights, publish, release
 from weight_sync.checkpoint_manager import CheckpointManager
 
-NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 250
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 8, 8, 500
 
 
 class EmittingSource:
@@ -98,7 +98,10 @@ async def die(replica: ReplicaHandle) -> None:
     engines = psutil.Process(actor_pid).children(recursive=True)
     assert engines
     pending = asyncio.ensure_future(generate_group(replica.actor, group(99)))
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        while (await replica.stats())["running"] < GROUP_SIZE:
+            await asyncio.sleep(0.01)
+    await replica.pause(PauseMode.keep)  # so that it is not done before
     for engine in engines:
         engine.send_signal(signal.SIGKILL)
     with pytest.raises(ExceptionGroup) as raised:

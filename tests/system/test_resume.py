@@ -39,19 +39,20 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path: Path, tiny_model: Path) -> None:
     """Killed between two checkpoints, with groups under way; the newest checkpoint is damaged besides, so that the one
     before is taken. It is resumed with another number of replicas."""
-    with started(tmp_path / "whole", *small(tiny_model), *ON_POLICY) as whole:
+    job = [*small(tiny_model, "a_second"), *ON_POLICY]
+    with started(tmp_path / "whole", *job) as whole:
         assert whole.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, whole.output.read_text()
-    with started(tmp_path / "killed", *small(tiny_model), *ON_POLICY) as first:
+    with started(tmp_path / "killed", *job) as first:
         first.wait_for(" 7/8 ")
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
     assert weights_in_memory(first.run_dir) != []
-    newest = max((first.run_dir / "checkpoints").glob("step_*"))
+    newest = max(path.parent for path in (first.run_dir / "checkpoints").glob("step_*/COMPLETE.json"))
     damaged = next((newest / "train").glob("*.distcp"))
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    with started(tmp_path / "killed", *small(tiny_model), *ON_POLICY, "rollout.num_replicas=2") as second:
+    with started(tmp_path / "killed", *job, "rollout.num_replicas=2") as second:
         assert second.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, second.output.read_text()
         output = second.output.read_text()
     assert weights_in_memory(second.run_dir) == []

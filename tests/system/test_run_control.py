@@ -44,11 +44,20 @@ def test_control_routes_pause_and_resume_the_run_while_it_trains(tmp_path: Path,
         with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
 
             def versions() -> dict[str, int]:
-                return client.get("/versions").json()
+                """Of both replicas: one that has no core for long is left out of an answer."""
+                answers: list[dict[str, int]] = []
+                until(lambda: answers.append(client.get("/versions").json()) or len(answers[-1]) == 2)
+                return answers[-1]
 
             def tokens() -> list[str]:
                 """What the replicas say of their requests, running and begun."""
                 return re.findall(r"^slipstream_(?:running|engine)_requests.*", client.get("/metrics").text, re.M)
+
+            def is_paused() -> bool:
+                """Asked again while a replica has no core for long, which is an error that says so."""
+                answers: list[httpx.Response] = []
+                until(lambda: answers.append(client.get("/is_paused")) or answers[-1].is_success)
+                return answers[-1].json()["is_paused"]
 
             def stands_still() -> bool:
                 before = (steps(run), versions(), tokens())
@@ -58,18 +67,18 @@ def test_control_routes_pause_and_resume_the_run_while_it_trains(tmp_path: Path,
             first = versions()
             assert list(first) == ["replica-0", "replica-1"]
             until(lambda: min(versions().values()) > max(first.values()))
-            assert client.get("/is_paused").json() == {"is_paused": False}
-            assert not stands_still()
+            assert not is_paused()
+            until(lambda: not stands_still())
 
             assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
-            assert client.get("/is_paused").json() == {"is_paused": True}
+            assert is_paused()
             until(stands_still)
-            assert client.get("/is_paused").json() == {"is_paused": True}, "updates leave a client's pause alone"
+            assert is_paused(), "updates leave a client's pause alone"
             assert client.post("/v1/completions", json={}).status_code == 404, "there is nothing but control"
             paused_at, last = steps(run), versions()
 
             assert client.post("/resume").json() == {"status": "resumed"}
-            assert client.get("/is_paused").json() == {"is_paused": False}
+            assert not is_paused()
             until(lambda: steps(run) > paused_at + 3)
             until(lambda: min(versions().values()) > max(last.values()))
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it

@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.system.whole_runs import SIZES, START_DEADLINE_S, Run, check_training, started, trained
 from trainer.tracking import read_metrics
 
-STEPS, EVALUATED = 18, 9
+STEPS, EVALUATED = 40, 20
+"""Enough steps after the evaluation that its replica is back long before the last prompts are given out."""
 
 
+@pytest.mark.timeout(600)
 def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
     """Two replicas, a real warm-up, staleness 2: counts, versions and files."""
     with started(
@@ -20,10 +24,10 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         "model.warmup_steps=60",
         f"model.cache_dir={tmp_path / 'cache'}",
         "rollout.max_response_tokens=64",
-        "evaluation.samples=4",
+        "evaluation.samples=8",
         "evaluation.temperature=1.0",
     ) as run:
-        assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
+        assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()
         assert run.survivors() == []
         summary = json.loads((run.run_dir / "summary.json").read_text())
         assert summary["steps"] == STEPS

@@ -18,6 +18,7 @@ from tests.system.serving import (
     Stream,
     body,
     is_metric,
+    is_paused,
     metric,
     num_tokens,
     path,
@@ -109,7 +110,7 @@ def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs
         early_leaver.cancel()
         await until(lambda: is_metric(client, server.gateway, RUNNING, 1))
         await until(lambda: is_metric(client, server.gateway, WAITING, 1))
-        assert (await client.get(f"{server.gateway}/is_paused")).json() == {"is_paused": True}
+        assert await is_paused(client, server.gateway)
         assert await computed(client) == before and not stayer.done() and not late.done()
         await post(client, f"{server.gateway}/resume")
         await asyncio.gather(stayer, late)

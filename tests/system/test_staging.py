@@ -1,6 +1,7 @@
 """One version after another into the same shadow, in the threads of a worker."""
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it() -> 
     shadow: Any = SlowShadow()
     first = Staging(manifest(1), shadow, None, None)
     second = Staging(manifest(2), shadow, None, first)
+    while not shadow.events:
+        time.sleep(0.01)
     assert first.result() is None and second.result() is None and shadow.events == ["begin 0"]
     shadow.may_end[1].set()
     assert second.result() is None

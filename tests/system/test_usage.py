@@ -20,7 +20,7 @@ def test_every_token_of_a_client_is_counted_once_while_it_comes(
     engine_host: EngineHost, kind: RequestOutputKind
 ) -> None:
     """As over HTTP: two samples, streamed or not."""
-    params = SamplingParams(n=2, max_tokens=60, ignore_eos=True, detokenize=False, output_kind=kind)
+    params = SamplingParams(n=2, max_tokens=600, ignore_eos=True, detokenize=False, output_kind=kind)
     engine = engine_host.engine
 
     async def scenario() -> None:
@@ -37,7 +37,7 @@ def test_every_token_of_a_client_is_counted_once_while_it_comes(
         async for _ in engine._llm.generate(PROMPT, params, f"usage-{kind.name}"):
             pass
         watching.cancel()
-        assert engine.usage.tokens - before == 2 * 60 and engine.usage.running == 0
+        assert engine.usage.tokens - before == 2 * 600 and engine.usage.running == 0
         assert seen == sorted(seen) and len(set(seen)) > 5, "it grows with every token, before the answer is there"
 
     engine_host.runner.run(scenario())

@@ -228,7 +228,7 @@ def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(tmp_path: Path,
 
 
 def test_a_disk_that_hangs_is_left_at_the_deadline_and_never_marked(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, config=CheckpointConfig(every=10, timeout_s=0.05))
+    scene = Scene(tmp_path, config=CheckpointConfig(every=10, timeout_s=0.5))
     go_on = threading.Event()
 
     class HangingDisk(FullDisk):
@@ -242,7 +242,7 @@ def test_a_disk_that_hangs_is_left_at_the_deadline_and_never_marked(tmp_path: Pa
         async with scene.checkpointer:
             await scene.save(10)
         assert scene.reports[0] == (
-            "the checkpoint of step 10 failed: storing a checkpoint (seal) took longer than checkpoint.timeout_s=0.05; "
+            "the checkpoint of step 10 failed: storing a checkpoint (seal) took longer than checkpoint.timeout_s=0.5; "
             "training goes on"
         )
         go_on.set()

@@ -188,10 +188,10 @@ def test_terms_fail_as_rewards_do_and_fail_the_sum_of_that_response_alone() -> N
 
     total = WeightedSum({"hangs": (1.0, hangs_at_8), "raises": (1.0, raises_at_9), "late": (1.0, late)})
     responses = [(ask(truth), "") for truth in ("7", "8", "9")]
-    good, hung, raised = asyncio.run(score(total, responses, 0.2, RewardThreads()))
+    good, hung, raised = asyncio.run(score(total, responses, 1.5, RewardThreads()))
     released.set()
     assert (good.reward, good.error) == (1.75, None)
-    assert hung == RewardResult(reward=0.0, error="hangs: TimeoutError: took longer than rollout.reward_timeout_s=0.2")
+    assert hung == RewardResult(reward=0.0, error="hangs: TimeoutError: took longer than rollout.reward_timeout_s=1.5")
     assert raised == RewardResult(reward=0.0, error="raises: ZeroDivisionError: division by zero")
 
 

@@ -32,7 +32,7 @@ from tests.system.real_fleet import (
 from tests.system.test_replica_actor import monitor_of
 from tests.system.weights import FIRST_TOKEN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

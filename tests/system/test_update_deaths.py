@@ -19,7 +19,7 @@ from tests.system.real_fleet import Scene, change_all, kept_busy, started
 from tests.system.test_replica_actor import monitor_of
 from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COLLECTIVE = WeightSyncConfig(transport=Transport.collective, bucket_mb=1, stage_timeout_s=120)
 

@@ -2,7 +2,6 @@
 takes."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,8 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_pause_and_keep_at_the_smallest_size() -> None:
-    options = ["--only", "pause", "keep", "--sizes", "1", "--repeats", "1", "--seconds", "0.1"]
+    # A pause is the difference of two times: of one update alone it may come out below 0 on a busy machine.
+    options = ["--only", "pause", "keep", "--sizes", "1", "--repeats", "3", "--seconds", "0.1"]
     output = subprocess.run(
         [sys.executable, "-m", "scripts.bench_weight_sync", *options],
         cwd=REPO_ROOT,
@@ -29,12 +29,10 @@ def test_pause_and_keep_at_the_smallest_size() -> None:
     assert [line.partition("  ")[0] for line in pauses.splitlines()[3:]] == arms
     assert [line.split()[0] for line in keep.splitlines()[3:]] == ["keep", "abort", "recompute"]
     results = json.loads(last)
-    assert all(results[f"{way}_tokens_per_s"] > 0 for way in ("keep", "abort", "recompute"))
-    assert results["publish_over_memcpy"] > 0
-    # Differences of two times each, of a single update: they may come out below 0 here.
-    pauses_of = {"pause_ms_1m", "pause_over_floor", "inside_over_staged", "inside_over_staged_shared_memory"}
-    pauses_of |= {f"{way}_pause_ms" for way in ("keep", "abort", "recompute")}
-    assert all(math.isfinite(results[name]) for name in pauses_of)
+    measured = {f"{way}_{what}" for way in ("keep", "abort", "recompute") for what in ("tokens_per_s", "pause_ms")}
+    measured |= {"pause_ms_1m", "pause_over_floor", "publish_over_memcpy"}
+    measured |= {"inside_over_staged", "inside_over_staged_shared_memory"}
+    assert all(results[name] > 0 for name in measured)
     assert results["keep_reprefill_tokens"] == 0
     prompt_tokens = 32 * 80  # at least
     assert results["abort_reprefill_tokens"] > prompt_tokens and results["recompute_reprefill_tokens"] > prompt_tokens

@@ -35,7 +35,8 @@ def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it() -> 
     shadow: Any = SlowShadow()
     first = Staging(manifest(1), shadow, None, None)
     second = Staging(manifest(2), shadow, None, first)
-    while not shadow.events:
+    deadline = time.monotonic() + 60
+    while not shadow.events and time.monotonic() < deadline:
         time.sleep(0.01)
     assert first.result() is None and second.result() is None and shadow.events == ["begin 0"]
     shadow.may_end[1].set()

@@ -11,7 +11,7 @@ from configs.built_in import (
     Weights,
     loss_spec,
 )
-from configs.dotted import dotted_problems
+from configs.runtime.dotted import dotted_problems
 from configs.schema import Config
 
 Problem = tuple[str, object, str]

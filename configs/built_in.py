@@ -10,7 +10,7 @@ GROUP_ADVANTAGES = (
     *("grpo", "rloo", "opo", "grpo_passk", "gpg"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
 )
-"""One number per trajectory; see trainer.advantage."""
+"""One number per trajectory; see trainer.advantages.estimators."""
 ADVANTAGES = (*GROUP_ADVANTAGES, "gae")
 ADVANTAGE_PARAMETERS = ("groups", "algorithm")
 """What an advantage of the user's own is called with."""
@@ -29,16 +29,16 @@ class LossSpec:
 
 
 LOSSES = {
-    "ppo_clip": LossSpec(path="trainer.loss:ppo_clip"),
-    "gspo": LossSpec(path="trainer.sequence_loss:gspo", aggregation=LossAggregation.seq_mean_token_mean),
-    "cispo": LossSpec(path="trainer.loss:cispo"),
-    "sapo": LossSpec(path="trainer.loss:sapo", aggregation=LossAggregation.seq_mean_token_mean),
-    "gmpo": LossSpec(path="trainer.sequence_loss:gmpo", aggregation=LossAggregation.seq_mean_token_mean),
-    "dppo_tv": LossSpec(path="trainer.loss:dppo_tv"),
-    "dppo_kl": LossSpec(path="trainer.loss:dppo_kl"),
-    "reinforce": LossSpec(path="trainer.loss:reinforce"),
-    "clip_cov": LossSpec(path="trainer.loss:clip_cov"),
-    "kl_cov": LossSpec(path="trainer.loss:kl_cov", learns_without_advantage=True),
+    "ppo_clip": LossSpec(path="trainer.losses.policy:ppo_clip"),
+    "gspo": LossSpec(path="trainer.losses.sequence_loss:gspo", aggregation=LossAggregation.seq_mean_token_mean),
+    "cispo": LossSpec(path="trainer.losses.policy:cispo"),
+    "sapo": LossSpec(path="trainer.losses.policy:sapo", aggregation=LossAggregation.seq_mean_token_mean),
+    "gmpo": LossSpec(path="trainer.losses.sequence_loss:gmpo", aggregation=LossAggregation.seq_mean_token_mean),
+    "dppo_tv": LossSpec(path="trainer.losses.policy:dppo_tv"),
+    "dppo_kl": LossSpec(path="trainer.losses.policy:dppo_kl"),
+    "reinforce": LossSpec(path="trainer.losses.policy:reinforce"),
+    "clip_cov": LossSpec(path="trainer.losses.policy:clip_cov"),
+    "kl_cov": LossSpec(path="trainer.losses.policy:kl_cov", learns_without_advantage=True),
 }
 LOSS_PARAMETERS = ("tokens", "algorithm")
 """What a loss of the user's own is called with."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from configs.algorithm_problems import Problem, algorithm_problems
 from configs.checkpoint import checkpoint_problems, is_checkpoint
 from configs.data_source import parse_sources
-from configs.dotted import dotted_problems
 from configs.evaluation import evaluation_problems
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
+from configs.runtime.dotted import dotted_problems
 from configs.schema import Config, ModelKind, PauseMode, Transport
 from configs.serve import serve_problems
 

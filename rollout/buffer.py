@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from configs.deadline import within
+from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
-from rollout.rewards.budget import FailureBudget, GroupBudget
+from rollout.failures import FailureBudget, GroupBudget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import Trajectory, TrajectoryGroup
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rollout.agent_loop import GenerateGroup
-from rollout.continuation import join, tail
+from rollout.agents.loop import GenerateGroup
+from rollout.replica.continuation import join, tail
 from rollout.types import Completion, GenerationRequest
 
 TIMES_TOLD = 2

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from configs.deadline import within
+from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
+from rollout.failures import GroupBudget
 from rollout.progress import Attempt, Progress, SoFar
 from rollout.prompts import PromptStream
-from rollout.rewards.budget import GroupBudget
 from rollout.router import AgentWorkerLostError, ReplicaLostError, ReplicaRouter
 from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.recorder import TRAJECTORIES
+from trainer.tracking.recorder import TRAJECTORIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

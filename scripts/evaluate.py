@@ -22,11 +22,11 @@ from omegaconf import DictConfig, OmegaConf
 from configs.load import check_overrides, load, register, without_token
 from configs.schema import Config
 from configs.validate import ConfigError
-from rollout.evaluation import Evaluation
-from rollout.sample_scores import scores_by_source
-from scripts import models
+from rollout.evaluation.evaluator import Evaluation
+from rollout.evaluation.scores import scores_by_source
+from scripts.launch import models
+from scripts.launch.training import make_evaluator
 from scripts.train import cancelled_by_sigterm, first_error
-from scripts.training import make_evaluator
 
 logger = logging.getLogger(__name__)
 register()
@@ -55,8 +55,8 @@ def _hydra_main(composed: DictConfig) -> None:
 
 def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     """Evaluates, and returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
-    from scripts.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
-    from scripts.plan import warnings  # noqa: PLC0415
+    from scripts.launch.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
+    from scripts.launch.plan import warnings  # noqa: PLC0415
 
     device = resolve_device(config)
     config = replace(config, trainer=replace(config.trainer, num_ranks=0))  # nothing trains, or claims a GPU for it
@@ -80,15 +80,15 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
 
 async def _evaluate(config: Config, device: str, run_dir: Path) -> dict[str, Any]:
     """Returns the report. Whatever goes wrong anywhere is raised here, after everything has been ended."""
-    from configs.deadline import within  # noqa: PLC0415
-    from rollout.agent_worker_group import AgentWorkerGroup  # noqa: PLC0415
-    from rollout.replica_group import create_replicas  # noqa: PLC0415
-    from rollout.rewards.budget import FailureBudget  # noqa: PLC0415
+    from configs.runtime.deadline import within  # noqa: PLC0415
+    from rollout.agents.worker_group import AgentWorkerGroup  # noqa: PLC0415
+    from rollout.failures import FailureBudget  # noqa: PLC0415
+    from rollout.replica.replica_group import create_replicas  # noqa: PLC0415
     from rollout.router import ReplicaRouter  # noqa: PLC0415
-    from scripts import run  # noqa: PLC0415
-    from scripts.cluster import cluster, output_to  # noqa: PLC0415
-    from scripts.data import encode_rows, held_out_rows  # noqa: PLC0415
-    from trainer.console import PlainConsole  # noqa: PLC0415
+    from scripts.launch import run  # noqa: PLC0415
+    from scripts.launch.cluster import cluster, output_to  # noqa: PLC0415
+    from scripts.launch.data import encode_rows, held_out_rows  # noqa: PLC0415
+    from trainer.tracking.console import PlainConsole  # noqa: PLC0415
 
     rows = held_out_rows(config)  # malformed data is an error before anything starts
     console = PlainConsole(0, sys.stdout)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from configs.checkpoint import CHECKPOINTS, MARKER
-from trainer.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, verified
+from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, verified
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -46,7 +46,7 @@ def _warn(problem: str) -> None:
 def export(checkpoint: Checkpoint, out_dir: Path, dtype: str) -> None:
     import torch  # noqa: PLC0415  (arguments are checked before seconds of imports)
 
-    from trainer.export import export_hf  # noqa: PLC0415
+    from trainer.worker.export import export_hf  # noqa: PLC0415
 
     export_hf(checkpoint, out_dir, {name: getattr(torch, name) for name in DTYPES}[dtype])
 

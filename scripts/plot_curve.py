@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from trainer.tracking import METRICS_FILE as METRICS_FILE
-from trainer.tracking import read_metrics
+from trainer.tracking.sinks import METRICS_FILE as METRICS_FILE
+from trainer.tracking.sinks import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _REWARD, _ACCURACY, _STALENESS = "#2563eb", "#ea580c", "#0d9488"
 
 
 def plot_curve(metrics_path: Path, output: Path, title: str = "Learning curve") -> None:
-    """Draw the records of `metrics_path` (see `trainer.tracking.JsonlSink`) into the PNG `output`, 1400 x 700 pixels.
+    """Draw the records of `metrics_path` (of a `JsonlSink`) into the PNG `output`, 1400 x 700 pixels.
 
     Reward and held-out accuracy above, token staleness in versions below, both against optimizer steps; the top axis
     says how long it took. Of several records of one step, as a resumed run leaves, the last counts.

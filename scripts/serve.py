@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from configs.load import check_overrides, load, register
 from configs.schema import Config
 from configs.validate import ConfigError
-from scripts import models
+from scripts.launch import models
 from scripts.train import cancelled_by_sigterm, first_error
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def _hydra_main(composed: DictConfig) -> None:
 
 def launch(config: Config, run_dir: Path) -> int:
     """Serves until Ctrl-C, and returns the exit code: 0, or 1 after an error."""
-    from scripts.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
-    from scripts.serving import serve_model  # noqa: PLC0415
+    from scripts.launch.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
+    from scripts.launch.serving import serve_model  # noqa: PLC0415
 
     device = resolve_device(config)
     if config.ray.address is not None and config.serve.token is None:

@@ -25,7 +25,7 @@ from configs.schema import Config
 from configs.validate import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.checkpoint_store import Checkpoint
+    from trainer.checkpoint.store import Checkpoint
 
 logger = logging.getLogger(__name__)
 BEFORE_THE_FIRST = -1
@@ -52,9 +52,9 @@ def _hydra_main(composed: DictConfig) -> None:
 
 def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
     """Runs, and returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
-    from scripts.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
-    from scripts.plan import describe  # noqa: PLC0415
-    from scripts.resume import find_checkpoint  # noqa: PLC0415
+    from scripts.launch.cluster import resolve_device  # noqa: PLC0415  (a wrong config is refused before Ray is imported)
+    from scripts.launch.plan import describe  # noqa: PLC0415
+    from scripts.launch.resume import find_checkpoint  # noqa: PLC0415
 
     device = resolve_device(config)
     refused: list[str] = []
@@ -70,14 +70,14 @@ def launch(config: Config, composed: DictConfig, run_dir: Path) -> int:
 def _run(  # noqa: PLR0915
     config: Config, device: str, run_dir: Path, checkpoint: "Checkpoint | None", messages: Sequence[str]
 ) -> int:
+    from scripts.launch.resume import read  # noqa: PLC0415
+    from scripts.launch.run import run  # noqa: PLC0415
     from scripts.plot_curve import CURVE_FILE, METRICS_FILE, plot_curve  # noqa: PLC0415
-    from scripts.resume import read  # noqa: PLC0415
-    from scripts.run import run  # noqa: PLC0415
-    from trainer.console import make_console  # noqa: PLC0415
-    from trainer.files import FailedWrites  # noqa: PLC0415
-    from trainer.recorder import RunRecorder  # noqa: PLC0415
-    from trainer.tracking import JsonlSink, Tracker  # noqa: PLC0415
-    from trainer.wandb_sink import WandbSink  # noqa: PLC0415
+    from trainer.tracking.console import make_console  # noqa: PLC0415
+    from trainer.tracking.files import FailedWrites  # noqa: PLC0415
+    from trainer.tracking.recorder import RunRecorder  # noqa: PLC0415
+    from trainer.tracking.sinks import JsonlSink, Tracker  # noqa: PLC0415
+    from trainer.tracking.wandb_sink import WandbSink  # noqa: PLC0415
 
     wandb = config.wandb
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)

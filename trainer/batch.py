@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
-from trainer.signals import TokenSignals, join
+from trainer.tokens import TokenSignals, join
 
 PADDING = -1
 PROMPT = 0

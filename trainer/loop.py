@@ -9,13 +9,13 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
-from trainer.bad_batches import SkippedStepsError, broken_rollouts, not_finite
+from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores
+from trainer.advantages.scores import trainable
 from trainer.batch import StepBatch, assemble
-from trainer.batch_metrics import group_metrics
-from trainer.credit import Credit, assign_credit, keeps_idle, needs_scores
 from trainer.metrics import Metric, timed, to_floats
-from trainer.scores import trainable
-from trainer.signals import TokenSignals, sampled_tokens
+from trainer.tokens import TokenSignals, sampled_tokens
+from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
+from trainer.tracking.step_metrics import group_metrics
 
 
 class GroupBatch(Protocol):

@@ -10,7 +10,7 @@ Manifest = dict[str, Any]
 
     transport      name of the transport
     global_steps   the version
-    nbytes         length of the string of bytes (weight_sync.bucket); of a delta, what all ranks have to send
+    nbytes         length of the string of bytes (transports/byte_layout.py); of a delta, what all ranks have to send
     tensors        [name, dtype, shape, offset, nbytes] of each
     num_ranks      trainer ranks, each of which sends its part of every tensor
     locations      per rank, what the transport needs to reach its bytes

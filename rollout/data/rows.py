@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.data_source import parse_sources
-from configs.dotted import find
+from configs.runtime.dotted import find
 from rollout.data.sources import DataError, Record, records
 from rollout.prompts import Message, Row
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout.pause import Pausable
+from rollout.engines.usage import Usage
+from rollout.replica.pause import Pausable
 from rollout.types import Completion, GenerationRequest
-from rollout.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class WeightTag:
 
     global_steps: int
     checksum: int
-    """Of the staged bytes that were swapped in; see weight_sync.bucket.checksum."""
+    """Of the staged bytes that were swapped in; see weight_sync.transports.byte_layout.checksum."""
 
 
 class EngineDiedError(RuntimeError):

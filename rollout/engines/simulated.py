@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rollout.admission import Admission
+from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError, WeightTag
+from rollout.engines.usage import Usage
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from rollout.usage import Usage
 
 
 @dataclass(slots=True, eq=False)

@@ -9,11 +9,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from configs.schema import PauseMode
-from rollout.fleet import PAUSE_TIMEOUT_S, FleetPauseError
+from rollout.engines.request_ids import client_names, response_name
+from rollout.fleet.fleet import PAUSE_TIMEOUT_S, FleetPauseError
 from rollout.http.controlled import Controlled
 from rollout.http.metrics import exposition
-from rollout.pause import PauseConflictError, PauseInterruptedError
-from rollout.request_names import client_names, response_name
+from rollout.replica.pause import PauseConflictError, PauseInterruptedError
 
 OPEN_PATHS = ("/health", "/metrics", "/versions")
 """Routes that change nothing: probes and scrapers need no token for them."""

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from configs.deadline import within
+from configs.runtime.deadline import within
 from configs.schema import PauseMode
-from rollout.fleet import ReplicaFleet
-from rollout.replica import ReplicaStatus, RolloutReplica
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.replica.replica import ReplicaStatus, RolloutReplica
 from rollout.router import ReplicaRouter
 
 

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from configs.deadline import within
+from configs.runtime.deadline import within
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
 from rollout.http.controlled import Controlled

@@ -6,15 +6,14 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from configs.deadline import within
+from configs.runtime.deadline import within
+from configs.runtime.environment import REPO_ROOT
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
 COMMAND = (sys.executable, "-m", "rollout.rewards.math_verify_process")
-ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 
 
@@ -78,7 +77,7 @@ class VerifierPool:
         await asyncio.gather(*(process.communicate() for process in processes))
 
     async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, cwd=ROOT)
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, cwd=REPO_ROOT)
         self.processes.append(process)
         ready = False
         try:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from configs.dotted import find
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
+from configs.runtime.dotted import find
 from configs.schema import RolloutConfig
 from rollout.rewards.base import Reward
 from rollout.rewards.dapo import dapo

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.transport_cases import assert_same, weights
+from tests.support.transport_cases import assert_same, weights
 from weight_sync.transports.collective import CollectiveSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]

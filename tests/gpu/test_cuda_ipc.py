@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.transport_cases import assert_same, weights
+from tests.support.transport_cases import assert_same, weights
 from weight_sync.transports.cuda_ipc import CudaIpcSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

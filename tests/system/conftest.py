@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout.engines.base import EngineSpec
-from rollout.replica_group import engine_env
-from trainer.tiny_model import save_tiny_model
+from rollout.replica.replica_group import engine_env
+from trainer.tiny.model import save_tiny_model
 
 MAX_NUM_SEQS = 16
 
@@ -74,7 +74,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def start_as_if_busy(spec: EngineSpec) -> Any:
     """An engine whose outputs of one step are taken in few at a time, as those of hundreds of requests are: then the
     answer to a pause can overtake some of them."""
-    from rollout.engines.vllm import VllmEngine
+    from rollout.engines.vllm.engine import VllmEngine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "2")

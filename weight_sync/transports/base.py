@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.bucket import Spec
 from weight_sync.protocol import Manifest
+from weight_sync.transports.byte_layout import Spec
 
 Shards = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Yields (name, this rank's rows) of every tensor, in the order of the specs and in the dtype that replicas take."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from weight_sync import bucket
-from weight_sync.bucket import Entry, Spec
 from weight_sync.protocol import Manifest
-from weight_sync.transports import rows
+from weight_sync.transports import byte_layout as bucket
+from weight_sync.transports import shard_layout as rows
 from weight_sync.transports.base import Shards
-from weight_sync.transports.group import Membership, Transfer, own_address, serve_store, tell_failure
+from weight_sync.transports.byte_layout import Entry, Spec
+from weight_sync.transports.process_group import Membership, Transfer, own_address, serve_store, tell_failure
 
 
 class CollectiveSender:

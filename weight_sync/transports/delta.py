@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from weight_sync import bucket, delta
-from weight_sync.bucket import Entry, Spec
 from weight_sync.protocol import Manifest
-from weight_sync.transports import rows
+from weight_sync.transports import byte_layout as bucket
+from weight_sync.transports import changes as delta
+from weight_sync.transports import shard_layout as rows
 from weight_sync.transports.base import Receiver, Sender, Shards
+from weight_sync.transports.byte_layout import Entry, Spec
 
 Named = list[tuple[str, torch.Tensor]]
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the driver, which only removes files, does without torch
     import torch
 
-    from weight_sync.bucket import Entry, Spec
     from weight_sync.protocol import Manifest
     from weight_sync.transports.base import Shards
+    from weight_sync.transports.byte_layout import Entry, Spec
 
 FORMAT_NAMES = {
     "bool": "BOOL",
@@ -45,8 +45,8 @@ class FilesystemSender:
         self._file: Path | None = None
 
     def publish(self, specs: "Sequence[Spec]", shards: "Shards", order: dict[str, Any]) -> "Manifest":
-        from weight_sync import bucket  # noqa: PLC0415
-        from weight_sync.transports import rows  # noqa: PLC0415
+        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
+        from weight_sync.transports import shard_layout as rows  # noqa: PLC0415
 
         entries, nbytes = bucket.layout(specs)
         own = rows.layout(entries, self._rank, self._num_ranks)
@@ -87,8 +87,8 @@ class FilesystemReceiver:
     def tensors(self, manifest: "Manifest") -> "Iterator[tuple[str, torch.Tensor]]":
         """Views of the mapped files, where one rank holds all of a tensor. RuntimeError when a file is not there, or
         no more when the first tensor is asked for: then a newer version is."""
-        from weight_sync import bucket  # noqa: PLC0415
-        from weight_sync.transports import rows  # noqa: PLC0415
+        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
+        from weight_sync.transports import shard_layout as rows  # noqa: PLC0415
 
         for location in manifest["locations"]:
             if not Path(location["file"]).is_file():
@@ -109,8 +109,8 @@ def _write(path: Path, own: "Sequence[Entry]", shards: "Shards") -> list[int]:
 
     Format: github.com/huggingface/safetensors, "Format".
     """
-    from weight_sync import bucket  # noqa: PLC0415
-    from weight_sync.transports import rows  # noqa: PLC0415
+    from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
+    from weight_sync.transports import shard_layout as rows  # noqa: PLC0415
 
     header, places = _header(own)
     aside = path.with_suffix(".part")

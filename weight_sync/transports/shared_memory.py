@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the driver, which only removes files, does without torch
     import torch
 
-    from weight_sync.bucket import Spec
     from weight_sync.protocol import Manifest
     from weight_sync.transports.base import Shards
+    from weight_sync.transports.byte_layout import Spec
 
 DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 FILE_NAME = r"slipstream-{owner}--?\d+-[0-9a-f]+"
@@ -40,7 +40,7 @@ class SharedMemorySender:
         """File descriptor that holds the shared lock."""
 
     def publish(self, specs: "Sequence[Spec]", shards: "Shards", order: dict[str, Any]) -> "Manifest":
-        from weight_sync import bucket  # noqa: PLC0415
+        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
 
         entries, nbytes = bucket.layout(specs)
         path = DIRECTORY / f"slipstream-{self._owner}-{order['global_steps']}-{order['nonce']}"
@@ -81,7 +81,7 @@ class SharedMemoryReceiver:
         """Views of the file. Raises RuntimeError on another host."""
         import torch  # noqa: PLC0415
 
-        from weight_sync import bucket  # noqa: PLC0415
+        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
 
         hosts = {location["host"] for location in manifest["locations"]} | {socket.gethostname()}
         if len(hosts) > 1:

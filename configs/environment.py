@@ -1,8 +1,0 @@
-"""Environment variables that the processes of a run have in common."""
-
-import os
-
-QUIET_NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")}
-"""Unless it was asked for. With it, the first group of a process ends the process some minutes after a work of any
-group of it failed (torch's ProcessGroupNCCL.cpp, HeartbeatMonitor): a weight transfer to a replica that died would end
-the trainer and the replicas that live."""

@@ -1,0 +1,32 @@
+"""An example of an environment: a calculator for arithmetic word problems.
+
+rollout.agent_loop=rollout.agents.calculator:agent_loop
+"""
+
+import re
+from typing import Any
+
+from rollout.agents.environment import Step
+from rollout.agents.multi_turn import MultiTurn
+from rollout.types import Prompt
+
+CALL = re.compile(r"calc: *(-?\d{1,9}) *([-+*]) *(-?\d{1,9})\s*$")
+
+
+class Calculator:
+    """A turn that ends with, for example, `calc: 17 * 3` is answered with the result; any other ends the episode."""
+
+    def __init__(self, _prompt: Prompt):
+        """Knows nothing of the question."""
+
+    async def step(self, text: str) -> Step:
+        call = CALL.search(text)
+        if call is None:
+            return Step(done=True)
+        left, right = int(call[1]), int(call[3])
+        result = {"+": left + right, "-": left - right, "*": left * right}[call[2]]
+        return Step(observation=f"\n= {result}\n")
+
+
+def agent_loop(tokenizer: Any) -> MultiTurn:
+    return MultiTurn(Calculator, tokenizer, max_turns=4)

@@ -1,0 +1,209 @@
+"""vLLM's AsyncLLM with admission, abort, freeze and thaw. What differs between vLLM's versions ends
+in here.
+
+Facts this rests on (vLLM 0.26 to 0.33):
+- Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when a pause returns
+  is wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32),
+  from counts taken behind a barrier in the output queue.
+- The scheduler resumes kept requests with their KV cache. A request that was added but not prefilled would be prefilled
+  with new weights on top of prefix blocks of old ones: so the prefix cache is salted with the version, the salt is
+  chosen on the way in, and `freeze` first lets every admitted request finish its prefill.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rollout.engines.admission import Admission
+from rollout.engines.request_ids import client_names
+from rollout.engines.usage import Usage
+from rollout.engines.vllm.outputs import Sampled, unstarted_answer, with_its_end
+
+HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
+"""Since 0.32. Since 0.27 the engine can be told a version, and puts it on nothing."""
+PREFILL_GRACE_S = 5.0
+"""How long a freeze waits for admitted requests to be prefilled before it takes them back."""
+
+
+class GatedLLM(AsyncLLM):
+    """AsyncLLM whose every client passes the admission: requests are salted with the version, and wait while held."""
+
+    admission: Admission
+    """As many requests as the engine runs at once are inside. The others wait, where they have no salt yet."""
+    global_steps: int
+    salt: str
+    """Of the live weights: version and checksum, so that other weights under the same number share nothing."""
+    salt_prefix_cache: bool
+    client_ids: dict[str, str]
+    """Id of a request inside -> the one that its client gave it, where that differs."""
+    numbers: Iterator[int]
+    withdrawn: set[str]
+    frozen_at: float | None
+    """When the scheduler was told to stop, on the monotonic clock; None while it runs."""
+    num_submitted: int
+    """Requests that reached the engine core, those submitted again after a withdrawal included."""
+    num_restarted: int
+    """Those submitted again."""
+    usage: Usage
+    counted: dict[str, int]
+    """How many tokens of each request inside are in `usage`."""
+
+    def open_gate(self, max_num_seqs: int) -> None:
+        self.admission = Admission(max_num_seqs)
+        self.global_steps = -1
+        self.salt = ""
+        self.salt_prefix_cache = True
+        self.client_ids = {}
+        self.numbers = itertools.count(1)
+        self.withdrawn = set()
+        self.frozen_at = None
+        self.num_submitted = 0
+        self.num_restarted = 0
+        self.usage = Usage()
+        self.counted = {}
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self.salt_prefix_cache:
+                own_salt = prompt.get("cache_salt") or ""  # of a client that shares its prefixes with nobody
+                prompt = {**prompt, "cache_salt": f"{self.salt}|{own_salt}"}
+            self.num_submitted += 1
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        finally:
+            self.admission.submitted(request_id)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, goes_on: bool = False, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        inside_id = self._name_inside(request_id)
+        sampled = Sampled(sampling_params)
+        self.usage.change(+1)
+        try:
+            may_run = await self.admission.enter(inside_id, sampling_params.n, goes_on)
+            while may_run:
+                async with aclosing(super().generate(prompt, sampling_params, inside_id, **kwargs)) as outputs:
+                    async for output in outputs:
+                        if output.finished and inside_id in self.withdrawn:
+                            break  # taken back before its first token: submit again, with the new salt
+                        self._count_tokens_of(inside_id, sampled.with_those_of(output))
+                        yield with_its_end(output)
+                if inside_id not in self.withdrawn:
+                    return
+                self.withdrawn.discard(inside_id)
+                last_id, inside_id = inside_id, self._name_inside(request_id)
+                self.client_ids.pop(last_id, None)
+                may_run = await self.admission.enter_again(last_id, inside_id)
+                self.num_restarted += may_run
+            yield unstarted_answer(request_id, prompt, sampling_params)
+        finally:
+            self.withdrawn.discard(inside_id)
+            self.client_ids.pop(inside_id, None)
+            self.counted.pop(inside_id, None)
+            self.admission.leave(inside_id)
+            self.usage.change(-1)
+
+    def _name_inside(self, request_id: str) -> str:
+        """Unique here: a client over HTTP may send an id again while it is in use, and so do we with one taken back."""
+        if not self.admission.has(request_id):
+            return request_id
+        inside_id = f"{request_id}~{next(self.numbers)}"
+        self.client_ids[inside_id] = request_id
+        return inside_id
+
+    async def abort_requests(self, request_ids: Collection[str] | None) -> list[str]:
+        """Ends requests, waiting or running, with the tokens they have. Held, so that none is on its way in."""
+        inside_ids = [*self.admission.waiting, *self.admission.inside]
+        known = {inside: self.client_ids.get(inside, inside) for inside in inside_ids}
+        if request_ids is not None:
+            wanted = set(request_ids)
+            known = {inside: name for inside, name in known.items() if not wanted.isdisjoint(client_names(name))}
+        running = [inside for inside in self.admission.inside if inside in known]
+        self.admission.turn_away(known)
+        if running:
+            await self.abort(running)
+        return list(known.values())
+
+    async def freeze(self, clear_cache: bool) -> None:
+        """While held: let those inside finish their prefill, then stop the scheduler, keeping everything."""
+        if self.frozen_at is None:
+            await self._finish_prefills()
+            self.frozen_at = time.monotonic()
+        # Not pause_generation: it sleeps 20 ms after the scheduler has stopped. The reply comes when no step runs.
+        await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        if not HAS_NATIVE_VERSIONS:
+            await self._drain_outputs()
+
+    async def thaw(self) -> float:
+        """Returns for how many seconds the scheduler stood still."""
+        if self.frozen_at is None:
+            return 0.0
+        await self.engine_core.resume_scheduler_async()
+        frozen_at, self.frozen_at = self.frozen_at, None
+        return time.monotonic() - frozen_at
+
+    async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
+        """collective_rpc, with the answers of all data-parallel engines and not of the first alone."""
+        call = ("collective_rpc", method, None, args, None)
+        if self.vllm_config.parallel_config.data_parallel_size == 1:
+            return await self.collective_rpc(method, args=args)
+        core: Any = self.engine_core
+        engines = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
+        return [answer for answers in await asyncio.gather(*engines) for answer in answers]
+
+    def output_counts(self) -> dict[str, int]:
+        """Tokens sampled so far by each running request. Exact only while frozen."""
+        return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
+
+    def count_tokens(self) -> None:
+        """Bring `usage` up to now. It has the tokens of an output when that is given out."""
+        for inside_id, state in self._states().items():
+            if self.admission.has(inside_id):  # a dead engine's states outlive its requests
+                self._count_tokens_of(inside_id, state.detokenizer.num_output_tokens())
+
+    def _count_tokens_of(self, inside_id: str, num_tokens: int) -> None:
+        new = num_tokens - self.counted.get(inside_id, 0)
+        if new > 0:
+            self.counted[inside_id] = num_tokens
+            self.usage.tokens += new
+
+    def running_states(self) -> dict[str, Any]:
+        """vLLM's record of every running request, by the name that its client knows."""
+        return {self.client_ids.get(inside, inside): state for inside, state in self._states().items()}
+
+    def _states(self) -> dict[str, Any]:
+        """By the id inside. Of several samples of a request, one."""
+        states = self.output_processor.request_states.values()
+        return {state.external_req_id: state for state in states if state.external_req_id is not None}
+
+    async def _finish_prefills(self) -> None:
+        waited_s = 0.0
+        while unstarted := self._not_prefilled():
+            if waited_s > PREFILL_GRACE_S:
+                # No KV blocks are free for them. They have no token yet, so taking them back loses nothing.
+                self.withdrawn.update(unstarted)
+                await self.abort(unstarted)
+                return
+            before = time.monotonic()
+            await asyncio.sleep(0.0005)  # the engine core does not tell when a prefill ends
+            waited_s += min(time.monotonic() - before, 0.1)  # while this process stood still, it read no outputs
+
+    def _not_prefilled(self) -> list[str]:
+        """Where one of several samples (n > 1) has begun, the others' prompt is as old as its own: they are kept."""
+        states = self.output_processor.request_states.values()
+        begun = {state.external_req_id for state in states if not state.is_prefilling}
+        return list(dict.fromkeys(s.external_req_id for s in states if s.external_req_id not in begun))
+
+    async def _drain_outputs(self) -> None:
+        """Every output that came before the pause reply has been processed when this returns: a sentinel behind them
+        in the queue is taken only after they are."""
+        queue = self.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
+        queue.put_nowait(EngineCoreOutputs())
+        while not queue.empty():
+            await asyncio.sleep(0)

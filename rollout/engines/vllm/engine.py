@@ -1,0 +1,229 @@
+"""The vLLM engine: the `Engine` protocol over GatedLLM. With `gated_llm.py` the only user of vLLM's Python API."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout.engines.base import EngineDiedError, EngineSpec, WeightTag
+from rollout.engines.usage import Usage
+from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
+from rollout.replica.continuation import spans_after
+from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+
+RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
+FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
+
+
+class VllmEngine:
+    """The `Engine` protocol over GatedLLM."""
+
+    def __init__(self, spec: EngineSpec, native_versions: bool = HAS_NATIVE_VERSIONS, salt_prefix_cache: bool = True):
+        """Starts the engine: seconds to minutes. The last two are for tests that compare with doing without."""
+        self._native_versions = native_versions
+        llm = GatedLLM.from_engine_args(_engine_args(spec))
+        assert isinstance(llm, GatedLLM)
+        self._llm = llm
+        self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size)
+        self._staging_on_device = spec.staging_on_device
+        self._llm.salt_prefix_cache = salt_prefix_cache
+        self._staged: dict[str, Any] = {}  # the manifest of the last call
+        self._counts: dict[str, int] = {}  # tokens of each running request at the pause
+        self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens so far, version from there on)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        params = _sampling_params(request.sampling)
+        final: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(prompt, params, request.request_id, goes_on=request.goes_on):
+                final = output
+        except EngineDeadError as error:
+            known = self.partials({request.request_id: 0})  # the front end outlives the core, with all its tokens
+            raise EngineDiedError("the vLLM engine core died", known.get(request.request_id)) from error
+        finally:
+            boundaries = self._boundaries.pop(request.request_id, [])
+        assert final is not None and final.finished
+        return self._completion(final, boundaries)
+
+    async def hold(self) -> None:
+        await self._llm.admission.hold()
+
+    def release(self) -> None:
+        self._llm.admission.release()
+
+    @property
+    def running(self) -> list[str]:
+        return [self._llm.client_ids.get(name, name) for name in self._llm.admission.inside]
+
+    async def emptied(self) -> None:
+        await self._llm.admission.emptied()
+
+    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
+        return await self._llm.abort_requests(request_ids)
+
+    async def freeze(self, clear_cache: bool) -> None:
+        await self._llm.freeze(clear_cache)
+        if not self._native_versions:
+            self._counts = self._llm.output_counts()
+
+    async def thaw(self) -> float:
+        return await self._llm.thaw()
+
+    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
+        states = self._llm.running_states()
+        return {name: self._piece(states[name], name, start) for name, start in known.items() if name in states}
+
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        self._staged = manifest
+        await self._llm.on_every_worker("receiver_stage", manifest, self._staging_on_device)
+        wait_s = FIRST_STAGE_WAIT_S
+        while self._staged is manifest and None in await self._llm.on_every_worker("receiver_staged"):
+            await asyncio.sleep(wait_s)  # a worker has no other way to tell; each question costs a moment between steps
+            wait_s = min(2 * wait_s, LAST_STAGE_WAIT_S)
+        if self._staged is not manifest:  # whoever asked for this one has given up
+            raise RuntimeError(f"staging version {manifest['global_steps']} was given up for another")
+
+    async def swap(self, global_steps: int) -> list[WeightTag]:
+        return await self._tag(global_steps, await self._llm.on_every_worker("receiver_swap", global_steps))
+
+    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+        return await self._tag(manifest["global_steps"], await self._llm.on_every_worker("receiver_load", manifest))
+
+    async def _tag(self, global_steps: int, answers: list[Any]) -> list[WeightTag]:
+        """From the next token on, tokens are of this version."""
+        if self._native_versions:
+            await self._llm.update_weight_version(str(global_steps))
+        else:
+            for request_id, count in self._counts.items():
+                self._boundaries.setdefault(request_id, [(0, self._llm.global_steps)]).append((count, global_steps))
+        self._llm.global_steps, self._llm.salt = global_steps, f"{global_steps}-{answers[0][1]:x}"
+        return [WeightTag(*answer) for answer in answers]
+
+    async def tag_loaded(self, global_steps: int) -> None:
+        if self._native_versions:
+            await self._llm.update_weight_version(str(global_steps))
+        self._llm.global_steps = global_steps
+
+    @property
+    def num_workers(self) -> int:
+        parallel = self._llm.vllm_config.parallel_config
+        return parallel.world_size * parallel.data_parallel_size
+
+    async def wait_dead(self) -> BaseException:
+        # The handler of outputs is the first to see the engine core go. It exists once a request has been sent.
+        self._llm._run_output_handler()
+        assert self._llm.output_handler is not None
+        await asyncio.wait([self._llm.output_handler])
+        return EngineDiedError("the vLLM engine core died")
+
+    @property
+    def usage(self) -> Usage:
+        self._llm.count_tokens()
+        return self._llm.usage
+
+    def gauges(self) -> dict[str, float]:
+        admission = self._llm.admission
+        return {
+            "engine_requests": self._llm.num_submitted,
+            "restarted_requests": self._llm.num_restarted,
+            "running_requests": len(admission.inside),
+            "waiting_requests": len(admission.waiting),
+        }
+
+    async def openai_app(self, chat_template: str | None) -> Any:
+        """An ASGI app over this engine; see rollout.engines.vllm.openai_app."""
+        from rollout.engines.vllm.openai_app import openai_app  # noqa: PLC0415  (takes a second, and few need it)
+
+        return await openai_app(self._llm, chat_template)
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+        del self._llm  # its finalizer must not run as late as the interpreter's exit
+
+    def _completion(self, output: RequestOutput, boundaries: list[tuple[int, int]]) -> Completion:
+        sampled = output.outputs[0]
+        token_ids = np.asarray(sampled.token_ids, np.int32)
+        assert sampled.finish_reason is not None
+        assert isinstance(sampled.logprobs, FlatLogprobs) and len(sampled.logprobs.logprobs) == len(token_ids)
+        labels = sampled.weight_versions if self._native_versions else None
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.asarray(sampled.logprobs.logprobs, np.float32),
+            spans=self._spans(labels, boundaries, len(token_ids)),
+            finish_reason=sampled.finish_reason,
+            cached_tokens=output.num_cached_tokens or 0,
+        )
+
+    def _piece(self, state: Any, name: str, start: int) -> Completion:
+        """`state`: vLLM's of a running request. Tokens, logprobs and labels change together, between two awaits."""
+        token_ids = np.asarray(state.detokenizer.output_token_ids[start:], np.int32)
+        end = start + len(token_ids)
+        labels = state._weight_version_spans() if self._native_versions else None
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.asarray(state.logprobs_processor.logprobs.logprobs[start:end], np.float32),
+            spans=spans_after(self._spans(labels, self._boundaries.get(name, []), end), start),
+            finish_reason="",
+            cached_tokens=state.num_cached_tokens,
+        )
+
+    def _spans(self, labels: Any, boundaries: list[tuple[int, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
+        """From the engine core's labels, or, where it has none, from the counts at each update."""
+        if self._native_versions:
+            spans = [VersionSpan(s.start, s.end, int(s.version)) for s in labels or []]
+        else:
+            starts = boundaries or [(0, self._llm.global_steps)]
+            ends = [start for start, _ in starts[1:]] + [num_tokens]
+            spans = [VersionSpan(start, end, version) for (start, version), end in zip(starts, ends, strict=True)]
+        return tuple(span for span in spans if span.end > span.start)
+
+
+def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    on_cpu: dict[str, Any] = {}
+    if spec.device == "cpu":
+        # The uni-process executor saves a process and its import of torch; blocks of 32 cache short prompts.
+        executor = "uni" if spec.tensor_parallel_size * spec.data_parallel_size == 1 else "mp"
+        on_cpu = {"distributed_executor_backend": executor, "block_size": 32}
+    longer = spec.max_position_embeddings
+    return AsyncEngineArgs(
+        model=spec.model_path,
+        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
+        max_model_len=spec.max_model_len,
+        hf_overrides={} if longer is None else {"max_position_embeddings": longer},
+        max_num_seqs=spec.max_num_seqs,
+        kv_cache_memory_bytes=spec.kv_cache_bytes,
+        gpu_memory_utilization=spec.gpu_memory_utilization,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        data_parallel_size=spec.data_parallel_size,
+        enforce_eager=spec.enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
+        worker_extension_cls=RECEIVER,
+        disable_log_stats=not spec.log_stats,
+        **on_cpu,
+    )
+
+
+def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,  # one list of floats, not a dictionary per token
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # these are nobody else's: no deep copy
+    )

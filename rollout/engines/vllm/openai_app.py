@@ -1,0 +1,44 @@
+"""vLLM's own OpenAI-compatible app around an engine that runs already, on the same event loop.
+
+Every route goes through GatedLLM.generate, so admission, cache salt, freeze and abort hold for HTTP as well. The names
+have moved between vLLM's versions (0.26 to 0.33 are covered).
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+
+try:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+except ImportError:  # before 0.32
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser  # 0.33  # pyright: ignore[reportMissingImports]
+    except ImportError:  # before 0.32
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyright: ignore[reportMissingImports]
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from rollout.engines.vllm.client import GatedLLM
+
+MODEL_NAME = "policy"
+"""What clients may call the model, besides the name it was loaded by."""
+
+
+async def openai_app(llm: GatedLLM, chat_template: str | None = None) -> FastAPI:
+    """`chat_template`: Jinja, for models whose tokenizer has none."""
+    model = llm.model_config.model
+    args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    args.model = model
+    args.served_model_name = [MODEL_NAME, model]
+    args.chat_template = chat_template
+    args.disable_log_stats = not llm.log_stats
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers set it; a replica ends otherwise
+    return app

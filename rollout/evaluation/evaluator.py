@@ -1,0 +1,167 @@
+"""Evaluation on the held-out set, by the replicas, beside the rollouts."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from configs.runtime.deadline import within
+from rollout.agents.worker import EvaluationPart
+from rollout.evaluation.scores import EvaluatedPrompt, mean_accuracy, scores_by_source
+from rollout.failures import FailureBudget
+from rollout.router import AgentWorkerLostError, ReplicaLostError
+from rollout.types import Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+OnLost = Callable[[str, BaseException], Awaitable[object]]
+MAX_WORKER_LOSSES = 8
+"""Of the share of one replica. Then it must be an agent loop or a reward that ends the process it runs in."""
+
+
+class EvaluationRunner(Protocol):
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
+    ) -> EvaluationPart:
+        """`attempt`: another one in each call, so that no two requests have one name."""
+        ...
+
+
+class InService(Protocol):
+    """The router."""
+
+    async def in_service(self) -> list[str]:
+        """Waits until there is one."""
+        ...
+
+    def visit(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Who drains is not ended while the block runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    prompts: tuple[EvaluatedPrompt, ...]
+    """In the order of the held-out set."""
+    versions: tuple[int, ...]
+    """`global_steps` of all tokens. One, unless the weights changed under way."""
+    pinned: bool
+    """Whether the replicas were held at one version all the while."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over all samples of all prompts."""
+        return sum(mean_accuracy(prompt.samples) for prompt in self.prompts) / len(self.prompts)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def mean_response_tokens(self) -> float:
+        lengths = [sample.num_tokens for prompt in self.prompts for sample in prompt.samples]
+        return sum(lengths) / len(lengths)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of k > 1 samples: val/<data source>/avg@k, pass@k and maj@k; val/avg@k where rows name no source."""
+        num_samples = len(self.prompts[0].samples)
+        if num_samples == 1:
+            return {}
+        return {
+            f"val/{source}/{name}" if source else f"val/{name}": value
+            for source, scores in scores_by_source(self.prompts, [num_samples]).items()
+            for name, value in scores.items()
+        }
+
+
+class Evaluator:
+    """Spreads the held-out prompts evenly over the replicas; every evaluation asks the same ones."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        replicas: InService,
+        runner: EvaluationRunner,
+        sampling: SamplingParams,
+        num_samples: int,
+        timeout_s: float,
+        failures: FailureBudget,
+        on_lost: OnLost,
+        paused_s: Callable[[], float] | None = None,
+    ):
+        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left. `paused_s`:
+        for how many seconds, since ever, some replica was paused."""
+        self._prompts = list(prompts)
+        self._replicas = replicas
+        self._runner = runner
+        self._sampling = sampling
+        self._num_samples = num_samples
+        self._timeout_s = timeout_s
+        self._failures = failures
+        self._on_lost = on_lost
+        self._paused_s = paused_s
+        self._attempts = itertools.count()
+        self.num_requests = 0
+
+    async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
+        """`on`: names of replicas; None is all in service, and those that come to be. `pinned`: the caller sees to it
+        that none is updated.
+
+        What a lost replica leaves unanswered is asked of another. Returns or raises when no replica works on it any
+        more. Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, what `on_lost`
+        raises, AgentWorkerLostError past MAX_WORKER_LOSSES, and RewardFailuresError when too many rewards fail.
+        """
+        left = None if on is None else list(on)
+        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation", self._paused_s):
+            num_shares = min(len(await self._replicas_of(left)), len(self._prompts))
+            shares = [self._prompts[index::num_shares] for index in range(num_shares)]
+            asking = (self._ask(index, share, left) for index, share in enumerate(shares))
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+        parts = [answer for answer in answers if isinstance(answer, EvaluationPart)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        self._failures.count(error for part in parts for error in part.errors)
+        evaluated = {
+            prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
+            for share, part in zip(shares, parts, strict=True)
+            for prompt, samples in zip(share, part.samples, strict=True)
+        }
+        return Evaluation(
+            prompts=tuple(evaluated[prompt.ordinal] for prompt in self._prompts),
+            versions=tuple(sorted(frozenset[int]().union(*(part.versions for part in parts)))),
+            pinned=pinned,
+        )
+
+    async def _replicas_of(self, left: list[str] | None) -> list[str]:
+        if left is None:
+            return await self._replicas.in_service()
+        if not left:
+            raise ReplicaLostError("every replica that evaluated was lost")
+        return left
+
+    async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> EvaluationPart:
+        """`left`: the pinned ones, less those that any share has lost."""
+        worker_losses = 0
+        while True:
+            replicas = await self._replicas_of(left)
+            replica = replicas[index % len(replicas)]
+            self.num_requests += len(share) * self._num_samples
+            try:
+                async with self._replicas.visit(replica):
+                    return await self._runner.evaluate(
+                        share, replica, self._sampling, self._num_samples, attempt=next(self._attempts)
+                    )
+            except AgentWorkerLostError as error:
+                worker_losses += 1
+                if worker_losses > MAX_WORKER_LOSSES:
+                    raise
+                logger.warning("%d held-out prompts are asked again: %s", len(share), error)
+            except ReplicaLostError as error:
+                await self._on_lost(replica, error)
+                if left is not None and replica in left:
+                    left.remove(replica)

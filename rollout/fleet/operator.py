@@ -1,0 +1,134 @@
+"""Replicas that come and go while a run goes on: replacements of lost ones, and what an operator asks for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.health import HealthMonitor
+from rollout.fleet.lifecycle import ReplicaState
+from rollout.fleet.member import FleetMember
+from rollout.fleet.members import FleetRefusalError
+from rollout.router import ReplicaRouter
+
+SPEED_OVER_S = 1.0
+"""A speed is shown once the replica has generated for so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRow:
+    """One line of `fleet.py status`."""
+
+    name: str
+    state: str
+    global_steps: int
+    """Tag of the weights that were last verified; -1 before any were."""
+    running: int
+    """Requests inside the engine."""
+    tokens_per_s: float
+    node: str | None
+    """None before its engine runs."""
+
+
+class FleetOperator:
+    """Starts the replicas that the fleet wants, and brings each to the current weights before it is admitted."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        fleet: ReplicaFleet,
+        router: ReplicaRouter,
+        health: HealthMonitor,
+        start: Callable[[str], Awaitable[FleetMember]],
+        catch_up: Callable[[Collection[str]], Awaitable[object]],
+        drain_timeout_s: float,
+    ):
+        """`start(name)`: a replica whose engine runs, known to every agent worker; cancelled, it leaves nothing behind.
+        `catch_up(names)`: the checkpoint manager's. `drain_timeout_s`: rollout.group_timeout_s, in which every group
+        ends or fails."""
+        self._fleet = fleet
+        self._router = router
+        self._health = health
+        self._start = start
+        self._catch_up = catch_up
+        self._drain_timeout_s = drain_timeout_s
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Never returns. Raises TooFewReplicasError when no replacement can be started and too few are left."""
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                name = await self._fleet.wanted.get()
+                self._starting[name] = self._task(self._bring_up(name))
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        if self._tasks is None:
+            work.close()
+            raise RuntimeError("replicas come and go only while the run is training")
+        return self._tasks.create_task(work)
+
+    async def _bring_up(self, name: str) -> None:
+        """A failure counts as a loss, so that it is tried again as another replica, within the budget."""
+        error: BaseException = RuntimeError(f"{name} could not be brought to the current weights")
+        try:
+            replica = await self._start(name)
+            if not await self._fleet.join(replica):  # it was removed meanwhile
+                replica.kill()
+                return
+            await self._catch_up([name])
+        except Exception as failure:
+            error = failure
+        finally:
+            self._starting.pop(name, None)
+        state = self._fleet.lives[name].state
+        if state in (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.STALE):
+            await self._fleet.lose(name, error)
+        else:
+            self._fleet.require_enough(error)
+
+    # -- what an operator asks for -------------------------------------------------------------------------------------
+
+    def add(self, count: int) -> list[str]:
+        """Names of `count` new replicas, which start now, each as soon as there is a place for it."""
+        return [self._fleet.want() for _ in range(count)]
+
+    async def drain(self, name: str) -> None:
+        """Returns at once. It ends when it has finished what it has, or after `drain_timeout_s`, in which every group
+        ends, as if it was removed."""
+        await self._fleet.drain(name)
+        self._task(self._end_when_empty(name))
+
+    async def remove(self, name: str) -> None:
+        """Returns when it has ended. What it was generating goes on elsewhere."""
+        if name in self._fleet.lives and self._fleet.lives[name].state is ReplicaState.DEAD:
+            raise FleetRefusalError(f"{name} is DEAD: it has ended already")
+        await self._fleet.retire(name, "removed by the operator")
+        if name in self._starting and self._fleet.node_of(name) is None:
+            self._starting[name].cancel()
+
+    async def _end_when_empty(self, name: str) -> None:
+        why = "drained"
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._router.emptied(name)
+        except TimeoutError:
+            why = f"not drained within rollout.group_timeout_s={self._drain_timeout_s:g}"
+        await self._fleet.retire(name, why)
+
+    def rows(self) -> list[ReplicaRow]:
+        """Every replica that is not DEAD."""
+        return [self._row(name) for name, life in self._fleet.lives.items() if life.state is not ReplicaState.DEAD]
+
+    def _row(self, name: str) -> ReplicaRow:
+        report, speed = self._health.last(name), self._health.speed(name, SPEED_OVER_S)
+        life = self._fleet.lives[name]
+        return ReplicaRow(
+            name=name,
+            state=life.state.value,
+            global_steps=life.global_steps,
+            running=0 if report is None else report.running,
+            tokens_per_s=0.0 if speed is None else round(speed.total, 1),
+            node=self._fleet.node_of(name),
+        )

@@ -1,0 +1,218 @@
+"""A rollout replica: one engine, its state, and its counters. A plain class; `replica_group.py` puts it into Ray."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.runtime.deadline import within
+from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
+from rollout.engines.base import Engine, EngineDiedError, WeightTag
+from rollout.progress import ProgressReport, Told
+from rollout.replica.continuation import generate_through, whole_id
+from rollout.replica.pause import PauseControl
+from rollout.types import Completion, GenerationRequest
+
+
+class WeightVerificationError(RuntimeError):
+    """A worker does not serve the weights that were published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitReport:
+    """Seconds of one update's pause."""
+
+    pause_s: float
+    """Frozen, from the order to stop to the order to go on. 0 when a client keeps the replica paused."""
+    swap_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    name: str
+    global_steps: int
+    """Tag of the weights it serves; -1 before the first update."""
+    pause_mode: str | None
+    """The mode that a client paused it in."""
+    torn: bool
+    """Frozen by an update that failed half-way, until another one is whole."""
+    frozen: bool
+    """No token moves: it is paused or torn, or in an update, or could not be told to go on after one."""
+
+
+class RolloutReplica:
+    """Serves groups of requests. Its state is its own: any client that asks sees the same."""
+
+    def __init__(self, name: str, engine: Engine, config: WeightSyncConfig):
+        self.name = name
+        self.node = socket.gethostname()
+        """Where it runs."""
+        self._engine = engine
+        self._config = config
+        self._control = PauseControl(engine, config.pause_timeout_s)
+        self._interrupted: set[str] = set()  # requests that an update aborted, and that go on after it
+        self._told = Told()
+        self._commit_task: asyncio.Task[CommitReport] | None = None
+        self.global_steps = -1
+        """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
+        self._started = self._finished = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
+
+    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
+        tasks = [asyncio.create_task(self._generate(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # after an error or a cancellation the others must not go on
+                task.cancel()
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        if self.global_steps < 0:
+            raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
+        self._started += 1
+        self._told.begin(request)
+        completion = None
+        try:
+            completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
+        except BaseException as error:
+            self._aborted += 1
+            if isinstance(error, EngineDiedError) and error.so_far is not None:
+                self._told.lose(request.request_id, error.so_far)
+            raise
+        finally:
+            self._told.end(request.request_id, completion)
+        self._continued += parts - 1  # -1: it was complete, but for saying so
+        self._finished += 1
+        self._aborted += completion.finish_reason == "abort"
+        self._prompt_tokens += len(request.prompt_ids)
+        self._cached_tokens += completion.cached_tokens
+        return completion
+
+    async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
+        self._told.go_on(whole_id(part.request_id), part.request_id, before)
+        return await self._engine.generate(part)
+
+    def _was_interrupted(self, request_id: str) -> bool:
+        if request_id not in self._interrupted:
+            return False
+        self._interrupted.discard(request_id)
+        return True
+
+    # -- control: see rollout.replica.pause ----------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+        await self._control.pause(mode, clear_cache)
+
+    async def resume(self) -> float:
+        return await self._control.resume()
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
+        """End these requests, running, frozen or waiting, with the tokens they have; None is all of them."""
+        if request_ids is not None:
+            request_ids = {self._told.part_of(name) for name in request_ids}
+        return [whole_id(name) for name in await self._control.abort(request_ids)]
+
+    def is_paused(self) -> bool:
+        return self._control.paused
+
+    async def status(self) -> ReplicaStatus:
+        mode = self._control.mode
+        return ReplicaStatus(
+            name=self.name,
+            global_steps=self.global_steps,
+            pause_mode=None if mode is None else mode.value,
+            torn=self._control.torn,
+            frozen=self._control.frozen,
+        )
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        return self._engine.num_workers
+
+    async def tag_loaded(self, global_steps: int) -> None:
+        """Serve the weights that the engine was started with, as those of `global_steps`: for what trains nothing."""
+        await self._engine.tag_loaded(global_steps)
+        self.global_steps = global_steps
+
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        await self._engine.stage(manifest | {"replica": self.name})
+
+    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
+        """Pause, swap, verify, resume: the part of an update in which nobody generates. One at a time.
+
+        It runs to its end even if the caller goes away: the weights are whole and the replica open, or the replica is
+        torn and frozen. Raises TimeoutError past a deadline, WeightVerificationError, or what the engine raised.
+        """
+        if self._commit_task is not None and not self._commit_task.done():
+            raise RuntimeError(f"replica {self.name} is in the midst of an update")
+        self._commit_task = asyncio.create_task(self._commit(manifest | {"replica": self.name}))
+        return await asyncio.shield(self._commit_task)
+
+    async def _commit(self, manifest: dict[str, Any]) -> CommitReport:
+        config = self._config
+        clear_cache = config.in_flight_kv is InFlightKv.recompute
+        before_abort = self._interrupted.update if config.pause_mode is PauseMode.abort else None
+        async with self._control.update_window(clear_cache, before_abort) as window:
+            started = time.monotonic()
+            window.torn = True
+            async with within(config.swap_timeout_s, "weight_sync.swap_timeout_s", f"swap on {self.name}"):
+                if config.staging is Staging.none:
+                    tags = await self._engine.load(manifest)
+                else:
+                    tags = await self._engine.swap(manifest["global_steps"])
+            self._verify(tags, manifest)
+            window.torn = False
+            self.global_steps = manifest["global_steps"]
+            swap_s = time.monotonic() - started
+        return CommitReport(pause_s=window.frozen_s, swap_s=swap_s)
+
+    def _verify(self, tags: list[WeightTag], manifest: dict[str, Any]) -> None:
+        """A transport that sends while replicas receive has verified each tensor; it knows no checksum beforehand."""
+        checksum = manifest.get("checksum", tags[0].checksum if tags else None)
+        found = [(tag.global_steps, tag.checksum) for tag in tags]
+        if len(tags) != self._engine.num_workers:
+            raise WeightVerificationError(f"{len(tags)} of {self._engine.num_workers} workers of {self.name} answered")
+        if any(tag != (manifest["global_steps"], checksum) for tag in found):
+            expected = (manifest["global_steps"], checksum)
+            raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
+
+    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
+        """`known`: request -> how many of its tokens the caller has been told."""
+        pieces = self._engine.partials(self._told.known_parts(known))
+        usage = self._engine.usage
+        return ProgressReport(
+            tokens=usage.tokens,
+            running=len(self._engine.running),
+            paused=self._control.frozen,
+            busy_s=usage.busy_s,
+            request_s=usage.request_s,
+            partials=self._told.partials(known, pieces),
+        )
+
+    async def wait_dead(self) -> BaseException:
+        return await self._engine.wait_dead()
+
+    async def stats(self) -> dict[str, float]:
+        """Counters since the start: of trajectories, and of the engine, which may serve other clients besides them.
+        `busy_s`: seconds with at least one request."""
+        usage = self._engine.usage
+        return {
+            "global_steps": self.global_steps,
+            "trajectories": self._started,
+            "finished": self._finished,
+            "aborted": self._aborted,
+            "continued": self._continued,
+            "running": usage.running,
+            "tokens": usage.tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached_tokens,
+            "busy_s": usage.busy_s,
+            **self._engine.gauges(),
+        }
+
+    def kill(self) -> None:
+        self._engine.shutdown()

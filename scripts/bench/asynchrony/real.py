@@ -1,0 +1,229 @@
+"""Benchmarks on the real thing: Ray, vLLM, agent workers and a train worker, with the tiny model and forced lengths.
+
+For scripts/bench_async.py.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from configs.checkpoint import CheckpointConfig
+from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
+from rollout.buffer import TrajectoryBuffer
+from rollout.engines.base import EngineSpec
+from rollout.prompts import EncodedRow, PromptStream
+from rollout.replica.replica_group import ReplicaActor
+from rollout.rollouter import Rollouter
+from rollout.router import ReplicaRouter, max_inflight
+from rollout.staleness import SlotLedger, StalenessWindow
+from rollout.types import GenerationRequest, SamplingParams
+from scripts.bench.asynchrony.simulated import Outcome
+from scripts.bench.common import ForcedLengths, LengthOf, LogNormalLengths, UniformLengths, interleaved
+from scripts.launch.cluster import cluster, resolve_device
+from scripts.launch.data import load_rows
+from scripts.launch.parts import Parts
+from scripts.launch.run import owner, start
+from scripts.launch.supervision import until_first_ends
+from scripts.launch.training import train
+from trainer.tracking.console import PlainConsole
+from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.sinks import Tracker
+from weight_sync.transports.registry import release_all
+
+logger = logging.getLogger(__name__)
+
+MAX_RESPONSE_TOKENS = 384
+LENGTHS: Mapping[str, LengthOf] = {
+    "equal": LogNormalLengths(mean=48, sigma=0.0, cap=MAX_RESPONSE_TOKENS),
+    "longtail": LogNormalLengths(mean=48, sigma=1.0, cap=MAX_RESPONSE_TOKENS),
+    "uniform": UniformLengths(low=64, high=200),
+}
+
+
+def vllm_config(num_steps: int) -> Config:
+    """Random weights, so that nothing depends on what was learned. One step fills every seat of the replica once."""
+    return Config(
+        model=ModelConfig(warmup_steps=0),
+        data=DataConfig(num_train=512, num_val=1),
+        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward="scripts.bench.common:coin_reward"),
+        checkpoint=CheckpointConfig(every=0),
+        trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.padded),
+    )
+
+
+@asynccontextmanager
+async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
+    """The parts of a run, with a replica that can also do without the framework, ended on the way out."""
+    device = resolve_device(config)
+    run_dir.mkdir(parents=True)
+    with (run_dir / "console.log").open("w") as log:
+        async with cluster(config, device):
+            console = PlainConsole(config.trainer.total_steps, log)
+            try:
+                rows = load_rows(config)
+                yield await start(config, device, run_dir, rows, console, BareReplicaActor, ForcedLengths(LENGTHS))
+            finally:
+                release_all(config.weight_sync, owner(run_dir))
+
+
+# -- asynchronous against synchronous ----------------------------------------------------------------------------------
+
+
+async def compare_staleness(config: Config, parts: Parts, run_dir: Path, repeats: int) -> dict[str, list[Outcome]]:
+    """Whole trainings, interleaved: "equal/0", "equal/2", "longtail/0", "longtail/2" (lengths, max_staleness)."""
+    arms = {
+        f"{lengths}/{max_staleness}": partial(_train_once, config, parts, run_dir, lengths, max_staleness)
+        for lengths in ("equal", "longtail")
+        for max_staleness in (0, 2)
+    }
+    await _train_once(replace(config, trainer=replace(config.trainer, total_steps=3)), parts, run_dir, "equal", 2, -1)
+    return await interleaved(arms, repeats)
+
+
+async def _train_once(
+    config: Config, parts: Parts, run_dir: Path, lengths: str, max_staleness: int, repetition: int
+) -> Outcome:
+    config = replace(config, rollout=replace(config.rollout, max_staleness=max_staleness))
+    arm_dir = run_dir / f"{lengths}-{max_staleness}-{repetition}"
+    sink = StepMetrics()
+    with (run_dir / "console.log").open("a") as log:
+        console = PlainConsole(config.trainer.total_steps, log)
+        recorder = RunRecorder(arm_dir, Tracker([sink]), console)
+        await train(config, replace(parts, train_rows=_labelled(parts.train_rows, lengths)), console, recorder)
+    outcome = sink.outcome(recorder.counts.trajectories)
+    logger.info("%s: %.1f samples/s", arm_dir.name, outcome.samples_per_s)
+    return outcome
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """A sink that keeps the metrics of every step."""
+
+    name = "the bench"
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+
+    name = "bench"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "timing_s/step" in metrics:
+            self.steps.append(metrics)
+
+    def close(self, exit_code: int) -> None: ...
+
+    def outcome(self, num_trajectories: int) -> Outcome:
+        seconds = sum(metrics["timing_s/step"] for metrics in self.steps)
+        # The first interval of the replicas' counters has the evaluation before the training in it.
+        later = self.steps[1:]
+        later_s = sum(metrics["timing_s/step"] for metrics in later)
+        return Outcome(
+            seconds=seconds,
+            samples_per_s=num_trajectories / seconds,
+            trainer_idle=1 - sum(metrics["perf/trainer_busy_s"] for metrics in self.steps) / seconds,
+            replica_idle=sum(metrics["perf/replica_idle"] * metrics["timing_s/step"] for metrics in later) / later_s,
+        )
+
+
+# -- framework against bare engine -------------------------------------------------------------------------------------
+
+
+class BareReplicaActor(ReplicaActor):
+    """A replica whose engine can also be used without anything of ours around it."""
+
+    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
+        from rollout.engines.vllm.client import AsyncLLM  # noqa: PLC0415  (as in the base class)
+        from rollout.engines.vllm.engine import VllmEngine  # noqa: PLC0415
+
+        num_workers = await super().start(spec, config)
+        engine = self._replica._engine
+        assert isinstance(engine, VllmEngine)
+        # The same engine without its gate: the state of the one object under the class of the other. Made once, since
+        # it would shut the engine down when it is collected.
+        self._bare = AsyncLLM.__new__(AsyncLLM)
+        self._bare.__dict__ = engine._llm.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+        return num_workers
+
+    async def generate_bare(self, requests: list[GenerationRequest]) -> tuple[int, float]:
+        """AsyncLLM alone, given all requests at once. Returns response tokens, and seconds inside this process."""
+        from rollout.engines.vllm.engine import _sampling_params  # noqa: PLC0415
+
+        async def generate(request: GenerationRequest) -> int:
+            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
+            num_tokens = 0
+            async for output in self._bare.generate(prompt, _sampling_params(request.sampling), request.request_id):
+                num_tokens = len(output.outputs[0].token_ids)
+            return num_tokens
+
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(generate(request) for request in requests))
+        return sum(counts), time.perf_counter() - started
+
+
+async def compare_with_bare_engine(
+    config: Config, parts: Parts, num_groups: int, repeats: int
+) -> dict[str, list[float]]:
+    """Response tokens per second, interleaved, of the same requests: "bare" and "framework"."""
+    await parts.manager.update_weights(0)
+    arms = {
+        "bare": partial(_bare_throughput, config, parts, num_groups),
+        "framework": partial(_framework_throughput, config, parts, num_groups),
+    }
+    await interleaved(arms, 1)  # fills the prefix cache, for both
+    return await interleaved(arms, repeats)
+
+
+async def _bare_throughput(config: Config, parts: Parts, num_groups: int, repetition: int) -> float:
+    stream = PromptStream(parts.train_rows, config.seed)
+    length_of = LENGTHS["uniform"]
+    requests = [
+        GenerationRequest(
+            request_id=f"bare-{prompt.ordinal}-{index}",
+            prompt_ids=prompt.token_ids,
+            sampling=SamplingParams(max_tokens=length_of(prompt.ordinal, index), ignore_eos=True),
+        )
+        for prompt in (stream.next() for _ in range(num_groups))
+        for index in range(config.algorithm.group_size)
+    ]
+    tokens, seconds = await parts.replicas[0].actor.generate_bare.remote(requests)
+    assert tokens == sum(request.sampling.max_tokens for request in requests)
+    logger.info("bare: %.0f tokens/s", tokens / seconds)
+    return tokens / seconds
+
+
+async def _framework_throughput(config: Config, parts: Parts, num_groups: int, repetition: int) -> float:
+    """From the first claim to the last group in the buffer: one batch of all groups, which nobody trains."""
+    window = StalenessWindow(groups_per_step=num_groups, max_staleness=0)
+    buffer = TrajectoryBuffer(SlotLedger(window, config.rollout.stale_policy, num_groups), batch_timeout_s=600)
+    limit = max_inflight(config.rollout.max_num_seqs, config.algorithm.group_size)
+    rollouter = Rollouter(
+        stream=PromptStream(_labelled(parts.train_rows, "uniform"), config.seed),
+        buffer=buffer,
+        router=ReplicaRouter([replica.name for replica in parts.replicas], limit),
+        runner=parts.agents,
+        sampling=SamplingParams(),
+        group_size=config.algorithm.group_size,
+        group_timeout_s=600,
+        on_lost=parts.fleet.lose,
+    )
+    tokens = 0
+
+    async def take_all() -> None:
+        nonlocal tokens
+        batch = await buffer.next_batch(0)
+        tokens = sum(group.num_tokens for group in batch.groups)
+
+    started_at = time.perf_counter()
+    await until_first_ends(take_all(), beside=[rollouter.run()])
+    seconds = time.perf_counter() - started_at
+    logger.info("framework: %.0f tokens/s", tokens / seconds)
+    return tokens / seconds
+
+
+def _labelled(rows: list[EncodedRow], lengths: str) -> list[EncodedRow]:
+    """Rows whose responses have the lengths of that name."""
+    return [replace(encoded, row=replace(encoded.row, data_source=lengths)) for encoded in rows]

@@ -1,0 +1,252 @@
+"""A whole training job on simulated engines, whose parts can be broken while it runs: for scripts/bench_faults.py.
+
+Rollouter, buffer, router, fleet, monitor, replacement, weight updates, train loop, checkpoints and records are the real
+ones. Simulated are the engines (a token per step of a clock), the trainer (a pause) and the text.
+
+    python -m scripts.bench.faults.job RUN_DIR STEPS    # goes on from RUN_DIR's newest checkpoint, as with resume=auto
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.checkpoint import CHECKPOINTS, CheckpointConfig
+from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
+from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.worker import AgentWorker
+from rollout.engines.base import EngineDiedError
+from rollout.engines.simulated import SimulatedEngine
+from rollout.progress import Progress, ProgressReport, in_group
+from rollout.prompts import EncodedRow, Row
+from rollout.replica.replica import CommitReport, RolloutReplica
+from rollout.router import ReplicaLostError
+from rollout.snapshot import capture, encode, restore
+from rollout.types import Completion, GenerationRequest
+from scripts.bench.asynchrony.simulated import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
+from scripts.bench.common import ForcedLengths, UniformLengths
+from scripts.launch.healing import make_fleet, make_monitor_and_operator
+from scripts.launch.resume import ROLLOUTS, Resumed, read
+from scripts.launch.rollouts import make_rollouts
+from scripts.launch.supervision import until_first_ends
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.store import CheckpointStore
+from trainer.loop import Recorder, TrainLoop
+from trainer.tracking.console import PlainConsole
+from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
+from weight_sync.checkpoint_manager import CheckpointManager
+
+LENGTHS = UniformLengths(low=5, high=60)
+
+
+def job_config(num_steps: int, checkpoint_every: int = 2, update_interval: int = 1) -> Config:
+    """Sixteen prompts per step on four replicas; every deadline is short, so that faults are found in seconds."""
+    return Config(
+        algorithm=AlgorithmConfig(group_size=4),
+        rollout=RolloutConfig(
+            num_replicas=4,
+            max_num_seqs=16,
+            max_replacements=10_000,
+            replica_timeout_s=5.0,
+            progress_interval_s=0.5,
+            group_timeout_s=300.0,
+            max_group_retries=3,
+            max_failed_groups=0.0,
+        ),
+        trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, batch_timeout_s=10_000.0),
+        weight_sync=WeightSyncConfig(
+            interval=update_interval, stage_timeout_s=5.0, pause_timeout_s=5.0, swap_timeout_s=5.0
+        ),
+        checkpoint=CheckpointConfig(every=checkpoint_every, timeout_s=60.0),
+    )
+
+
+class FaultyReplica(RolloutReplica):
+    """A replica that can die, hang, fall silent or slow down."""
+
+    def __init__(self, name: str, config: Config, token_s: float):
+        self._slowness = 1.0
+        self._hangs = False
+        self._answers = asyncio.Event()
+        self._answers.set()
+        self.simulated = SimulatedEngine(
+            length_of=lambda request: request.sampling.max_tokens,
+            step_s=token_s,
+            max_num_seqs=config.rollout.max_num_seqs,
+            swap_s=token_s,
+            sleep=self._sleep,
+        )
+        super().__init__(name, self.simulated, config.weight_sync)
+
+    def break_by(self, fault: str) -> None:
+        """dies: the engine is gone. hangs: it answers, but samples nothing. silent: its whole process stands still.
+        slow: by a factor of twenty."""
+        if fault == "dies":
+            self.simulated.kill()
+        elif fault == "slow":
+            self._slowness = 20.0
+        else:
+            self._hangs = True
+            if fault == "silent":
+                self._answers.clear()
+
+    async def _sleep(self, seconds: float) -> None:
+        while self._hangs:
+            await asyncio.sleep(3600.0)
+        await asyncio.sleep(seconds * self._slowness)
+
+    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
+        await self._answers.wait()
+        try:
+            return await super().generate_group(requests)
+        except EngineDiedError as error:
+            raise ReplicaLostError(f"{self.name} died while it generated") from error
+
+    async def progress(self, known: Any) -> ProgressReport:
+        await self._answers.wait()
+        return await super().progress(known)
+
+    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
+        await self._answers.wait()
+        return await super().commit(manifest)
+
+
+@dataclass(slots=True)
+class FaultyLoop:
+    """An agent loop of one turn that raises or hangs when it is told to."""
+
+    faults: list[str] = field(default_factory=list)
+    """What happens to the next groups that are tried for the first time: raises, hangs."""
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        episodes = await ForcedLengths({"": LENGTHS}).run(tasks, generate)
+        is_first = "." not in in_group(tasks[0].name)[0]
+        if self.faults and is_first:
+            if self.faults.pop() == "raises":
+                raise RuntimeError("the tool of the agent loop raised")
+            await asyncio.sleep(1e9)
+        return episodes
+
+
+class _Without(NoCheckpoints):
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+class SavedTrainer(SimulatedTrainer):
+    """A trainer whose state is the number of its steps."""
+
+    async def stage_checkpoint(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(200_000))
+
+    async def finish_checkpoint(self) -> None:
+        await asyncio.sleep(0.01)
+
+    async def model_files(self) -> dict[str, bytes]:
+        return {}
+
+    def forget_before(self, global_steps: int) -> None: ...
+
+
+class Job:
+    """`run` takes the steps that are left. Parts are public, so that faults can be injected and counted."""
+
+    def __init__(self, config: Config, *, token_s: float, train_s: float, recorder: Recorder, resumed: Resumed | None):
+        self._config, self._token_s, self._recorder = config, token_s, recorder
+        self.first_step = 0 if resumed is None else resumed.global_steps
+        self.replicas: list[FaultyReplica] = [self._make(f"replica-{i}") for i in range(config.rollout.num_replicas)]
+        self.loop = FaultyLoop()
+        self.messages: list[str] = []
+        self.workers = SavedTrainer(train_s)
+        self.workers.global_steps = self.first_step
+        progress = Progress()
+        self.fleet, router = make_fleet(config, self.replicas, self.messages.append, progress)
+        self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
+        self._agents = AgentWorker(
+            config=config,
+            tokenizer=NoTokenizer(),
+            loop=self.loop,
+            reward=no_reward,
+            replicas={replica.name: replica.generate_group for replica in self.replicas},
+        )
+        self.monitor, self.operator = make_monitor_and_operator(config, self.fleet, router, self.manager, self._start)
+        rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
+        self.rollouts = make_rollouts(
+            config, rows, self._agents, router, self.fleet, progress, self.first_step, self.manager.publishing
+        )
+        if resumed is not None:
+            restore(resumed.rollouts, self.rollouts)
+
+    async def run(self, store: CheckpointStore | None = None) -> None:
+        """`store`: with checkpoints."""
+        config = self._config
+        checkpointer: Any = _Without()
+        if store is not None:
+            checkpointer = Checkpointer(
+                store=store,
+                workers=self.workers,
+                snapshots={ROLLOUTS: self._snapshot},
+                config=config.checkpoint,
+                total_steps=config.trainer.total_steps,
+                update_interval=config.weight_sync.interval,
+                report=self.messages.append,
+            )
+        loop = TrainLoop(
+            config=config,
+            buffer=self.rollouts.buffer,
+            workers=self.workers,
+            manager=self.manager,
+            held_out=Nothing(),
+            fleet=self.fleet,
+            recorder=self._recorder,
+            checkpointer=checkpointer,
+        )
+        async with checkpointer:
+            await until_first_ends(
+                self._train(loop), beside=[self.monitor.run(), self.operator.run(), self.rollouts.rollouter.run()]
+            )
+
+    async def _train(self, loop: TrainLoop) -> None:
+        await self.manager.update_weights(self.first_step)
+        await loop.run(self.first_step)
+
+    def _make(self, name: str) -> FaultyReplica:
+        return FaultyReplica(name, self._config, self._token_s)
+
+    async def _start(self, name: str) -> FaultyReplica:
+        await asyncio.sleep(50 * self._token_s)
+        replica = self._make(name)
+        self._agents.connect(name, replica.generate_group)
+        self.replicas.append(replica)
+        return replica
+
+    async def _snapshot(self) -> bytes:
+        return encode(capture(self.rollouts))
+
+
+def main() -> None:
+    """In real time. Prints a line when the first step has been taken."""
+    run_dir = Path(sys.argv[1])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = job_config(num_steps=int(sys.argv[2]))
+    console = PlainConsole(config.trainer.total_steps, sys.stdout)
+    recorder = RunRecorder(run_dir, Tracker([JsonlSink(run_dir / METRICS_FILE)]), console)
+    store = CheckpointStore(run_dir / CHECKPOINTS)
+    checkpoint = store.newest_good(console.message)
+    resumed = None if checkpoint is None else read(checkpoint)
+    state = recorder.state() if resumed is None else resumed.recorder
+    recorder.restore(state, -1 if resumed is None else resumed.global_steps)
+    asyncio.run(_main(config, recorder, resumed, store))
+
+
+async def _main(config: Config, recorder: RunRecorder, resumed: Resumed | None, store: CheckpointStore) -> None:
+    await Job(config, token_s=0.002, train_s=0.02, recorder=recorder, resumed=resumed).run(store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""What staleness costs in learning, and what a correction gives back: accuracy against samples and against seconds.
+
+python -m scripts.bench.learning [--seeds 3] [--staleness 1 2 4 8] [--steps 120] [--picture docs/assets/learning.png]
+
+The default task, seeds 0, 1, 2: synchronous (max_staleness=0), and asynchronous with each bound, with and without
+correction. Replicas stay from arm to arm; each arm starts from the seed's warm model with new train workers.
+
+- corrected: the default: the clipped ratio is against the policy that sampled each token (algorithm.proximal=rollout).
+- uncorrected: stale tokens are trained as if the present policy had sampled them (algorithm.proximal=current, no
+  importance weights): the ratio is 1, nothing is clipped.
+
+Prints a table, then one line of JSON with the mean final accuracy of each arm.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import ray
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from configs.algorithm import Correction, Proximal
+from configs.checkpoint import CheckpointConfig
+from configs.schema import Config, PauseMode
+from rollout.types import FloatArray, TrajectoryGroup
+from scripts.bench.common import show_table, write_line
+from scripts.launch import models
+from scripts.launch.cluster import cluster, resolve_device
+from scripts.launch.data import load_rows
+from scripts.launch.parts import Parts
+from scripts.launch.run import owner, start
+from scripts.launch.training import train
+from scripts.launch.workers import make_workers
+from trainer.tracking.console import PlainConsole
+from trainer.worker.recovery import RecoveringUpdater
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.transports.registry import release_all
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    max_staleness: int
+    corrected: bool
+
+    @property
+    def name(self) -> str:
+        if self.max_staleness == 0:
+            return "synchronous"
+        return f"S={self.max_staleness} {'corrected' if self.corrected else 'uncorrected'}"
+
+
+@dataclass
+class Curve:
+    """One training: a `trainer.loop.Recorder` that keeps what the picture needs."""
+
+    samples: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """By optimizer steps taken, as the next two."""
+    seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0})
+    accuracy: dict[int, float] = field(default_factory=dict)
+    """Of the steps that were evaluated: one that is due while another evaluation goes on is skipped."""
+
+    def record_step(
+        self,
+        global_steps: int,
+        metrics: dict[str, float],
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+    ) -> None:
+        trained = sum(len(group.trajectories) for group in groups)
+        self.samples[global_steps] = self.samples[global_steps - 1] + trained
+        self.seconds[global_steps] = self.seconds[global_steps - 1] + metrics["timing_s/step"]
+
+    def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
+        self.accuracy[global_steps] = evaluation.accuracy
+
+    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
+        raise RuntimeError(f"step {global_steps}: {reason}")
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
+        return more
+
+
+def final(curve: Curve) -> tuple[float, float]:
+    """Accuracy at the end, and the seconds until then."""
+    last = max(curve.accuracy)
+    return curve.accuracy[last], curve.seconds[last]
+
+
+async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
+    """New train workers on the seed's warm model; the replicas' caches of the arm before are emptied."""
+    await parts.fleet.pause(PauseMode.wait, clear_cache=True)
+    await parts.fleet.resume()
+    workers = make_workers(config, "cpu", run_dir, parts.store, console)
+    try:
+        await workers.setup(policy_path)
+        curve = Curve()
+        manager = RecoveringUpdater(CheckpointManager(workers, parts.fleet, config.weight_sync), workers)
+        await train(config, replace(parts, workers=workers, manager=manager), console, curve)  # pyright: ignore
+        return curve
+    finally:
+        workers.kill()
+
+
+async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[dict[Arm, Curve]]:
+    """Per seed, all arms one after the other, on the same replicas."""
+    results: list[dict[Arm, Curve]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        with (run_dir / "console.log").open("w") as log:
+            console = PlainConsole(base.trainer.total_steps, log)
+            async with cluster(base, resolve_device(base)):
+                try:
+                    parts = await start(base, "cpu", run_dir, load_rows(base), console)
+                    parts.workers.kill()
+                    for seed in range(num_seeds):
+                        config = replace(base, seed=seed)
+                        warm_up = ray.remote(num_cpus=1)(warm_model)
+                        policy_path = await warm_up.remote(config)
+                        results.append({})
+                        for arm in arms:
+                            curve = await train_arm(with_arm(config, arm), parts, run_dir, policy_path, console)
+                            results[-1][arm] = curve
+                            logger.info("seed %d, %s: %.3f in %.1f s", seed, arm.name, *final(curve))
+                finally:
+                    release_all(base.weight_sync, owner(run_dir))
+    return results
+
+
+def warm_model(config: Config) -> str:
+    """The folder of the seed's warm model."""
+    return next(event for event in models.warm_tiny_model(config) if isinstance(event, str))
+
+
+def with_arm(config: Config, arm: Arm) -> Config:
+    algorithm = config.algorithm
+    if not arm.corrected:
+        algorithm = replace(algorithm, proximal=Proximal.current, correction=Correction.none)
+    rollout = replace(config.rollout, max_staleness=arm.max_staleness)
+    return replace(config, algorithm=algorithm, rollout=rollout)
+
+
+def summarize(results: Sequence[dict[Arm, Curve]]) -> dict[str, float]:
+    """Last line of the output: mean final accuracy of each arm over the seeds, and what the arms took."""
+    summary: dict[str, float] = {}
+    for arm in results[0]:
+        key = arm.name.replace(" ", "_").replace("=", "")
+        summary[f"accuracy_{key}"] = round(mean(final(curves[arm])[0] for curves in results), 4)
+        summary[f"seconds_{key}"] = round(mean(final(curves[arm])[1] for curves in results), 1)
+    return summary
+
+
+def show(results: Sequence[dict[Arm, Curve]]) -> None:
+    header = ["arm", *(f"seed {seed}" for seed in range(len(results))), "mean", "seconds"]
+    rows = []
+    for arm in results[0]:
+        accuracies, seconds = zip(*(final(curves[arm]) for curves in results), strict=True)
+        shown = [f"{value:.3f}" for value in (*accuracies, mean(accuracies))]
+        rows.append([arm.name, *shown, f"{mean(seconds):.1f}"])
+    show_table("held-out accuracy at the end", header, rows)
+
+
+def draw(results: Sequence[dict[Arm, Curve]], path: Path) -> None:
+    """Mean accuracy over the seeds, against samples and against seconds of training."""
+    figure = Figure(figsize=(11, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    for arm in results[0]:
+        curves = [of_seed[arm] for of_seed in results]
+        steps = sorted(set.intersection(*(set(curve.accuracy) for curve in curves)))
+        accuracy = [mean(curve.accuracy[step] for curve in curves) for step in steps]
+        style = {"linestyle": "-" if arm.corrected else ":", "marker": ".", "label": arm.name}
+        axes[0].plot([curves[0].samples[step] for step in steps], accuracy, **style)
+        seconds = [mean(curve.seconds[step] for curve in curves) for step in steps]
+        axes[1].plot(seconds, accuracy, **style)
+    axes[0].set(xlabel="trajectories trained", ylabel="held-out accuracy")
+    axes[1].set(xlabel="seconds of training")
+    axes[1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--eval-every", type=int, default=20)
+    parser.add_argument("--picture", type=Path, default=None)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    base = Config()
+    trainer = replace(base.trainer, total_steps=options.steps, eval_every=options.eval_every)
+    base = replace(base, trainer=trainer, checkpoint=CheckpointConfig(every=0))
+    arms = [Arm(0, True)]
+    arms += [Arm(bound, corrected) for bound in options.staleness for corrected in (True, False)]
+    results = asyncio.run(train_all(base, arms, options.seeds))
+    show(results)
+    if options.picture is not None:
+        draw(results, options.picture)
+    write_line(json.dumps(summarize(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""An engine in this process with requests in flight, and the arms that update its weights.
+
+For scripts/bench_weight_sync.py.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import InFlightKv, PauseMode, Staging, Transport, WeightSyncConfig
+from rollout.engines.base import EngineSpec
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.replica.replica import RolloutReplica
+from rollout.router import ReplicaRouter
+from rollout.types import GenerationRequest, SamplingParams
+from scripts.bench.weight_sync.gaps import MIN_GAPS, Interval
+from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
+
+if TYPE_CHECKING:  # these import torch and vLLM, whose environment must be set before
+    from scripts.bench.weight_sync.engine import TimedEngine
+    from scripts.bench.weight_sync.weights import Memcpy, Publisher, Size
+
+NUM_REQUESTS = 32
+PROMPT_TOKENS = (80, 120)
+TIMEOUT_S = 900.0
+"""Of every wait: nothing here is meant to be late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One update as it went."""
+
+    version: int
+    started: float
+    ended: float
+    """Of the whole update, publication included, on the clock of the tokens."""
+    swapped: Interval
+    report: UpdateReport
+
+
+@dataclass(slots=True, kw_only=True)
+class Host:
+    """One engine, shared by all arms."""
+
+    engine: "TimedEngine"
+    size: "Size"
+    nbytes: int
+    publishers: "dict[Transport, Publisher]"
+    floor: "Memcpy"
+    """To the device that computes."""
+    memcpy: "Memcpy"
+    """Within host memory."""
+    settle_s: float
+    version: int = -1
+
+    def next_version(self) -> int:
+        self.version += 1
+        return self.version
+
+    def requests(self, name: str, count: int) -> list[GenerationRequest]:
+        """Prompts that share no prefix, responses as long as may be."""
+        chance = random.Random(name)
+        return [
+            GenerationRequest(
+                request_id=f"{name}-{index}",
+                prompt_ids=tuple(chance.randrange(5, 250) for _ in range(chance.randint(*PROMPT_TOKENS))),
+                sampling=SamplingParams(max_tokens=self.size.seq_tokens - PROMPT_TOKENS[1], ignore_eos=True),
+            )
+            for index in range(count)
+        ]
+
+
+class Arm:
+    """One way to update the weights of the host's engine."""
+
+    def __init__(
+        self,
+        host: Host,
+        transport: Transport,
+        staging: Staging,
+        pause_mode: PauseMode = PauseMode.keep,
+        in_flight_kv: InFlightKv = InFlightKv.keep,
+    ):
+        config = sync_config(transport, staging, pause_mode, in_flight_kv)
+        # One name for all arms, so that the collective transport's group lasts from one to the next.
+        self.replica = RolloutReplica("replica", host.engine, config)
+        fleet = ReplicaFleet([self.replica], ReplicaRouter(["replica"], NUM_REQUESTS + 1), 1, [].append)
+        self._host = host
+        self._manager = CheckpointManager(host.publishers[transport], fleet, config)
+
+    async def update(self) -> Update:
+        version = self._host.next_version()
+        started = time.perf_counter()
+        report = await self._manager.update_weights(version)
+        ended = time.perf_counter()
+        if report.failures:
+            raise RuntimeError(f"the update to version {version} failed {report.failures} times")
+        return Update(version=version, started=started, ended=ended, swapped=self._host.engine.swapped, report=report)
+
+
+def sync_config(
+    transport: Transport,
+    staging: Staging,
+    pause_mode: PauseMode = PauseMode.keep,
+    in_flight_kv: InFlightKv = InFlightKv.keep,
+) -> WeightSyncConfig:
+    return WeightSyncConfig(
+        transport=transport,
+        staging=staging,
+        pause_mode=pause_mode,
+        in_flight_kv=in_flight_kv,
+        stage_timeout_s=TIMEOUT_S,
+        pause_timeout_s=TIMEOUT_S,
+        swap_timeout_s=TIMEOUT_S,
+    )
+
+
+@asynccontextmanager
+async def started(size_millions: int, device: str, settle_s: float) -> AsyncIterator[Host]:
+    """An engine with a model of that size. Its files are gone when the block ends."""
+    import torch  # noqa: PLC0415
+
+    from scripts.bench.weight_sync.weights import SIZES, Memcpy, Publisher, make_weights  # noqa: PLC0415
+    from weight_sync.transports import shared_memory  # noqa: PLC0415
+    from weight_sync.transports.registry import make_sender  # noqa: PLC0415
+
+    size, owner = SIZES[size_millions].for_device(device), f"bench-{os.getpid()}"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.set_num_threads(1)
+    with TemporaryDirectory(prefix="bench_weight_sync-") as folder:
+        model_path = Path(folder) / "model"
+        weights = make_weights(size, model_path, dtype, pinned=device == "cuda")
+        publishers = {
+            transport: Publisher(
+                weights,
+                make_sender(sync_config(transport, Staging.host), owner, 0, 1, torch.device("cpu")),
+                TIMEOUT_S,
+            )
+            for transport in (Transport.shared_memory, Transport.collective)
+        }
+        engine = start_engine(size, str(model_path), device, str(dtype).removeprefix("torch."))
+        try:
+            memcpy = Memcpy(weights, "cpu")
+            yield Host(
+                engine=engine,
+                size=size,
+                nbytes=weights.flat.nbytes,
+                publishers=publishers,
+                floor=memcpy if device == "cpu" else Memcpy(weights, device),
+                memcpy=memcpy,
+                settle_s=settle_s,
+            )
+        finally:
+            engine.shutdown()
+            for publisher in publishers.values():
+                publisher.close()
+            shared_memory.release_all(owner)
+
+
+def start_engine(size: "Size", model_path: str, device: str, dtype: str) -> "TimedEngine":
+    num_seqs = NUM_REQUESTS + 1
+    spec = EngineSpec(
+        model_path=model_path,
+        device=device,
+        dtype=dtype,
+        max_model_len=size.seq_tokens,
+        max_num_seqs=num_seqs,
+        kv_cache_bytes=size.kv_bytes(num_seqs, itemsize=2 if device == "cuda" else 4),
+        gpu_memory_utilization=0.5,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+    )
+    from rollout.replica.replica_group import engine_env  # noqa: PLC0415
+
+    os.environ.update(engine_env(spec) | {"VLLM_LOGGING_LEVEL": "ERROR"})
+    from scripts.bench.weight_sync.engine import TimedEngine  # noqa: PLC0415
+
+    return TimedEngine(spec)
+
+
+@asynccontextmanager
+async def all_running(
+    host: Host, replica: RolloutReplica, runs: Sequence[Coroutine[Any, Any, Any]], num_requests: int
+) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Every request has its first token when the block begins; they are aborted when it ends, and have answered."""
+    tasks = [asyncio.create_task(run) for run in runs]
+    try:
+        await until(lambda: host.engine.num_prefilled() == num_requests, tasks)
+        yield tasks
+    finally:
+        await replica.abort(None)
+        await asyncio.wait(tasks, timeout=TIMEOUT_S)
+
+
+async def settle(host: Host, times: Sequence[float], tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Let a stream run undisturbed for a while, by tokens and by seconds."""
+    tokens, seconds = len(times) + MIN_GAPS + 1, time.perf_counter() + host.settle_s / host.size.rounds
+    await until(lambda: len(times) >= tokens and time.perf_counter() >= seconds, tasks)
+
+
+async def until(condition: Callable[[], bool], tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Raises what a task raised meanwhile, or RuntimeError when one ended."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise RuntimeError("requests ended before all was measured: take fewer --seconds")
+            await asyncio.sleep(0.005)

@@ -1,0 +1,190 @@
+"""What the benchmark of weight updates updates: random models of a given size, who publishes them, and the floor.
+
+For scripts/bench_weight_sync.py.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from trainer.tiny.model import build_tokenizer, write_model_directory
+from weight_sync.protocol import Manifest, combine, merge
+from weight_sync.transports.base import Sender
+
+VOCAB_SIZE = 512
+MAX_SEQ_TOKENS = 4096
+COPY_BYTES = 512 * 2**20
+"""Target of the memcpy: far larger than any cache, and less memory than another copy of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A Qwen3 whose parameters are in its layers, and how it is measured."""
+
+    millions: int
+    """Of parameters, about."""
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq_tokens: int
+    """Prompt and response of a request at most: enough to be in flight all the time. A GPU is faster, and has room for
+    the most."""
+    rounds: int
+    """Updates of each arm per repetition."""
+
+    def for_device(self, device: str) -> "Size":
+        return self if device == "cpu" else replace(self, seq_tokens=MAX_SEQ_TOKENS)
+
+    def kv_bytes(self, num_seqs: int, itemsize: int) -> int:
+        per_token = 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+        return per_token * (self.seq_tokens + 32) * num_seqs  # a block more for each
+
+
+SIZES = {
+    size.millions: size
+    for size in (
+        Size(
+            millions=1,
+            hidden=128,
+            intermediate=384,
+            layers=5,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            seq_tokens=4096,
+            rounds=5,
+        ),
+        Size(
+            millions=50,
+            hidden=768,
+            intermediate=2400,
+            layers=7,
+            heads=12,
+            kv_heads=4,
+            head_dim=64,
+            seq_tokens=2048,
+            rounds=2,
+        ),
+        Size(
+            millions=500,
+            hidden=1536,
+            intermediate=4864,
+            layers=18,
+            heads=24,
+            kv_heads=4,
+            head_dim=64,
+            seq_tokens=448,
+            rounds=2,
+        ),
+    )
+}
+
+
+class TrainerWeights:
+    """The trainer's: one string of host memory, tensor after tensor."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, pinned: bool):
+        parameters = dict(model.named_parameters())  # names each tied parameter once
+        total = sum(parameter.numel() for parameter in parameters.values())
+        self.flat = torch.empty(total, dtype=dtype, pin_memory=pinned)
+        places = self.flat.split([parameter.numel() for parameter in parameters.values()])
+        self.tensors = {
+            name: place.view(parameter.shape).copy_(parameter.detach())
+            for place, (name, parameter) in zip(places, parameters.items(), strict=True)
+        }
+
+    def change(self, version: int) -> None:
+        """A little, so that each version has a checksum of its own."""
+        self.tensors["model.norm.weight"][0] = 1.0 + version / 256
+
+
+def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> TrainerWeights:
+    """Random weights, and the same as a Hugging Face folder."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=MAX_SEQ_TOKENS,
+        tie_word_embeddings=True,
+        dtype=dtype,
+    )
+    disable_progress_bar()
+    model = Qwen3ForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
+    write_model_directory(folder, model, build_tokenizer(["0123456789"]))
+    return TrainerWeights(model, dtype, pinned)
+
+
+class Publisher:
+    """A `weight_sync.protocol.WeightSource` of one rank, which publishes in a thread."""
+
+    def __init__(self, weights: TrainerWeights, sender: Sender, timeout_s: float):
+        self._weights = weights
+        self._sender = sender
+        self._timeout_s = timeout_s
+        self.global_steps = 0
+        self._specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights.tensors.items()]
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
+        self.global_steps = global_steps
+        self._weights.change(global_steps)
+        return merge([await asyncio.to_thread(self._publish, global_steps, receivers, base)])
+
+    def _publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
+        order: dict[str, Any] = {
+            "global_steps": global_steps,
+            "nonce": uuid.uuid4().hex[:8],
+            "receivers": receivers,
+            "base": base,
+            "timeout_s": self._timeout_s,
+        }
+        return self._sender.publish(self._specs, self._shards, order)
+
+    async def send(self, manifest: Manifest) -> int:
+        if "checksums" in manifest:
+            return combine(manifest["checksums"])
+        return combine([await asyncio.to_thread(self._sender.send, self._shards, manifest)])
+
+    def publish_seconds(self, global_steps: int) -> float:
+        """Of one publication that nobody receives."""
+        started = time.perf_counter()
+        self._publish(global_steps, {}, None)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._weights.tensors.items())
+
+
+class Memcpy:
+    """Copies as many bytes as the weights have, from host memory to a device, into memory that has been touched."""
+
+    def __init__(self, weights: TrainerWeights, device: str):
+        flat = weights.flat.view(torch.uint8)
+        self._sources = flat.split(COPY_BYTES)
+        self._target = torch.zeros(min(COPY_BYTES, len(flat)), dtype=torch.uint8, device=device)
+
+    def seconds(self) -> float:
+        started = time.perf_counter()
+        for source in self._sources:
+            self._target[: len(source)].copy_(source, non_blocking=True)
+        if self._target.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started

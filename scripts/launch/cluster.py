@@ -1,0 +1,110 @@
+"""The Ray cluster of a run, what it must offer, and where the output of its processes goes."""
+
+import asyncio
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from configs.runtime.deadline import within
+from configs.schema import Config, Device
+from configs.validate import ConfigError
+from rollout.replica.replica_group import manifests
+
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
+LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
+"""A cluster that lives as long as the run has no dashboard, so nobody would read what these collect."""
+
+
+def resolve_device(config: Config) -> str:
+    """ "cpu" or "cuda". Raises ConfigError for device=cuda without a GPU, and for sizes that need one; not under
+    dry_run, which plans for another machine."""
+    device = config.device.value
+    if config.device is Device.auto and config.ray.address is None:
+        planned_for_gpus = config.dry_run and config.rollout.kv_cache_mb is None
+        device = "cuda" if planned_for_gpus or has_gpu() else "cpu"
+    elif config.device is Device.auto:
+        raise ConfigError(f"device=auto: with ray.address={config.ray.address} say which one, cpu or cuda")
+    if device == "cpu" and config.rollout.kv_cache_mb is None:
+        raise ConfigError("rollout.kv_cache_mb=None: on CPU the KV cache needs a size in MiB (null is for GPUs)")
+    if device == "cuda" and config.ray.address is None and not config.dry_run and not has_gpu():
+        raise ConfigError("device=cuda: nvidia-smi lists no GPU on this machine; device=cpu runs without")
+    return device
+
+
+def needed_resources(config: Config, device: str) -> dict[str, int]:
+    """What the actors claim, and one CPU for preparing tasks."""
+    rollout, trainer = config.rollout, config.trainer
+    gpus = 0
+    if device == "cuda":
+        per_replica = rollout.tensor_parallel_size * rollout.data_parallel_size
+        per_gpu = math.floor(1 / config.gpu_share)  # none of those who share is on two
+        gpus = math.ceil((rollout.num_replicas * per_replica + trainer.num_ranks) / per_gpu)
+    cpus = rollout.num_replicas + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
+    return {"CPU": cpus, "GPU": gpus}
+
+
+@asynccontextmanager
+async def cluster(config: Config, device: str) -> AsyncIterator[None]:
+    """Ray, connected or started, and shut down on the way out, which ends every actor of this run.
+
+    A local cluster is told that it has the CPUs the actors claim: two cores can run three busy processes. Raises
+    ConfigError when the cluster lacks GPUs or CPUs, TimeoutError past ray.start_timeout_s.
+    """
+    needed = needed_resources(config, device)
+    local = {}
+    if config.ray.address is None:
+        local = {"num_cpus": max(needed["CPU"], os.cpu_count() or 1)}
+        os.environ.update(LOCAL_ENV)
+    connect = partial(
+        ray.init,
+        address=config.ray.address or "local",
+        include_dashboard=None if config.ray.address else False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        **local,
+    )
+    try:
+        async with within(config.ray.start_timeout_s, "ray.start_timeout_s", "starting Ray"):
+            await asyncio.to_thread(connect)
+        offered = ray.cluster_resources()
+        for resource, count in needed.items():
+            if offered.get(resource, 0) < count:
+                raise ConfigError(
+                    f"rollout.num_replicas={config.rollout.num_replicas} x rollout.tensor_parallel_size="
+                    f"{config.rollout.tensor_parallel_size} x rollout.data_parallel_size="
+                    f"{config.rollout.data_parallel_size} and trainer.num_ranks={config.trainer.num_ranks} need "
+                    f"{count} {resource}s with gpu_share={config.gpu_share:g}; "
+                    f"the cluster has {offered.get(resource, 0):g}"
+                )
+        yield
+    finally:
+        manifests.forget()
+        await asyncio.shield(asyncio.to_thread(ray.shutdown))
+
+
+def output_to(run_dir: Path) -> Callable[[str], Callable[[], None]]:
+    """name -> what a process calls first: its output, and that of its children, goes to logs/<name>.log."""
+    return lambda name: partial(_redirect_output, run_dir / "logs" / f"{name}.log")
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def has_gpu() -> bool:
+    """Whether nvidia-smi lists one on this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return listed.returncode == 0 and "GPU" in listed.stdout

@@ -1,0 +1,72 @@
+"""What `make serve` starts: replicas that serve HTTP each, and the gateway in front of them."""
+
+import asyncio
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from configs.runtime.deadline import within
+from configs.schema import Config, ModelKind
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.http.controlled import FleetControl
+from rollout.http.gateway import Proxy, gateway_app, upstream_client
+from rollout.http.server import listen, served, url_of
+from rollout.replica.replica_group import ReplicaHandle, create_replicas
+from rollout.router import ReplicaRouter
+from scripts.launch import run
+from scripts.launch.cluster import cluster, output_to
+from scripts.launch.healing import make_monitor
+from trainer.tracking.console import Console, PlainConsole
+
+UNBOUNDED = sys.maxsize
+"""Requests per replica: those without a seat wait at the replica, where pause and abort see them."""
+
+
+async def serve_model(config: Config, device: str, run_dir: Path) -> None:
+    """Never returns. Whatever goes wrong anywhere is raised here, after everything has been ended."""
+    listener = listen(config.serve.host, config.serve.port)  # an address in use is an error before anything starts
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it notes every request
+    console = PlainConsole(0, sys.stdout)
+    console.stage("starting Ray")
+    async with cluster(config, device), upstream_client(config.serve.token) as client:
+        model_path = await run.policy_model(config, await run.boot_model(config, run_dir), console)
+        replicas = await _start_replicas(config, device, run_dir, model_path, console)
+        router = ReplicaRouter([replica.name for replica, _ in replicas], UNBOUNDED)
+        handles = [replica for replica, _ in replicas]
+        fleet = ReplicaFleet(handles, router, config.rollout.min_replicas, console.message, serving=0)
+        monitor, _ = make_monitor(config, fleet)
+        proxy = Proxy(client, router, {replica.name: url for replica, url in replicas})
+        async with served(gateway_app(FleetControl(fleet, router), proxy, config.serve.token), listener):
+            for replica, url in replicas:
+                console.message(f"{replica.name}: {url}")
+            console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")
+            await monitor.run()
+
+
+async def _start_replicas(
+    config: Config, device: str, run_dir: Path, model_path: str, console: Console
+) -> list[tuple[ReplicaHandle, str]]:
+    """Each with its URL."""
+    spec = replace(run.engine_spec(config, device, model_path), log_stats=True)
+    replicas = create_replicas(config.rollout.num_replicas, spec, output_to(run_dir))
+    on_loopback = config.ray.address is None  # then the cluster is this machine
+
+    async def start(replica: ReplicaHandle) -> str:
+        await replica.start(spec, config.weight_sync)
+        await replica.tag_loaded(0)
+        return await replica.serve(on_loopback, config.serve.token, chat_template(config))
+
+    console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
+    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
+        urls = await asyncio.gather(*(start(replica) for replica in replicas))
+    return list(zip(replicas, urls, strict=True))
+
+
+def chat_template(config: Config) -> str | None:
+    """Jinja. The tiny model's tokenizer has none: there the last message is the question of data.prompt_template."""
+    if config.model.kind is not ModelKind.tiny:
+        return None
+    before, _, after = config.data.prompt_template.partition("{question}")
+    return "{{ " + f"{json.dumps(before)} + messages[-1]['content'] + {json.dumps(after)}" + " }}"

@@ -1,0 +1,279 @@
+"""Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from configs.schema import WeightSyncConfig
+from rollout.engines.base import WeightTag
+from rollout.engines.simulated import SimulatedEngine
+from rollout.progress import Attempt
+from rollout.replica.replica import RolloutReplica
+from rollout.router import ReplicaLostError
+from rollout.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+from scripts.bench.virtual_clock import run_virtual as run_virtual
+
+
+async def settle() -> None:
+    """Let every other task run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def make_prompt(ordinal: int) -> Prompt:
+    return Prompt(ordinal=ordinal, text=f"prompt {ordinal}", token_ids=(1, 2), ground_truth=str(ordinal))
+
+
+def make_trajectory(*versions: int) -> Trajectory:
+    """One token per version: make_trajectory(4, 4, 5) has the spans [0, 2) -> 4 and [2, 3) -> 5."""
+    starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    spans = [VersionSpan(start, end, versions[start]) for start, end in zip(starts, ends, strict=False)]
+    return Trajectory(
+        prompt_ids=np.array([1, 2], np.int32),
+        response_ids=np.zeros(len(versions), np.int32),
+        loss_mask=np.ones(len(versions), np.bool_),
+        rollout_logprobs=np.zeros(len(versions), np.float32),
+        spans=tuple(spans),
+        reward=0.0,
+        finish_reason="stop",
+        text="",
+        replica="r0",
+    )
+
+
+def make_group(ordinal: int, *versions: int, group_size: int = 1) -> TrajectoryGroup:
+    """All rewards are 0."""
+    return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(make_trajectory(*versions),) * group_size)
+
+
+def make_mixed_group(ordinal: int, *versions: int) -> TrajectoryGroup:
+    """One of two answers is right."""
+    wrong = make_trajectory(*versions)
+    return TrajectoryGroup(prompt=make_prompt(ordinal), trajectories=(wrong, replace(wrong, reward=1.0)))
+
+
+def make_completion(
+    tokens: Sequence[int], versions: Sequence[int], finish_reason: str, cached_tokens: int = 0
+) -> Completion:
+    """Logprobs are a tenth of the token, below zero."""
+    starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
+    spans = [VersionSpan(a, b, versions[a]) for a, b in zip(starts, [*starts[1:], len(versions)], strict=False)]
+    return Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32) / 10,
+        spans=tuple(spans),
+        finish_reason=finish_reason,
+        cached_tokens=cached_tokens,
+    )
+
+
+# -- around the rollouter ----------------------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """Prompts 0, 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self.ordinal = 0
+
+    def next(self) -> Prompt:
+        self.ordinal += 1
+        return make_prompt(self.ordinal - 1)
+
+
+class FakeRunner:
+    """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
+
+    The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
+    is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
+    """
+
+    def __init__(
+        self,
+        seconds: list[float],
+        errors: dict[int, BaseException] | None = None,
+        deaths: dict[str, float] | None = None,
+        is_flat: Callable[[int], bool] = lambda ordinal: True,
+    ):
+        self._is_flat = is_flat
+        self.live = 0
+        self.events: list[tuple[str, int, str]] = []
+        self.attempts: list[Attempt] = []
+        self.errors_once: dict[int, BaseException] = {}
+        self._seconds = seconds
+        self._errors = errors or {}
+        self._deaths = deaths or {}
+
+    async def run_group(
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> TrajectoryGroup:
+        ordinal, first = prompt.ordinal, self.live
+        self.attempts.append(attempt)
+        self.events.append(("start", ordinal, replica))
+        seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
+        try:
+            await asyncio.sleep(min(seconds, max(lives_s, 0)))
+        except asyncio.CancelledError:
+            self.events.append(("cancel", ordinal, replica))
+            raise
+        if lives_s < seconds:
+            self.events.append(("lost", ordinal, replica))
+            raise ReplicaLostError(f"{replica} died while it generated")
+        self.events.append(("end", ordinal, replica))
+        if ordinal in self.errors_once:
+            raise self.errors_once.pop(ordinal)
+        if ordinal in self._errors:
+            raise self._errors[ordinal]
+        if self._is_flat(ordinal):
+            return make_group(ordinal, first, self.live, group_size=group_size)
+        return make_mixed_group(ordinal, first, self.live)
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def make_request(name: str, num_tokens: int) -> GenerationRequest:
+    return GenerationRequest(request_id=name, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=num_tokens))
+
+
+def start(engine: SimulatedEngine, name: str, num_tokens: int) -> asyncio.Task[Completion]:
+    return asyncio.create_task(engine.generate(make_request(name, num_tokens)))
+
+
+def answer(completion: Completion) -> tuple[int, str]:
+    return len(completion.token_ids), completion.finish_reason
+
+
+def make_manifest(global_steps: int) -> dict[str, Any]:
+    return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
+
+
+class ClockedEngine(SimulatedEngine):
+    """One token per second of the clock and request, as many as `max_tokens` says. Notes its control calls and steps.
+
+    A call in `seconds` takes so long, one in `errors` raises, and both of them before it has had any effect; one in
+    `late_errors` raises after.
+    """
+
+    def __init__(self, max_num_seqs: int = 8, swap_s: float = 0.0):
+        super().__init__(
+            length_of=lambda request: request.sampling.max_tokens,
+            step_s=1.0,
+            max_num_seqs=max_num_seqs,
+            swap_s=swap_s,
+            sleep=self._note_and_sleep,
+        )
+        self.events: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.errors: dict[str, Exception] = {}
+        self.late_errors: dict[str, Exception] = {}
+        self.tags: list[WeightTag] | None = None
+        """What the workers say after a swap; None is the truth."""
+        self.workers = 1
+        self.step_starts: list[float] = []
+        self.step_versions: list[int] = []
+        """Of every step that has ended: the version that was live when it began."""
+        self._live = -1
+
+    async def freeze(self, clear_cache: bool) -> None:
+        await self._before("freeze", " clearing the cache" if clear_cache else "")
+        await super().freeze(clear_cache)
+        self._after("freeze")
+
+    async def thaw(self) -> float:
+        await self._before("thaw")
+        frozen_s = await super().thaw()
+        self._after("thaw")
+        return frozen_s
+
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        await self._before("stage", f" {manifest['global_steps']}")
+        await super().stage(manifest)
+
+    async def swap(self, global_steps: int) -> list[WeightTag]:
+        await self._before("swap", f" {global_steps}")
+        tags = await super().swap(global_steps)
+        self._after("swap")
+        return tags if self.tags is None else self.tags
+
+    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+        if not self.events or self.events[-1] != f"swap {manifest['global_steps']}":  # which comes by here too
+            await self._before("load", f" {manifest['global_steps']}")
+        tags = await super().load(manifest)
+        self._live = manifest["global_steps"]
+        return tags if self.tags is None else self.tags
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers
+
+    def shutdown(self) -> None:
+        """As with a process that ends: whoever waits for an answer is told so."""
+        self.kill()
+
+    async def _before(self, call: str, details: str = "") -> None:
+        self.events.append(call + details)
+        if call in self.seconds:
+            await asyncio.sleep(self.seconds[call])
+        if call in self.errors:
+            raise self.errors[call]
+
+    def _after(self, call: str) -> None:
+        if call in self.late_errors:
+            raise self.late_errors[call]
+
+    async def _note_and_sleep(self, seconds: float) -> None:
+        if seconds != 1.0:
+            return await asyncio.sleep(seconds)
+        version = self._live
+        self.step_starts.append(now())
+        await asyncio.sleep(seconds)
+        self.step_versions.append(version)
+
+
+def make_replica(name: str, engine: ClockedEngine, **config: Any) -> RolloutReplica:
+    deadlines = {"stage_timeout_s": 100.0, "pause_timeout_s": 10.0, "swap_timeout_s": 50.0}
+    return RolloutReplica(name, engine, WeightSyncConfig(**deadlines | config))
+
+
+def start_group(replica: RolloutReplica, *lengths: int, prefix: str = "") -> asyncio.Task[list[Completion]]:
+    """Requests of so many tokens, named 0, 1, ... after the prefix."""
+    requests = [make_request(f"{prefix}{index}", length) for index, length in enumerate(lengths)]
+    return asyncio.create_task(replica.generate_group(requests))
+
+
+async def update_engine(engine: ClockedEngine, global_steps: int, frozen_s: float = 0.0) -> None:
+    """Stage, stop, swap, stand still for a while, go on."""
+    await engine.stage(make_manifest(global_steps))
+    await engine.hold()
+    await engine.freeze(clear_cache=False)
+    await engine.swap(global_steps)
+    await asyncio.sleep(frozen_s)
+    await engine.thaw()
+    engine.release()
+
+
+async def update(replica: RolloutReplica, global_steps: int) -> None:
+    """As the checkpoint manager does it."""
+    await replica.stage(make_manifest(global_steps))
+    await replica.commit(make_manifest(global_steps))

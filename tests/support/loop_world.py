@@ -1,0 +1,200 @@
+"""Everything around TrainLoop, as one fake that writes down what it is asked."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
+from rollout.types import FloatArray, TrajectoryGroup
+from tests.support.reference import make_group, make_trajectory
+from trainer.batch import StepBatch
+from trainer.loop import TrainLoop
+from trainer.metrics import Last, Max, Mean, Metric, Sum
+
+
+@dataclass(frozen=True)
+class Batch:
+    groups: tuple[TrajectoryGroup, ...]
+    masked_tokens: int = 3
+
+
+@dataclass(frozen=True)
+class Held:
+    accuracy: float
+    versions: tuple[int, ...]
+
+
+class Report:
+    def gauges(self) -> dict[str, float]:
+        return {"weight_sync/pause_ms": 12.0}
+
+
+@dataclass
+class World:
+    """Everything around the loop. The event named in `fails` raises."""
+
+    events: list[str] = field(default_factory=list)
+    fails: str = ""
+    due: tuple[int, ...] = ()
+    """Steps with a checkpoint."""
+    finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
+    batches: list[StepBatch] = field(default_factory=list)
+    scored: list[StepBatch] = field(default_factory=list)
+    records: dict[int, dict[str, float]] = field(default_factory=dict)
+    recorded_advantages: list[list[list[float]]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    live: int = 0
+    evaluation_ends_after: str = ""
+    """The event that an evaluation waits for."""
+    broken_steps: tuple[int, ...] = ()
+    """In which the workers find NaN or infinity."""
+    broken_rollouts: tuple[int, ...] = ()
+    """Whose batch has a rollout logprob of -inf: of the second prompt's third trajectory."""
+    skipped_steps: int = 0
+
+    async def happen(self, event: str) -> None:
+        self.events.append(event)
+        await asyncio.sleep(0)
+        if event == self.fails:
+            raise RuntimeError(f"{event} broke")
+
+    async def next_batch(self, global_steps: int) -> Batch:
+        await self.happen(f"next_batch {global_steps}")
+        trajectories = [
+            make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
+            for i, reason in enumerate(self.finish_reasons)
+        ]
+        others = list(trajectories)
+        if global_steps in self.broken_rollouts:
+            others[2] = replace(others[2], rollout_logprobs=np.array([0, -np.inf, 0], np.float32))
+        return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)))
+
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
+        self.events.append("score")
+        self.scored.append(batch)
+        kl = np.zeros(batch.num_tokens, np.float32)
+        kl[::3] = np.arange(len(kl) // 3)
+        return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
+
+    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
+        assert self.publishing.locked(), "the weights may be read meanwhile"
+        await self.happen(f"train_step {global_steps}")
+        self.batches.append(batch)
+        is_broken = global_steps in self.broken_steps
+        return {
+            "actor/pg_loss": Sum(math.nan if is_broken else -0.5),
+            "actor/grad_norm": Last(math.inf if is_broken else 1.0),
+            "actor/ppo_kl": Mean(1.0, 4),
+            "perf/trainer_busy_s": Max(0.0),
+            "actor/skipped_steps": Last(float(is_broken)),
+        }
+
+    async def update_weights(self, global_steps: int) -> Report:
+        await self.happen(f"update_weights {global_steps}")
+        self.live = global_steps
+        return Report()
+
+    async def advance(self, global_steps: int) -> None:
+        await self.happen(f"advance {global_steps}")
+
+    async def evaluate(self) -> Held:
+        first = self.live
+        await self.happen("evaluate")
+        while self.evaluation_ends_after and self.evaluation_ends_after not in self.events:
+            await asyncio.sleep(0)
+        return Held(accuracy=len(self.events) / 100, versions=tuple(sorted({first, self.live})))
+
+    def record_step(
+        self,
+        global_steps: int,
+        metrics: dict[str, float],
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+    ) -> None:
+        self.events.append(f"record {global_steps}")
+        assert [group.prompt.ordinal for group in groups] == [2 * global_steps - 2, 2 * global_steps - 1]
+        self.records[global_steps] = metrics
+        self.recorded_advantages.append([group_advantages.tolist() for group_advantages in advantages])
+
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        await self.happen(f"skip_step {global_steps}")
+        return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+
+    def record_skipped_step(
+        self, global_steps: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
+    ) -> tuple[int, str]:
+        self.events.append(f"record_skipped {global_steps}")
+        self.skipped_steps += 1
+        ordinals = [group.prompt.ordinal for group in groups]
+        return self.skipped_steps, f"step {global_steps}, {reason}, prompts {ordinals}"
+
+    def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
+        self.events.append(f"record_evaluation {global_steps}")
+        self.evaluations.append((global_steps, evaluation.accuracy))
+
+    def state(self) -> bytes:
+        return f"after {self.events[-1]}".encode()
+
+    def is_due(self, global_steps: int) -> bool:
+        return global_steps in self.due
+
+    async def stage(self, global_steps: int) -> None:
+        await self.happen(f"stage {global_steps}")
+
+    def commit(self, files: dict[str, bytes]) -> None:
+        self.events.append(f"commit {files}")
+
+    def gauges(self) -> dict[str, float]:
+        return {"rollout/ready_groups": 7.0}
+
+
+class Fleet:
+    async def gauges(self) -> dict[str, float]:
+        return {"rollout/engine_requests": 64.0, "perf/replica_idle": 0.25}
+
+
+def run(  # noqa: PLR0913
+    world: World,
+    *,
+    total_steps: int = 2,
+    interval: int = 1,
+    eval_every: int = 0,
+    num_ranks: int = 1,
+    algorithm: AlgorithmConfig | None = None,
+    max_skipped_steps: int = 3,
+    first_step: int = 0,
+    is_evaluated: bool = True,
+) -> World:
+    config = Config(
+        algorithm=algorithm or AlgorithmConfig(),
+        trainer=TrainerConfig(
+            total_steps=total_steps,
+            eval_every=eval_every,
+            max_skipped_steps=max_skipped_steps,
+            num_ranks=num_ranks,
+            layout=Layout.padded,
+            tokens_per_micro_batch=8,
+        ),
+        weight_sync=WeightSyncConfig(interval=interval),
+    )
+    loop = TrainLoop(
+        config=config,
+        buffer=world,
+        workers=world,
+        manager=world,
+        held_out=world,
+        fleet=Fleet(),
+        recorder=world,
+        checkpointer=world,
+    )
+    try:
+        asyncio.run(loop.run(first_step, is_evaluated=is_evaluated))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return world

@@ -1,0 +1,246 @@
+"""Real trainer ranks and replicas of a few configurations: what tests of updates share."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
+from rollout.engines.base import EngineSpec
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
+from rollout.router import ReplicaRouter
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.dumps import check_dump
+from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
+from tests.system.rollout.replica.test_replica_actor import no_redirect
+from trainer.tiny.model import build_model, build_tokenizer, write_model_directory
+from trainer.worker.worker_group import TrainWorkerGroup
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import combine, merge
+from weight_sync.transports.registry import make_sender, release_all
+
+OWNER = "fleet-updates"
+BUCKET_BYTES = 2**20
+VOCAB_SIZE = 10241
+"""Each of two ranks' rows of the embeddings are 1.3 MB, more than a bucket of 1 MiB, and one rank has a row more."""
+CONFIG = Config(
+    model=ModelConfig(),
+    rollout=RolloutConfig(num_replicas=2),
+    trainer=TrainerConfig(num_ranks=2),
+    weight_sync=WeightSyncConfig(stage_timeout_s=120, bucket_mb=1),
+)
+
+
+class OpenReplica(ReplicaActor):
+    """Lets a test look inside."""
+
+    async def on_worker(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls function(worker, *args) in the process of the only worker."""
+        engine: Any = self._replica._engine
+        await engine._llm.on_every_worker(cloudpickle.dumps(function), *args)
+
+    async def dump(self, folder: str) -> None:
+        engine: Any = self._replica._engine
+        await engine._llm.on_every_worker("receiver_dump", folder)
+
+    async def counts(self) -> dict[str, tuple[int, int]]:
+        """Of each request in the engine: the data-parallel rank that it is on, and its tokens so far."""
+        engine: Any = self._replica._engine
+        if not hasattr(engine._llm.engine_core, "reqs_in_flight"):  # one rank
+            return {name: (0, count) for name, count in engine._llm.output_counts().items()}
+        core = engine._llm.engine_core
+        ranks = {inside: core.core_engines.index(identity) for inside, identity in core.reqs_in_flight.items()}
+        return {
+            state.external_req_id: (ranks[inside], state.detokenizer.num_output_tokens())
+            for inside, state in engine._llm.output_processor.request_states.items()
+        }
+
+
+class Workers(TrainWorkerGroup):
+    """They take no steps: tests say which version the weights are."""
+
+    global_steps = 0
+
+
+@dataclass
+class Scene:
+    runner: asyncio.Runner
+    specs: list[EngineSpec]
+    replicas: list[ReplicaHandle]
+    workers: Workers
+    fleet: ReplicaFleet
+    model_path: Path
+    version: int = 0
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        async def within_deadline() -> Any:
+            async with asyncio.timeout(200):
+                return await call
+
+        return self.runner.run(within_deadline())
+
+    async def manager(self, config: WeightSyncConfig) -> CheckpointManager:
+        """Trainer and replicas take the config from here on."""
+        calls = [actor.__ray_call__.remote(use_transport, config) for actor in self.workers.actors]
+        calls += [replica.actor.__ray_call__.remote(use_config, config) for replica in self.fleet_replicas]
+        await asyncio.gather(*calls)
+        return CheckpointManager(self.workers, self.fleet, config)
+
+    @property
+    def fleet_replicas(self) -> list[ReplicaHandle]:
+        """Those that have not been given up."""
+        names = {target.name for target in self.fleet.targets}
+        return [replica for replica in self.replicas if replica.name in names]
+
+    async def collectives(self) -> set[str]:
+        """Kinds of operations among the trainer's ranks, by which they published and sent. A transport's own group is
+        not seen: it knows broadcasts only."""
+        calls = [actor.__ray_call__.remote(lambda actor: actor._worker.collectives) for actor in self.workers.actors]
+        return set.union(*await asyncio.gather(*calls))
+
+    async def check_parameters(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Every one, on every worker of every replica."""
+        for replica, spec in zip(self.replicas, self.specs, strict=True):
+            if replica in self.fleet_replicas:
+                own = folder / f"{replica.name}-{self.version}"
+                own.mkdir()
+                await replica.actor.dump.remote(str(own))
+                check_dump(own, weights, spec)
+
+
+@contextmanager
+def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
+    """A trainer of two ranks, and a replica of each spec. Makes their model in the folder."""
+    model_path = folder / "wide"
+    model = build_model(VOCAB_SIZE, seed=0)
+    model.resize_token_embeddings(VOCAB_SIZE, mean_resizing=False)  # it was rounded up
+    write_model_directory(model_path, model, build_tokenizer(["0123456789"]))
+    specs = [replace(spec, model_path=str(model_path), max_num_seqs=2) for spec in specs]
+    replicas = [create_replica(f"replica-{i}", spec, no_redirect, OpenReplica) for i, spec in enumerate(specs)]
+    workers = Workers(
+        config=CONFIG,
+        device="cpu",
+        make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
+        merge=merge,
+        combine=combine,
+        on_start=no_redirect,
+    )
+    router = ReplicaRouter([replica.name for replica in replicas], 64)
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda text: None)
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout.fleet.fleet.STATUS_TIMEOUT_S", 60.0)  # who has no core for 5 s is still to be heard
+
+        async def start() -> None:
+            starts = [r.start(spec, CONFIG.weight_sync) for r, spec in zip(replicas, specs, strict=True)]
+            await asyncio.gather(workers.setup(str(model_path)), *starts)
+
+        runner.run(start())
+        try:
+            yield Scene(runner, specs, replicas, workers, fleet, model_path)
+        finally:
+            for part in (workers, *replicas):
+                part.kill()
+            release_all(CONFIG.weight_sync, OWNER)
+
+
+def use_transport(actor: Any, config: WeightSyncConfig) -> None:
+    """Runs in a train worker: from now on it publishes by another transport. Notes what it asks of the other ranks."""
+    worker = actor._worker
+    worker._sender.close()
+    worker._sender = make_sender(config, OWNER, worker._rank, worker._world_size, worker._device)
+    worker.collectives = set[str]()
+    for method in (type(worker).publish, type(worker).send):
+        setattr(worker, method.__name__, partial(_noting_collectives, worker, method))
+
+
+def _noting_collectives(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
+    with CommDebugMode() as noted:
+        result = method(worker, *args)
+    worker.collectives.update(map(str, noted.get_comm_counts()))
+    return result
+
+
+def gather_all(actor: Any) -> None:
+    """Runs in a train worker: what publishing must not do."""
+    _noting_collectives(actor._worker, lambda worker: [rows.full_tensor() for rows in worker._policy.parameters()])
+
+
+def publish_behind(actor: Any, gate: str) -> None:
+    """Runs in a train worker: its next publish says that it has begun, and goes on when there is a file `gate`."""
+    worker, publish = actor._worker, actor._worker.publish
+    worker.order = []
+
+    def held(*args: Any) -> dict[str, Any]:
+        Path(f"{gate}-{worker._rank}").touch()
+        deadline = time.monotonic() + CONFIG.weight_sync.stage_timeout_s
+        while not Path(gate).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        manifest = publish(*args)
+        worker.order.append("published")
+        return manifest
+
+    worker.publish = held
+    worker.train_step = lambda *args: worker.order.append("stepped")
+
+
+def use_config(actor: Any, config: WeightSyncConfig) -> None:
+    """Runs in a replica's actor."""
+    actor._replica._config = config
+
+
+def change_weights(actor: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Runs in a train worker: some elements of every parameter change. This rank's rows."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in actor._worker._policy.parameters():
+            rows = parameter.to_local()
+            rows += 0.1 * torch.randn(rows.shape) * (torch.rand(rows.shape) < 0.02)
+    return {name: rows.clone() for name, rows in actor._worker._shards()}
+
+
+def load_weights(actor: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Runs in a train worker."""
+    for name, rows in actor._worker._shards():
+        rows.copy_(weights[name].chunk(actor._worker._world_size)[actor._worker._rank])
+
+
+async def emit_all(scene: Scene) -> dict[str, torch.Tensor]:
+    """Weights that always emit the token of the version. What has no effect on that is random, and new each time."""
+    chance = random_weights(scene.model_path, scene.version)
+    weights = emitting_weights(scene.model_path, FIRST_TOKEN + scene.version)
+    free = tuple(f"{layer}_proj.weight" for layer in ("q", "k", "v", "gate", "up"))
+    weights |= {name: tensor for name, tensor in chance.items() if name.endswith(free)}
+    await asyncio.gather(*(a.__ray_call__.remote(load_weights, weights) for a in scene.workers.actors))
+    return weights
+
+
+async def change_all(workers: TrainWorkerGroup, seed: int) -> dict[str, torch.Tensor]:
+    parts = await asyncio.gather(*(actor.__ray_call__.remote(change_weights, seed) for actor in workers.actors))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [
+        GenerationRequest(request_id=f"{name}-{index}", prompt_ids=tuple(range(5 + index, 40)), sampling=sampling)
+        for index in range(count)
+    ]
+
+
+async def kept_busy(replica: ReplicaHandle, name: str, until: asyncio.Event) -> list[Completion]:
+    """One group after the other, until the updates are over, however long a busy machine takes for them."""
+    completions: list[Completion] = []
+    while not until.is_set():
+        group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
+        completions += await generate_group(replica.actor, group)
+    return completions

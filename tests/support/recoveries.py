@@ -1,0 +1,117 @@
+"""RecoveringWorkers around a fake group whose weights are the list of what they were trained on."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config
+from trainer.checkpoint.store import Checkpoint, CheckpointStore
+from trainer.metrics import Last
+from trainer.worker.recovery import RecoveringWorkers
+
+
+@dataclass
+class Group:
+    """The n-th call that is named in `deaths` finds a dead worker; in `errors`, raises without any death."""
+
+    deaths: list[str] = field(default_factory=list)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    lost: str | None = None
+    gate: asyncio.Event | None = None
+    """Where there is one, starting again waits for it."""
+
+    def _happen(self, event: str) -> None:
+        self.events.append(event)
+        if event in self.errors:
+            raise self.errors[event]
+        if event in self.deaths:
+            self.deaths.remove(event)
+            self.lost = "train worker 1 died"
+        if self.lost is not None:
+            raise ConnectionError("whatever the survivors say")
+
+    async def setup(self, model_path: str) -> int:
+        return 0
+
+    def kill(self) -> None: ...
+
+    async def score(self, batch: Any) -> Any:
+        self._happen(f"score {batch}")
+        return {"values": list(self.weights)}
+
+    async def train_step(self, batch: Any, global_steps: int) -> Any:
+        await asyncio.sleep(0)
+        self.weights = [*self.weights, batch]  # even if it dies in it
+        self._happen(f"train {global_steps}")
+        return {"trained": Last(float(len(self.weights)))}
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any:
+        self._happen(f"publish {global_steps}")
+        return {"global_steps": global_steps, "weights": list(self.weights)}
+
+    async def send(self, manifest: Any) -> int:
+        self._happen("send")
+        return 0
+
+    async def stage_checkpoint(self, folder: Path) -> None:
+        self._happen("stage")
+        folder.mkdir(exist_ok=True)
+        (folder / "weights").write_text(" ".join(self.weights))
+
+    async def finish_checkpoint(self) -> None:
+        self._happen("finish")
+
+    async def model_files(self) -> dict[str, bytes]:
+        return {}
+
+    async def load_checkpoint(self, checkpoint: Path) -> None:
+        self.weights = (checkpoint / "weights").read_text().split()
+
+    async def find_lost(self) -> str | None:
+        return self.lost
+
+    async def start_again(self, checkpoint: Path | None) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        self.lost, self.weights = None, []
+        if checkpoint is not None:
+            await self.load_checkpoint(checkpoint)
+        self._happen("start" if checkpoint is None else f"start from {checkpoint.parent.name}")
+
+
+@dataclass
+class Scene:
+    folder: Path
+    group: Group = field(default_factory=Group)
+    config: Config = field(default_factory=Config)
+    reports: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = CheckpointStore(self.folder)
+        self.workers = RecoveringWorkers(
+            group=self.group, store=self.store, config=self.config, report=self.reports.append
+        )
+
+    async def train(self, *steps: int) -> list[float]:
+        batches: Any = {step: f"b{step}" for step in steps}
+        metrics = [await self.workers.train_step(batch, step) for step, batch in batches.items()]
+        return [of_step["trained"].value for of_step in metrics]
+
+    async def save(self, step: int) -> Checkpoint:
+        aside = self.store.begin(step)
+        await self.workers.stage_checkpoint(aside / "train")
+        checkpoint = self.store.publish(aside, step, self.store.seal(aside, step, {}))
+        self.workers.forget_before(step)
+        return checkpoint
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def within_deadline() -> None:
+        async with asyncio.timeout(10):
+            await scenario
+
+    asyncio.run(within_deadline())

@@ -1,0 +1,193 @@
+"""`make serve` in a process of its own, and clients of it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from tests.support.paths import ROOT
+
+START_DEADLINE_S = 240
+DEADLINE_S = 120
+AT_ONCE_S = 20
+"""Of what never came if it waited for a resume. A busy machine may give a process no core for seconds."""
+SETTLED_S = 2.0
+LONG = 10_000
+"""Tokens of a request that does not end by itself within a test, also where its client gets no core for seconds."""
+LONG_ENOUGH = ("rollout.max_response_tokens=12000", "model.max_position_embeddings=16384")
+"""Overrides of a server that has room for them."""
+
+_Count = TypeVar("_Count")
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    output: Path
+    gateway: str = ""
+    replicas: list[str] = field(default_factory=list)
+    children: list[psutil.Process] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, folder: Path, *overrides: str) -> "Server":
+        with (folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.serve", f"hydra.run.dir={folder / 'run'}", *overrides],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                # Of a shell's background jobs SIGINT is ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        return cls(process, folder / "output.txt")
+
+    def wait_until_it_serves(self) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while (serving := re.search(r"serving at (\S+)", self.output.read_text())) is None:
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.1)
+        self.gateway = serving[1]
+        self.replicas = re.findall(r"replica-\d: (\S+)", self.output.read_text())
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        for child in [self.process, *self.children]:  # only what this test started
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                child.kill()
+        self.process.wait(timeout=10)
+
+
+def run(server: Server, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """The server is idle and open again afterwards, for the next test."""
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            try:
+                await scenario(client)
+            finally:
+                await post(client, f"{server.gateway}/resume")
+                await post(client, f"{server.gateway}/v1/abort_requests", json={"abort_all": True})
+
+    asyncio.run(main())
+
+
+def body(num_tokens: int, chat: bool = False, **other: Any) -> dict[str, Any]:
+    """Greedy where there is one choice, and not ended by an end-of-sequence token."""
+    asked = {"messages": [{"role": "user", "content": "How many?"}]} if chat else {"prompt": "How many?"}
+    asked |= {"logprobs": True, "top_logprobs": 0} if chat else {"logprobs": 0}
+    asked |= {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
+    return asked | {"temperature": 0 if other.get("n", 1) == 1 else 1} | other
+
+
+def path(chat: bool) -> str:
+    return "/v1/chat/completions" if chat else "/v1/completions"
+
+
+@dataclass
+class Stream:
+    """What a streaming client has seen: per choice."""
+
+    times: list[float] = field(default_factory=list)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    response_id: str = ""
+    ended: bool = False
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        self.response_id = chunk["id"]
+        for choice in chunk["choices"]:
+            if token_ids := choice.get("token_ids"):
+                self.times.append(time.monotonic())
+                self.token_ids.setdefault(choice["index"], []).extend(token_ids)
+                self.logprobs.setdefault(choice["index"], []).extend(logprobs_of(choice))
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content")
+            self.text[choice["index"]] = self.text.get(choice["index"], "") + (piece or "")
+            if choice["finish_reason"] is not None:
+                self.finish[choice["index"]] = choice["finish_reason"]
+
+    async def read(self, client: httpx.AsyncClient, url: str, asked: dict[str, Any], **headers: str) -> "Stream":
+        async with client.stream("POST", url, json=asked | {"stream": True}, headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in lines_of(response):
+                if line == b"data: [DONE]":
+                    self.ended = True
+                elif line:
+                    self.take(json.loads(line.removeprefix(b"data: ")))
+        return self
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Not its aiter_lines(): that splits at characters too which a sampled text may hold, as U+0085."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def num_tokens(stream: Stream) -> int:
+    """Of its first choice. A busy machine sends several in one chunk."""
+    return len(stream.token_ids.get(0, ()))
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[float]:
+    found = choice["logprobs"]
+    return found["token_logprobs"] if "token_logprobs" in found else [entry["logprob"] for entry in found["content"]]
+
+
+async def metric(client: httpx.AsyncClient, url: str, name: str) -> float:
+    text = (await client.get(f"{url}/metrics")).text
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S / 2):
+        while not await holds():
+            await asyncio.sleep(0.005)
+
+
+async def settled(count: Callable[[], _Count]) -> _Count:
+    """What it counts once nothing comes any more: what was sampled before a pause is on its way for a while after."""
+    found, unchanged = count(), 0
+    async with asyncio.timeout(DEADLINE_S / 2):
+        while unchanged < SETTLED_S / 0.05:  # counted, and not by the clock: this process may stand still as well
+            await asyncio.sleep(0.05)
+            unchanged = unchanged + 1 if found == (found := count()) else 0
+    return found
+
+
+async def post(client: httpx.AsyncClient, url: str, **kwargs: Any) -> dict[str, Any]:
+    response = await client.post(url, **kwargs)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def is_paused(client: httpx.AsyncClient, url: str) -> bool:
+    """Asked again while a replica has no core for so long that it does not answer in time, which is an error."""
+    async with asyncio.timeout(DEADLINE_S / 2):
+        while not (response := await client.get(f"{url}/is_paused")).is_success:
+            await asyncio.sleep(0.1)
+    return response.json()["is_paused"]
+
+
+async def is_metric(client: httpx.AsyncClient, url: str, name: str, value: float) -> bool:
+    return await metric(client, url, name) == value

@@ -1,0 +1,156 @@
+"""Whole runs, started as a user starts them, and what they trained."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.paths import ROOT
+
+PROMPTS_PER_STEP = 4
+SIZES = [
+    "device=cpu",
+    f"trainer.prompts_per_step={PROMPTS_PER_STEP}",
+    "data.num_train=200",
+    "data.num_val=16",
+    "rollout.max_num_seqs=16",
+]
+START_DEADLINE_S = 180
+END_DEADLINE_S = 90
+GONE_DEADLINE_S = 60
+RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Two per node try for a minute to tell the driver that Ray has ended, for which Ray has no setting, and then end."""
+
+
+def small(model: Path, reward: str = "length_parity") -> list[str]:
+    """Of an untrained model that is there already, which saves seconds. `reward`: of tests.support.rewards."""
+    return [*SIZES, "model.kind=hf", f"model.path={model}", f"rollout.reward=tests.support.rewards:{reward}"]
+
+
+@dataclass
+class Run:
+    """A training process, its output, and every process it ever started."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    output: Path
+    children: dict[int, psutil.Process]
+    command_lines: dict[int, list[str]]
+
+    def watch_children(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.children[child.pid] = child
+                self.command_lines[child.pid] = child.cmdline()
+
+    def wait_for(self, text: str, deadline_s: float = START_DEADLINE_S) -> None:
+        self.wait_for_count(text, 1, deadline_s)
+
+    def wait_for_count(self, text: str, count: int, deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        while self.output.read_text().count(text) < count:
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output.read_text()}"
+            assert time.monotonic() < deadline, f"no {text!r} after {deadline_s} s:\n{self.output.read_text()}"
+            self.watch_children()
+            time.sleep(0.3)
+
+    def wait_for_end(self, deadline_s: float) -> int:
+        deadline = time.monotonic() + deadline_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {deadline_s} s:\n{self.output.read_text()}"
+            self.watch_children()
+            time.sleep(0.3)
+        return self.process.returncode
+
+    def survivors(self) -> list[str]:
+        """Command lines of its processes that are still there at the deadline after its end."""
+        return survivors(self.children.values())
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
+    """A run of the tiny model, unless the overrides say which."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
+    if not any(override.startswith("model=") for override in overrides):
+        overrides = ("model=tiny", *overrides)
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "scripts.train", f"hydra.run.dir={run_dir}", *overrides],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            # Of a shell's background jobs SIGINT is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        run = Run(process, run_dir, output, {}, {})
+        try:
+            yield run
+        finally:
+            run.watch_children()
+            for child in [process, *run.children.values()]:  # only what this test started
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    child.kill()
+            process.wait(timeout=10)
+
+
+def survivors(processes: Collection[psutil.Process]) -> list[str]:
+    """Command lines of those that are still there at the deadline, but for RAYS_OWN_AGENTS. Empty once none is."""
+    deadline = time.monotonic() + GONE_DEADLINE_S
+    while left := [line for one in processes if (line := command_of(one)) and not line.startswith(RAYS_OWN_AGENTS)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return left
+
+
+def command_of(process: psutil.Process) -> str:
+    """Empty when it has ended."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def find(run: Run, title: str) -> psutil.Process:
+    """The run's process whose command line begins with `title`."""
+    for child in run.children.values():
+        if title in command_of(child):
+            return child
+    raise AssertionError(f"no process {title!r} among {[c.pid for c in run.children.values()]}")
+
+
+def trained(run: Run) -> list[list[dict[str, Any]]]:
+    """What was trained: the trajectories of every step."""
+    steps = []
+    for path in sorted((run.run_dir / "trajectories").glob("step_*.jsonl")):
+        with path.open(encoding="utf-8") as lines:  # not splitlines(): a response may hold characters it splits at
+            steps.append([json.loads(line) for line in lines])
+    return steps
+
+
+def check_training(run: Run, num_steps: int) -> None:
+    """Every prompt was trained once, and all 8 of its trajectories in one step, by tokens that are at most 2 versions
+    older than the step and never newer."""
+    steps = trained(run)
+    assert [len(step) for step in steps] == [PROMPTS_PER_STEP * 8] * num_steps
+    seen = sorted((record["ordinal"], record["index"]) for step in steps for record in step)
+    assert seen == [(ordinal, index) for ordinal in range(num_steps * PROMPTS_PER_STEP) for index in range(8)]
+    for global_steps, step in enumerate(steps):
+        assert len({record["ordinal"] for record in step}) == PROMPTS_PER_STEP
+        for record in step:
+            versions = [version for _, _, version in record["versions"]]
+            assert versions == sorted(versions) and global_steps - 2 <= versions[0] and versions[-1] <= global_steps

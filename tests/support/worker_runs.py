@@ -1,0 +1,141 @@
+"""TrainWorker driven step by step in a process of its own or in this one, and what came out of it."""
+
+import contextlib
+import multiprocessing
+import pickle
+import random
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import Config, Layout
+from rollout.types import FloatArray, TrajectoryGroup
+from tests.support import batches
+from trainer.batch import StepBatch
+from trainer.metrics import Metric, merge_metrics, to_floats
+from trainer.worker.worker import Shards, Specs, TrainWorker
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    metrics: list[dict[str, Metric]]
+    weights: Weights
+    scores: dict[str, list[FloatArray]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    metrics: list[dict[str, float]]
+    weights: Weights
+    scores: dict[str, FloatArray] = field(default_factory=dict)
+
+
+class Inbox:
+    """A transport that keeps what it is given: this rank's rows."""
+
+    def __init__(self) -> None:
+        self.weights: Weights = {}
+
+    def __call__(self, rank: int, num_ranks: int, device: torch.device) -> "Inbox":
+        return self
+
+    def publish(self, specs: Specs, shards: Shards, order: dict[str, Any]) -> dict[str, Any]:
+        self.weights = {name: tensor.clone() for name, tensor in shards()}
+        found = [(name, tensor.dtype, list(tensor.shape[1:])) for name, tensor in self.weights.items()]
+        assert found == [(name, dtype, shape[1:]) for name, dtype, shape in specs]
+        return {"global_steps": order["global_steps"]}
+
+    def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]:
+        return []
+
+    def stop(self, manifest: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def free_master() -> str:
+    """A port for later: not one of those that the system gives to whoever asks for any, as Ray beside us does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+
+
+def pack(
+    steps: Sequence[Sequence[TrajectoryGroup]], layout: Layout, num_ranks: int, budget: int = 48
+) -> list[StepBatch]:
+    return [batches.pack(groups, layout, num_ranks, budget) for groups in steps]
+
+
+def train_rank(
+    config: Config, model_path: str, step_batches: Sequence[StepBatch], rank: int, world_size: int, master: str
+) -> RankRun:
+    """All steps of one rank, in this process. Weights are whole, put together from the rows of all ranks; scores are
+    those of the last batch."""
+    inbox = Inbox()
+    worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
+    try:
+        worker.setup(model_path, rank, world_size, master)
+        parts = [worker.train_step(batch.micro_batches[rank], step) for step, batch in enumerate(step_batches)]
+        scores = worker.score(step_batches[-1].micro_batches[rank])
+        assert worker._global_steps == len(step_batches)
+        worker.publish({"global_steps": len(step_batches)})
+        weights = {}
+        for name, rows in inbox.weights.items():
+            parts_of_all: list[Any] = [None] * world_size
+            dist.all_gather_object(parts_of_all, rows)
+            weights[name] = torch.cat(parts_of_all)
+        dist.barrier()  # rank 0 holds the store: it must not go first
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return RankRun(parts, weights, scores)
+
+
+def one_rank(config: Config, model_path: str, step_batches: Sequence[StepBatch]) -> Outcome:
+    return outcome([train_rank(config, model_path, step_batches, 0, 1, free_master())], step_batches)
+
+
+def two_ranks(
+    jobs: Mapping[str, tuple[Config, str, Sequence[StepBatch]]], answer: Path, timeout_s: float
+) -> dict[str, Outcome]:
+    """Every job on two ranks: rank 0 here, rank 1 in a process of its own, one process for all jobs."""
+    masters = [free_master() for _ in jobs]
+    other = multiprocessing.get_context("spawn").Process(
+        target=train_second_rank, args=(list(jobs.values()), masters, answer), daemon=True
+    )
+    other.start()
+    try:
+        first = [train_rank(*job, 0, 2, master) for job, master in zip(jobs.values(), masters, strict=True)]
+        other.join(timeout_s)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
+        other.join(timeout_s)
+    second = pickle.loads(answer.read_bytes())
+    return {
+        name: outcome([one, two], job[2]) for (name, job), one, two in zip(jobs.items(), first, second, strict=True)
+    }
+
+
+def train_second_rank(jobs: list[tuple[Config, str, Sequence[StepBatch]]], masters: list[str], answer: Path) -> None:
+    """Entry point of the other process: rank 1 of every job, what came out written to a file."""
+    runs = [train_rank(*job, 1, 2, master) for job, master in zip(jobs, masters, strict=True)]
+    answer.write_bytes(pickle.dumps(runs))
+
+
+def outcome(ranks: Sequence[RankRun], step_batches: Sequence[StepBatch]) -> Outcome:
+    """Of all ranks together."""
+    return Outcome(
+        [to_floats(merge_metrics(parts)) for parts in zip(*(rank.metrics for rank in ranks), strict=True)],
+        ranks[0].weights,
+        {name: step_batches[-1].gather([rank.scores[name] for rank in ranks]) for name in ranks[0].scores},
+    )

@@ -1,0 +1,128 @@
+"""Agent workers in their Ray actors: one that dies is replaced, and who runs alone dies alone."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from configs.schema import Config, RolloutConfig
+from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.worker_group import AgentWorkerGroup
+from rollout.progress import Attempt
+from rollout.replica.replica_group import ReplicaHandle
+from rollout.rewards.base import RewardResult
+from rollout.router import AgentWorkerLostError
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from rollout.wire import Columns, pack_completions
+from tests.support.fakes import make_prompt
+
+CONFIG = Config(rollout=RolloutConfig(num_agent_workers=2))
+DEADLINE_S = 120
+
+
+class Replica:
+    """Answers every request with one token, and knows whose."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
+        self.ids += [request.request_id for request in requests]
+        answer = Completion(
+            token_ids=np.zeros(1, np.int32),
+            logprobs=np.zeros(1, np.float32),
+            spans=(VersionSpan(0, 1, 0),),
+            finish_reason="stop",
+        )
+        return pack_completions([answer] * len(requests))
+
+    async def asked(self) -> list[str]:
+        return self.ids
+
+
+class DeadlyLoop:
+    """The reward is the process that ran it, but for prompts that end it."""
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        requests = [GenerationRequest(request_id=t.name, prompt_ids=(1,), sampling=t.sampling) for t in tasks]
+        completions = await generate(requests)
+        if tasks[0].prompt.text == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [
+            Episode(
+                response_ids=completion.token_ids,
+                loss_mask=np.ones(1, np.bool_),
+                rollout_logprobs=completion.logprobs,
+                spans=completion.spans,
+                finish_reason=completion.finish_reason,
+                cached_tokens=0,
+                result=RewardResult(reward=float(os.getpid())),
+            )
+            for completion in completions
+        ]
+
+
+def die_where(armed: Path) -> None:
+    """The process of a worker, before it has answered anything: once, if there is that file."""
+    if armed.exists():
+        armed.unlink()
+        os._exit(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_that_die_are_replaced_and_alone_only_one_dies(
+    ray_cluster: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    armed = tmp_path / "armed"
+    actor: Any = ray.remote(num_cpus=0)(Replica).remote()
+    group = AgentWorkerGroup(
+        config=CONFIG,
+        tokenizer_path=str(tiny_model),
+        replicas=[ReplicaHandle("r0", actor)],
+        on_start=lambda name: partial(die_where, armed),
+        agent_loop=DeadlyLoop(),
+    )
+    deadly = replace(make_prompt(7), text="deadly")
+
+    async def process_of(prompt: Prompt, **attempt: Any) -> float:
+        found = await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt))
+        return found.trajectories[0].reward
+
+    async def processes() -> set[float]:
+        return {await process_of(make_prompt(ordinal)) for ordinal in range(4)}
+
+    async def main() -> None:
+        await group.ready()
+        first = await processes()
+        assert len(first) == 2
+        armed.touch()
+        with pytest.raises(AgentWorkerLostError, match="agent-worker-. died"):
+            await process_of(deadly)
+        left = await processes()
+        assert len(left) == 1 and left < first, "the other one served at once"
+        async with asyncio.timeout(DEADLINE_S):
+            while len(second := await processes()) < 2:
+                await asyncio.sleep(0.5)
+        assert left < second and second != first
+        assert not armed.exists(), "the first in its place died too, as one does on a node that is gone"
+
+        with pytest.raises(AgentWorkerLostError, match="agent-worker-of-prompt-7 died"):
+            await process_of(deadly, number=1, alone=True)
+        assert await process_of(make_prompt(7), number=2, alone=True) not in second
+        assert await processes() == second
+
+        for attempt in (1, 2):
+            await group.evaluate([make_prompt(9)], "r0", SamplingParams(), 1, attempt=attempt)
+        asked = await actor.asked.remote()
+        assert asked[-2:] == ["eval.1-9-0", "eval.2-9-0"] and {"7-0", "7.1-0", "7.2-0"} < set(asked)
+
+    asyncio.run(main())

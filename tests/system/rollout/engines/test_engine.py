@@ -1,0 +1,297 @@
+"""The real vLLM engine: versions of tokens, prefix cache, pause, logprobs, each held against the truth."""
+
+import asyncio
+import random
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
+from tests.system.conftest import MAX_NUM_SEQS, EngineHost
+
+request_numbers = count()
+
+
+def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))
+    return GenerationRequest(request_id=f"test-{next(request_numbers)}", prompt_ids=prompt_ids, sampling=params)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).randrange(5, 250) for _ in range(length))
+
+
+async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:
+    manifest = publish(weights, version)
+    try:
+        await engine.stage(manifest)
+        await pause(engine, clear_cache)
+        tags = await engine.swap(version)
+        assert [(tag.global_steps, tag.checksum) for tag in tags] == [(version, manifest["checksum"])]
+        await resume(engine)
+    finally:
+        release()
+
+
+async def pause(engine: Any, clear_cache: bool = False) -> None:
+    await engine.hold()
+    await engine.freeze(clear_cache)
+
+
+async def resume(engine: Any) -> None:
+    await engine.thaw()
+    engine.release()
+
+
+def reference_logprobs(host: EngineHost, weights: dict[str, torch.Tensor], tokens: list[int], start: int) -> np.ndarray:
+    """Logprobs of tokens[start:] by transformers, with the same weights."""
+    model = AutoModelForCausalLM.from_pretrained(host.model_path, dtype=torch.float32)
+    missing = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return F.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[start - 1 :, 0].numpy()
+
+
+def run(host: EngineHost, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def within_deadline() -> Any:
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return host.runner.run(within_deadline())
+
+
+def assert_tokens_equal_tags(completion: Completion) -> None:
+    if len(completion.token_ids) == 0:
+        assert completion.spans == ()
+        return
+    assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
+    assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
+    for span in completion.spans:
+        assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["labels-of-the-core", "counts-behind-the-barrier"])
+def test_every_token_equals_its_tag(host: EngineHost, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version v always emits token 40 + v, so the tokens themselves say which weights sampled them."""
+    from rollout.engines.vllm import client as gated_llm
+
+    if native and not gated_llm.HAS_NATIVE_VERSIONS:
+        pytest.skip("this vLLM has no labels of its own")
+    monkeypatch.setattr(host.engine, "_native_versions", native)
+
+    monkeypatch.setattr(gated_llm, "HAS_NATIVE_VERSIONS", native)
+
+    async def scenario() -> list[Completion]:
+        first = 10 if native else 30  # versions only ever grow
+        await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN + first), first)
+        chance = random.Random(0)
+
+        async def one(index: int) -> Completion:
+            await asyncio.sleep(chance.random() * 2.5)
+            return await host.engine.generate(
+                request(prompt(index, chance.randint(3, 200)), max_tokens=chance.randint(1, 400))
+            )
+
+        async def updates() -> None:
+            for version in range(first + 1, first + 13):
+                await asyncio.sleep(0.2)
+                await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN + version), version)
+
+        async def block_the_loop() -> None:
+            while True:  # outputs then pile up behind the reply to the pause
+                await asyncio.sleep(0.005)
+                time.sleep(0.03)
+
+        async def ask() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                pieces = host.engine.partials(dict.fromkeys(host.engine.running, 3))  # as if 3 of each were known
+                for piece in pieces.values():
+                    assert_tokens_equal_tags(piece)
+                partials.append(pieces)
+
+        partials: list[dict[str, Completion]] = []
+        asker = asyncio.create_task(ask())
+        blocker = asyncio.create_task(block_the_loop())
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(5 * MAX_NUM_SEQS)]
+            group.create_task(updates())
+        blocker.cancel()
+        assert not asker.done() and sum(map(len, partials)) > MAX_NUM_SEQS
+        asker.cancel()
+        return [task.result() for task in tasks]
+
+    completions = run(host, scenario())
+    for completion in completions:
+        assert_tokens_equal_tags(completion)
+    assert max(len(completion.spans) for completion in completions) >= 3
+    assert sum(len(completion.spans) > 1 for completion in completions) >= MAX_NUM_SEQS
+
+
+def test_logprobs_are_those_of_the_live_weights(host: EngineHost) -> None:
+    """A stale layer would still emit plausible tokens: so every logprob is recomputed by transformers."""
+    ids = prompt(1, 40)
+    for version in (50, 51):
+        weights = random_weights(host.model_path, seed=version)
+        run(host, update(host.engine, weights, version))
+        completion = run(host, host.engine.generate(request(ids, temperature=1.0, max_tokens=30, seed=0)))
+        expected = reference_logprobs(host, weights, [*ids, *completion.token_ids.tolist()], start=len(ids))
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
+def test_logprobs_are_of_the_processed_distribution(host: EngineHost) -> None:
+    """Temperature and top-p are in the logprob: it is that of the distribution the token was drawn from."""
+    ids, temperature, top_p = prompt(2, 20), 0.7, 0.6
+    weights = random_weights(host.model_path, seed=60)
+    run(host, update(host.engine, weights, 60))
+    completion = run(
+        host, host.engine.generate(request(ids, temperature=temperature, top_p=top_p, max_tokens=20, seed=0))
+    )
+    model = AutoModelForCausalLM.from_pretrained(host.model_path, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    tokens = [*ids, *completion.token_ids.tolist()]
+    with torch.no_grad():
+        probabilities = F.softmax(model(torch.tensor([tokens])).logits[0, len(ids) - 1 : -1].float() / temperature, -1)
+    for position, token in enumerate(completion.token_ids.tolist()):
+        ordered, order = probabilities[position].sort(descending=True)
+        nucleus = order[: int((ordered.cumsum(0) < top_p).sum()) + 1]
+        assert token in nucleus
+        expected = (probabilities[position, token] / probabilities[position, nucleus].sum()).log()
+        assert completion.logprobs[position] == pytest.approx(expected.item(), abs=2e-4)
+
+
+@pytest.mark.parametrize("salted", [True, False], ids=["salted", "not-salted"])
+def test_new_requests_read_no_prefix_of_older_weights(
+    host: EngineHost, salted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the salt the same request reads the KV cache of the old weights: the fault that the salt is there for."""
+    monkeypatch.setattr(host.engine._llm, "salt_prefix_cache", salted)
+    version = 70 if salted else 80
+    ids = prompt(version, 200)
+    old, new = (random_weights(host.model_path, seed) for seed in (version, version + 1))
+
+    async def scenario() -> Completion:
+        await update(host.engine, old, version)
+        await host.engine.generate(request(ids, max_tokens=1))
+        kept = asyncio.create_task(host.engine.generate(request(prompt(0, 30), max_tokens=900)))
+        await host.every_one_has(1, 5)  # a kept request: with one running, vLLM cannot reset its prefix cache
+        await update(host.engine, new, version + 1)
+        completion = await host.engine.generate(request(ids, max_tokens=1))
+        kept.cancel()
+        return completion
+
+    completion = run(host, scenario())
+    expected = reference_logprobs(host, new, [*ids, *completion.token_ids.tolist()], start=len(ids))
+    if salted:
+        assert completion.cached_tokens == 0
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+    else:
+        assert completion.cached_tokens >= 128
+        assert abs(completion.logprobs[0] - expected[0]) > 0.01
+
+
+def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: EngineHost) -> None:
+    """Twice as many requests as run at once share a prompt. Those that start after the update must not find the
+    prefix that those before it left, although all were sent before the pause."""
+    ids = prompt(90, 200)
+    old, new = random_weights(host.model_path, 90), random_weights(host.model_path, 91)
+
+    async def scenario() -> list[Completion]:
+        await update(host.engine, old, 90)
+        requests = [request(ids, max_tokens=600 if index < MAX_NUM_SEQS else 2) for index in range(2 * MAX_NUM_SEQS)]
+        tasks = [asyncio.create_task(host.engine.generate(one)) for one in requests]
+        await host.every_one_has(MAX_NUM_SEQS, 5)
+        await update(host.engine, new, 91)
+        return await asyncio.gather(*tasks)
+
+    late = run(host, scenario())[MAX_NUM_SEQS:]
+    for completion in late:
+        assert [span.global_steps for span in completion.spans] == [91]
+        expected = reference_logprobs(host, new, [*ids, *completion.token_ids.tolist()], start=len(ids))
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+    assert sum(completion.cached_tokens > 0 for completion in late) >= 1, "they do share the new prefix"
+
+
+def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
+    """Pause, the same weights again, resume: token by token and logprob by logprob what an unpaused run gives."""
+    weights = random_weights(host.model_path, 100)
+    requests = [request(prompt(index, 30), max_tokens=900) for index in range(6)]
+    again = [replace(one, request_id=f"{one.request_id}-again") for one in requests]
+
+    async def scenario(wanted: list[GenerationRequest], updates: int) -> list[Completion]:
+        tasks = [asyncio.create_task(host.engine.generate(one)) for one in wanted]
+        for index in range(updates):
+            await host.every_one_has(6, 5 + 20 * index)
+            await update(host.engine, weights, 101 + index)
+        return await asyncio.gather(*tasks)
+
+    run(host, update(host.engine, weights, 100))
+    undisturbed = run(host, scenario(requests, updates=0))
+    disturbed = run(host, scenario(again, updates=3))
+    for calm, paused in zip(undisturbed, disturbed, strict=True):
+        np.testing.assert_array_equal(calm.token_ids, paused.token_ids)
+        np.testing.assert_allclose(calm.logprobs, paused.logprobs, atol=2e-5)
+        assert len(paused.spans) == 4
+
+
+def test_nothing_moves_while_paused_and_a_new_request_waits(host: EngineHost) -> None:
+    async def scenario() -> None:
+        await update(host.engine, random_weights(host.model_path, 110), 110)
+        running = asyncio.create_task(host.engine.generate(request(prompt(0, 20), max_tokens=900)))
+        await host.every_one_has(1, 5)
+        await pause(host.engine)
+        counts = await host.settled_counts()
+        late = asyncio.create_task(host.engine.generate(request(prompt(1, 20), max_tokens=2)))
+        await asyncio.sleep(0.5)
+        assert host.engine._llm.output_counts() == counts
+        assert not late.done()
+        assert not running.done()
+        await resume(host.engine)
+        await asyncio.gather(running, late)
+
+    run(host, scenario())
+
+
+def test_a_cancelled_request_frees_its_seat(host: EngineHost) -> None:
+    async def scenario() -> None:
+        tasks = [
+            asyncio.create_task(host.engine.generate(request(prompt(index, 10), max_tokens=900)))
+            for index in range(MAX_NUM_SEQS)
+        ]
+        await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await host.engine.generate(request(prompt(0, 10), max_tokens=2))
+        assert host.engine._llm.output_counts() == {}
+
+    run(host, scenario())
+
+
+def test_wrong_weights_are_refused_before_the_pause(host: EngineHost) -> None:
+    manifest = publish(random_weights(host.model_path, 120), 120)
+    wrong = [list(manifest["checksums"][0])]
+    wrong[0][3] ^= 1
+    try:
+        with pytest.raises(Exception, match=rf"{manifest['tensors'][3][0]} came with checksums"):
+            run(host, host.engine.stage(manifest | {"checksums": wrong}))
+        with pytest.raises(Exception, match="cannot swap in version 121"):
+            run(host, host.engine.swap(121))
+    finally:
+        release()
+    run(host, host.engine.generate(request(prompt(0, 10), max_tokens=2)))
+
+
+@pytest.fixture
+def host(engine_host: EngineHost) -> EngineHost:
+    return engine_host

@@ -1,0 +1,204 @@
+"""Pause modes and updates on a real engine behind its replica: what ends, what is held, and what goes on."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import PauseMode, WeightSyncConfig
+from rollout.replica.replica import RolloutReplica
+from rollout.types import Completion, GenerationRequest, VersionSpan
+from tests.support.weights import publish, random_weights, release
+from tests.system.conftest import MAX_NUM_SEQS, EngineHost, until
+from tests.system.rollout.engines.test_engine import prompt, reference_logprobs, request, run
+
+TOKENS = 800
+
+
+async def make_replica(
+    host: EngineHost, weights: dict[str, torch.Tensor], version: int, mode: PauseMode = PauseMode.keep
+) -> RolloutReplica:
+    """`mode`: how it pauses for updates."""
+    replica = RolloutReplica("replica-0", host.engine, WeightSyncConfig(pause_mode=mode))
+    await push(replica, weights, version)
+    return replica
+
+
+async def push(replica: RolloutReplica, weights: dict[str, torch.Tensor], version: int) -> None:
+    manifest = publish(weights, version)
+    try:
+        await replica.stage(manifest)
+        await replica.commit(manifest)
+    finally:
+        release()
+
+
+def requests(count: int, max_tokens: int = TOKENS) -> list[GenerationRequest]:
+    """Greedy, the same prompts and limits for the same arguments, and always new names."""
+    return [request(prompt(index, 20 + index), max_tokens=max_tokens) for index in range(count)]
+
+
+def generating(replica: RolloutReplica, asked: list[GenerationRequest]) -> list[asyncio.Task[Completion]]:
+    async def one(request: GenerationRequest) -> Completion:
+        return (await replica.generate_group([request]))[0]
+
+    return [asyncio.create_task(one(request)) for request in asked]
+
+
+def check_begins_as(part: Completion, whole: Completion) -> None:
+    """Token by token and logprob by logprob, with spans over all of it."""
+    count = len(part.token_ids)
+    np.testing.assert_array_equal(part.token_ids, whole.token_ids[:count])
+    np.testing.assert_allclose(part.logprobs, whole.logprobs[:count], atol=3e-5)  # and as many as tokens
+    assert [0, *(span.end for span in part.spans)] == [*(span.start for span in part.spans), count]
+
+
+@pytest.fixture(params=[True, False], ids=["labels-of-the-core", "counts-behind-the-barrier"])
+def host(engine_host: EngineHost, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EngineHost:
+    from rollout.engines.vllm import client as gated_llm
+
+    if request.param and not gated_llm.HAS_NATIVE_VERSIONS:
+        pytest.skip("this vLLM has no labels of its own")
+    monkeypatch.setattr(engine_host.engine, "_native_versions", request.param)
+    monkeypatch.setattr(gated_llm, "HAS_NATIVE_VERSIONS", request.param)
+    return engine_host
+
+
+def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -> None:
+    """After an update in their midst, so that each has tokens of two versions; those without a seat have none."""
+    weights = random_weights(host.model_path, 200)
+
+    async def scenario() -> tuple[list[Completion], list[Completion], Completion]:
+        replica = await make_replica(host, weights, 200)
+        calm = await replica.generate_group(requests(MAX_NUM_SEQS))
+        tasks = generating(replica, [*requests(MAX_NUM_SEQS), *requests(4)])
+        await host.every_one_has(MAX_NUM_SEQS, 5)
+        await push(replica, weights, 201)
+        at_least = max(60, 5 + max(host.engine._llm.output_counts().values()))
+        await host.every_one_has(MAX_NUM_SEQS, at_least)
+        async with asyncio.timeout(30):
+            await replica.pause(PauseMode.abort)
+            assert host.engine.running == [] and host.engine._llm.output_counts() == {}
+            ended = await asyncio.gather(*tasks)
+        late = generating(replica, requests(1))
+        await asyncio.sleep(0.3)
+        assert not late[0].done() and host.engine._llm.output_counts() == {}
+        await replica.resume()
+        return calm, ended, await late[0]
+
+    calm, ended, late = run(host, scenario())
+    assert {completion.finish_reason for completion in ended} == {"abort"}
+    for part, whole in zip(ended[:MAX_NUM_SEQS], calm, strict=True):
+        assert 60 <= len(part.token_ids) < TOKENS
+        check_begins_as(part, whole)
+        assert [span.global_steps for span in part.spans] == [200, 201]
+    for never_ran in ended[MAX_NUM_SEQS:]:
+        assert (len(never_ran.token_ids), len(never_ran.logprobs), never_ran.spans) == (0, 0, ())
+    check_begins_as(late, calm[0])
+    assert (late.finish_reason, late.spans) == ("length", (VersionSpan(0, TOKENS, 201),))
+    ids = [*prompt(0, 20), *ended[0].token_ids.tolist()]
+    np.testing.assert_allclose(ended[0].logprobs, reference_logprobs(host, weights, ids, start=20), atol=3e-5)
+
+
+def test_pause_wait_lets_the_running_finish_and_holds_all_others(host: EngineHost) -> None:
+    weights = random_weights(host.model_path, 210)
+    order: list[str] = []
+
+    async def noted(what: str, call: Awaitable[Any]) -> Any:
+        result = await call
+        order.append(what)
+        return result
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        replica = await make_replica(host, weights, 210)
+        calm = await replica.generate_group(requests(MAX_NUM_SEQS))
+        first, *others = generating(replica, requests(1)), *generating(replica, requests(3, 100))
+        running = [asyncio.create_task(noted("finished", task)) for task in (*first, *others)]
+        await until(lambda: len(host.engine.running) == 4)
+        pausing = asyncio.create_task(noted("paused", replica.pause(PauseMode.wait)))
+        await until(lambda: host.engine._llm.admission._holds > 0)
+        late = [asyncio.create_task(noted("late", task)) for task in generating(replica, requests(3))]
+        await host.every_one_has(1, 110)  # seats are free, and one goes on
+        assert not pausing.done() and (await replica.status()).pause_mode is None
+        assert host.engine.gauges()["waiting_requests"] == 3, "free seats are not taken"
+        await pausing
+        assert order == ["finished"] * 4 + ["paused"]
+        assert (await replica.status()).pause_mode == "wait" and await host.engine._llm.is_paused()
+        await asyncio.sleep(0.3)
+        assert host.engine.running == [] and not any(task.done() for task in late)
+        await replica.resume()
+        assert not await host.engine._llm.is_paused()
+        return calm, [*await asyncio.gather(*running), *await asyncio.gather(*late)]
+
+    calm, completions = run(host, scenario())
+    lengths = [TOKENS] + [100] * 3 + [TOKENS] * 3
+    assert [(len(one.token_ids), one.finish_reason) for one in completions] == [(n, "length") for n in lengths]
+    for completion, whole in zip(completions, [calm[0], *calm[:3], *calm[:3]], strict=True):
+        check_begins_as(completion, whole)
+        assert [span.global_steps for span in completion.spans] == [210]
+
+
+def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: EngineHost) -> None:
+    """weight_sync.pause_mode=abort, the same weights pushed twice; more requests than seats, and a client that aborts
+    one of them between the updates."""
+    weights = random_weights(host.model_path, 220)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        replica = await make_replica(host, weights, 220, PauseMode.abort)
+        calm = await replica.generate_group(requests(MAX_NUM_SEQS))
+        before = await replica.stats()
+        asked = [*requests(MAX_NUM_SEQS), *requests(2)]
+        tasks = generating(replica, asked)
+        await host.every_one_has(MAX_NUM_SEQS, 20)
+        await push(replica, weights, 221)
+        # Each part counts from 0. Its client knows a request by the name it gave it, whatever part of it runs.
+        await host.every_one_has(MAX_NUM_SEQS, 30)
+        assert await replica.abort([asked[3].request_id]) == [asked[3].request_id]
+        assert (await tasks[3]).finish_reason == "abort"
+        await until(lambda: host.engine.gauges()["waiting_requests"] == 1)
+        await host.every_one_has(MAX_NUM_SEQS, 5)
+        await push(replica, weights, 222)
+        completions = await asyncio.gather(*tasks)
+        stats = await replica.stats()
+        assert stats["continued"] - before["continued"] == 2 * MAX_NUM_SEQS, "each that ran, at each update"
+        assert stats["engine_requests"] - before["engine_requests"] == len(asked) + 2 * MAX_NUM_SEQS
+        assert stats["finished"] - before["finished"] == len(asked)
+        return calm, completions
+
+    calm, completions = run(host, scenario())
+    aborted = completions.pop(3)
+    check_begins_as(aborted, calm.pop(3))
+    assert 50 <= len(aborted.token_ids) < TOKENS and [span.global_steps for span in aborted.spans] == [220, 221]
+    for completion, whole in zip(completions, [*calm, *calm[:2]], strict=True):
+        assert (len(completion.token_ids), completion.finish_reason) == (TOKENS, "length")
+        check_begins_as(completion, whole)
+    versions = [[span.global_steps for span in completion.spans] for completion in completions]
+    # Those that were interrupted have their seats back before any that waited gets one.
+    assert versions == [[220, 221, 222]] * (MAX_NUM_SEQS - 1) + [[221, 222], [222]]
+
+
+def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whole_sequence(host: EngineHost) -> None:
+    """Other weights each time: logprobs of a part are those of its version, for its prompt and all parts before."""
+    weights = {version: random_weights(host.model_path, version) for version in (230, 231, 232)}
+
+    async def scenario() -> list[Completion]:
+        replica = await make_replica(host, weights[230], 230, PauseMode.abort)
+        tasks = generating(replica, requests(4))
+        for version in (231, 232):
+            await host.every_one_has(4, 30)
+            await push(replica, weights[version], version)
+        return await asyncio.gather(*tasks)
+
+    for index, completion in enumerate(run(host, scenario())):
+        ids = prompt(index, 20 + index)
+        assert (len(completion.token_ids), completion.finish_reason) == (TOKENS, "length")
+        assert [span.global_steps for span in completion.spans] == [230, 231, 232]
+        check_begins_as(completion, completion)
+        for span in completion.spans:
+            tokens = [*ids, *completion.token_ids.tolist()]
+            expected = reference_logprobs(host, weights[span.global_steps], tokens, start=len(ids))
+            part = slice(span.start, span.end)
+            np.testing.assert_allclose(completion.logprobs[part], expected[part], atol=3e-5)

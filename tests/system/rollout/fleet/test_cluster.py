@@ -1,0 +1,161 @@
+"""Replicas on a Ray cluster of several nodes, with simulated engines: nodes that leave and nodes that join."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from configs.schema import Config, RolloutConfig, WeightSyncConfig
+from rollout.engines.base import EngineSpec
+from rollout.engines.simulated import SimulatedEngine
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.progress import Progress
+from rollout.replica.replica import RolloutReplica
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from scripts.launch.elastic import ReplicaStarter
+from scripts.launch.healing import make_fleet, make_monitor_and_operator
+from tests.system.rollout.replica.test_replica_actor import no_redirect
+from weight_sync.checkpoint_manager import CheckpointManager
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Config(rollout=RolloutConfig(num_replicas=2, max_num_seqs=8, progress_interval_s=0.2, replica_timeout_s=20))
+DEADLINE_S = 60
+SPEC = EngineSpec(
+    model_path="",
+    device="cpu",
+    dtype="float32",
+    max_model_len=128,
+    max_num_seqs=8,
+    kv_cache_bytes=None,
+    gpu_memory_utilization=0.5,
+    tensor_parallel_size=1,
+    enforce_eager=True,
+)
+
+
+class SimulatedActor(ReplicaActor):
+    """A real actor in a real process, without a model."""
+
+    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
+        self._home = asyncio.get_running_loop()
+        self._engine = SimulatedEngine(length_of=lambda request: 20, step_s=0.01, max_num_seqs=spec.max_num_seqs)
+        self._replica = RolloutReplica(self._name, self._engine, config)
+        return 1
+
+
+class NoAgents:
+    """In place of the agent workers: notes who is made known to them."""
+
+    def __init__(self) -> None:
+        self.connected: list[str] = []
+
+    def connect(self, replica: ReplicaHandle) -> None:
+        self.connected.append(replica.name)
+
+
+class Source:
+    global_steps = 3
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
+
+    async def send(self, manifest: dict[str, Any]) -> int:
+        return manifest["checksum"]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Cluster]:
+    """A head without room for replicas, and two nodes with room for one each."""
+    # A node is known to be dead 5 s after it died. Until then a replica may be placed there: its place seems free.
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Scene:
+    def __init__(self, replicas: list[ReplicaHandle]) -> None:
+        self.told: list[str] = []
+        self.agents = NoAgents()
+        self.fleet, self.router = make_fleet(CONFIG, replicas, self.told.append, Progress())
+        self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
+        start = ReplicaStarter(
+            CONFIG,
+            SPEC,
+            self.agents,  # pyright: ignore
+            no_redirect,
+            SimulatedActor,
+            self.told.append,
+        )
+        self.monitor, self.operator = make_monitor_and_operator(CONFIG, self.fleet, self.router, self.manager, start)
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not what():
+                await asyncio.sleep(0.1)
+
+    def states(self) -> dict[str, str]:
+        return {row.name: row.state for row in self.operator.rows()}
+
+
+@asynccontextmanager
+async def running_scene() -> AsyncIterator[Scene]:
+    replicas = create_replicas(2, SPEC, no_redirect, SimulatedActor)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*(replica.start(SPEC, CONFIG.weight_sync) for replica in replicas))
+    scene = Scene(replicas)
+    await scene.manager.update_weights(3)
+    async with asyncio.TaskGroup() as loops:
+        tasks = [loops.create_task(loop.run()) for loop in (scene.monitor, scene.operator)]
+        yield scene
+        for task in tasks:
+            task.cancel()
+
+
+async def generate(fleet: ReplicaFleet, name: str) -> list[Completion]:
+    (replica,) = [replica for replica in fleet.running if replica.name == name]
+    request = GenerationRequest(request_id=f"to {name}", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=20))
+    assert isinstance(replica, ReplicaHandle)
+    return await generate_group(replica.actor, [request])
+
+
+def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_replacements(nodes: Cluster) -> None:
+    async def main() -> None:
+        async with running_scene() as scene:
+            assert scene.states() == {"replica-0": "READY", "replica-1": "READY"}
+            victim = next(node for node in nodes.list_all_nodes() if node is not nodes.head_node)
+            on_victim = [r.name for r in scene.fleet.running if r._node_id == victim.node_id]  # pyright: ignore
+            (lost,) = on_victim
+            nodes.remove_node(victim, allow_graceful=False)
+            await scene.until(lambda: scene.states().get("replica-2") == "STARTING")
+            (kept,) = {"replica-0", "replica-1"} - {lost}
+            assert scene.router.healthy == [kept]
+            assert scene.operator.add(1) == ["replica-3"]
+            await asyncio.sleep(8)  # by now it is known that the node is dead
+            assert scene.states() == {kept: "READY", "replica-2": "STARTING", "replica-3": "STARTING"}, "no room"
+            started = time.monotonic()
+            nodes.add_node(num_cpus=2)  # it sets signal handlers, which only the main thread may
+            await scene.until(lambda: sorted(scene.states().values()) == ["READY"] * 3)
+            assert time.monotonic() - started < DEADLINE_S
+            assert sorted(scene.agents.connected) == ["replica-2", "replica-3"]
+            for name in ("replica-2", "replica-3"):
+                (completion,) = await generate(scene.fleet, name)
+                assert set(completion.token_ids) == {3}, "of the current weights"
+            gauges = scene.fleet.member_gauges()
+            assert (gauges["rollout/replicas_lost"], gauges["rollout/replicas_replaced"]) == (1, 1)
+
+    asyncio.run(main())

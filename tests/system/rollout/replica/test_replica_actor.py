@@ -1,0 +1,130 @@
+"""A replica in its Ray actor: control calls under load, exact tags over Ray, and death that is noticed."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.exceptions import ActorDiedError
+
+from configs.schema import PauseMode, WeightSyncConfig
+from rollout.engines.base import EngineDiedError, EngineSpec
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.health import HealthMonitor
+from rollout.fleet.members import TooFewReplicasError
+from rollout.fleet.monitor import FleetMonitor
+from rollout.replica.replica_group import ReplicaHandle, create_replicas, generate_group
+from rollout.router import ReplicaRouter
+from rollout.types import GenerationRequest, SamplingParams
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release
+from weight_sync.checkpoint_manager import CheckpointManager
+
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 8, 8, 500
+
+
+class EmittingSource:
+    """Publishes weights that always emit the token of their version."""
+
+    def __init__(self, model_path: Path):
+        self._model_path = model_path
+        self.global_steps = 0
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        assert list(receivers.values()) == [1]
+        self.global_steps = global_steps
+        release()
+        return publish(emitting_weights(self._model_path, FIRST_TOKEN + global_steps), global_steps)
+
+    async def send(self, manifest: dict[str, Any]) -> int:
+        return manifest["checksum"]
+
+
+def no_redirect(_name: str) -> Any:
+    return nothing
+
+
+def nothing() -> None:
+    pass
+
+
+def group(number: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    return [
+        GenerationRequest(request_id=f"{number}-{index}", prompt_ids=tuple(range(5, 50)), sampling=sampling)
+        for index in range(GROUP_SIZE)
+    ]
+
+
+def fleet_of(replica: ReplicaHandle) -> ReplicaFleet:
+    return ReplicaFleet([replica], ReplicaRouter([replica.name], 8), min_replicas=1, report=lambda text: None)
+
+
+def monitor_of(fleet: ReplicaFleet) -> FleetMonitor:
+    return FleetMonitor(fleet, HealthMonitor(timeout_s=60, slow_factor=None), interval_s=1.0)
+
+
+async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
+    manager = CheckpointManager(EmittingSource(model_path), fleet_of(replica), WeightSyncConfig())
+    await manager.update_weights(0)
+    groups = [asyncio.ensure_future(generate_group(replica.actor, group(n))) for n in range(NUM_GROUPS)]
+    async with asyncio.timeout(30):
+        while (await replica.stats())["trajectories"] < NUM_GROUPS * GROUP_SIZE:
+            await asyncio.sleep(0.01)
+    assert (await replica.stats())["running"] > NUM_GROUPS * GROUP_SIZE / 2, "most of them still wait or run"
+    for version in range(1, 6):
+        for control in (replica.stats(), replica.pause(PauseMode.keep), replica.status(), replica.resume()):
+            await control
+            assert not all(one.done() for one in groups), f"{control.__name__} queued behind generations"
+            assert version > 1 or not any(one.done() for one in groups)
+        await manager.update_weights(version)
+    completions = [completion for answers in await asyncio.gather(*groups) for completion in answers]
+    for completion in completions:
+        assert len(completion.token_ids) == MAX_TOKENS
+        for span in completion.spans:
+            assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
+    stats = await replica.stats()
+    assert stats["engine_requests"] == stats["trajectories"] == stats["finished"] == NUM_GROUPS * GROUP_SIZE
+    assert stats["aborted"] == 0
+    assert max(len(completion.spans) for completion in completions) >= 2
+
+
+async def die(replica: ReplicaHandle) -> None:
+    """SIGKILL of the engine's process: the pending request fails, and the watch raises, naming the replica."""
+    watch = asyncio.create_task(monitor_of(fleet_of(replica)).run())
+    actor_pid = await replica.actor.__ray_call__.remote(lambda _self: os.getpid())
+    engines = psutil.Process(actor_pid).children(recursive=True)
+    assert engines
+    pending = asyncio.ensure_future(generate_group(replica.actor, group(99)))
+    async with asyncio.timeout(30):
+        while (await replica.stats())["running"] < GROUP_SIZE:
+            await asyncio.sleep(0.01)
+    await replica.pause(PauseMode.keep)  # so that it is not done before
+    for engine in engines:
+        engine.send_signal(signal.SIGKILL)
+    with pytest.raises(ExceptionGroup) as raised:
+        await watch
+    assert isinstance(raised.value.exceptions[0], TooFewReplicasError)
+    assert replica.name in str(raised.value.exceptions[0])
+    with pytest.raises((EngineDiedError, ActorDiedError)):  # the fleet ends the actor of a dead engine
+        await pending
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_replica_under_load_and_its_death(engine_spec: EngineSpec, tiny_model: Path) -> None:
+    """One replica serves both halves, because its start takes most of the time."""
+    (replica,) = create_replicas(1, engine_spec, no_redirect)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(200):
+            await replica.start(engine_spec, WeightSyncConfig())
+            await load_and_control(replica, tiny_model)
+            await die(replica)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        replica.kill()
+        release()

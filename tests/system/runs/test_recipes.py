@@ -1,0 +1,150 @@
+"""Every recipe made for GPUs and downloads, here with the tiny model: real GSM8K where it is, else small data that has
+the published columns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.prepare_data import prepare
+from tests.support.published import dapo_record, write_jsonl, write_parquet
+from tests.support.whole_runs import ROOT, START_DEADLINE_S, Run, started
+from trainer.tracking.sinks import read_metrics
+
+pytestmark = pytest.mark.slow
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+NUM_QUESTIONS = 12
+SMALL = [
+    "model=tiny",
+    "device=cpu",
+    "model.warmup_steps=0",
+    "trainer.total_steps=2",
+    "trainer.prompts_per_step=4",
+    "rollout.max_num_seqs=32",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare_data` makes of GSM8K and of small copies of DAPO-Math-17k and AIME 2024."""
+    folder = tmp_path_factory.mktemp("sources")
+    gsm8k = [{"question": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(NUM_QUESTIONS)]
+    for split in ("train", "test"):
+        write_jsonl(folder / "gsm8k" / f"{split}.jsonl", gsm8k)
+    dapo = [dapo_record(f"{n % NUM_QUESTIONS} + 1?", f"{n % NUM_QUESTIONS + 1}", f"uuid-{n}") for n in range(99)]
+    aime = [{"ID": f"2024-I-{n}", "Problem": f"{n} + 2?", "Solution": "", "Answer": n + 2} for n in range(3)]
+    sources = {
+        "gsm8k": GSM8K if GSM8K.is_dir() else folder / "gsm8k",
+        "dapo_math": write_parquet(folder / "dapo.parquet", dapo),
+        "aime_2024": write_parquet(folder / "aime.parquet", aime),
+    }
+    for name, source in sources.items():
+        assert list(prepare(name, str(source), folder / "data"))
+    return folder / "data"
+
+
+def steps_of(run: Run) -> list[dict[str, float]]:
+    assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
+    return read_metrics(run.run_dir / "metrics.jsonl")
+
+
+def test_dapo_math(tmp_path: Path, data: Path) -> None:
+    """Groups of 16, the +1/-1 reward, and avg@32 of the held-out problems, one step off."""
+    with started(
+        tmp_path,
+        "recipe=dapo_math",
+        *SMALL,
+        "trainer.num_ranks=1",
+        f"data.train_files={data}/dapo_math/train.parquet",
+        f"data.val_files={data}/aime_2024/test.parquet",
+        "rollout.max_staleness=1",
+        "algorithm.filter_groups=false",  # untrained, it solves nothing
+    ) as run:
+        metrics = steps_of(run)
+        assert f"train: {NUM_QUESTIONS} prompts, 0 left out" in run.output.read_text()
+        evaluations = [record for record in metrics if "eval/accuracy" in record]
+        assert [record["step"] for record in evaluations] == [0, 2]
+        for record in evaluations:
+            assert record["eval/num_prompts"] == 3
+            assert 0 <= record["val/aime_2024/avg@32"] <= record["val/aime_2024/pass@32"] <= 1
+            assert record["eval/accuracy"] == pytest.approx(record["val/aime_2024/avg@32"])
+        steps = [record for record in metrics if "critic/rewards/mean" in record]
+        assert len(steps) == 2
+        for record in steps:
+            assert record["critic/rewards/min"] == -1
+            assert record["reward/accuracy"] == pytest.approx((record["critic/rewards/mean"] + 1) / 2)
+            assert record["staleness/max"] <= 1
+        summary = json.loads((run.run_dir / "summary.json").read_text())
+        assert summary["trajectories"] == 2 * 4 * 16
+        assert summary["evaluation_requests"] == 2 * 3 * 32
+
+
+def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path) -> None:
+    """Synchronous, two FSDP ranks. The processes of math-verify start inside the Ray actor, and end with the run."""
+    with started(
+        tmp_path,
+        "recipe=gsm8k",
+        *SMALL,
+        "trainer.num_ranks=2",
+        "data.num_val=12",
+        "data.max_prompt_tokens=1200",  # a byte each, and the instruction
+        f"data.train_files={data}/gsm8k/train.parquet",
+        f"data.val_files={data}/gsm8k/test.parquet",
+        "rollout.max_staleness=0",
+        "rollout.verify_timeout_s=50",
+        "rollout.reward=math_verify+0.5*format+tests.support.rewards:length_parity",
+        "rollout.format_pattern=.*",
+    ) as run:
+        metrics = steps_of(run)
+        num_prompts = 7473 if GSM8K.is_dir() else NUM_QUESTIONS
+        assert f"train: {num_prompts} prompts, 0 left out" in run.output.read_text()
+        steps = [record for record in metrics if "critic/rewards/mean" in record]
+        assert len(steps) == 2
+        for record in steps:
+            assert record["staleness/max"] == 0
+            assert record["reward/format"] == 1
+            assert record["reward/math_verify/given_up"] == 0
+            parts = record["reward/math_verify"] + 0.5 * record["reward/format"] + record["reward/length_parity"]
+            assert record["critic/rewards/mean"] == pytest.approx(parts, abs=1e-5)
+        assert any("math_verify_process" in " ".join(line) for line in run.command_lines.values())
+        assert run.survivors() == []
+    evaluated = evaluate(
+        tmp_path / "evaluation",
+        *("sizes=tiny", f"model.path={run.run_dir}", "rollout.reward=tests.support.rewards:length_parity"),
+        *(f"data.val_files={data}/gsm8k/test.parquet", "data.num_val=12", "data.max_prompt_tokens=1200"),
+        "recipe=gsm8k",
+    )
+    assert "exported_model" in evaluated["model"], "the run folder's newest checkpoint"
+    last = [record for record in metrics if "eval/accuracy" in record][-1]
+    assert evaluated["mean_response_tokens"] == pytest.approx(last["eval/response_length"])
+
+
+def evaluate(run_dir: Path, *overrides: str, shows: str = "") -> dict[str, Any]:
+    """The report of scripts/evaluate.py, whose output has `shows` in it."""
+    command = [sys.executable, "-m", "scripts.evaluate", f"hydra.run.dir={run_dir}", "device=cpu", *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
+    assert done.returncode == 0 and shows in done.stdout, done.stdout + done.stderr
+    return json.loads((run_dir / "evaluation.json").read_text())
+
+
+def test_evaluation_of_a_hugging_face_folder(tmp_path: Path, data: Path, tiny_model: Path) -> None:
+    """Prompts longer than the model's config allows, a table and a report."""
+    report = evaluate(
+        tmp_path / "run",
+        *("recipe=dapo_math", "sizes=tiny", f"model.path={tiny_model}"),
+        f"data.val_files={data}/aime_2024/test.parquet",
+        "rollout.reward=tests.support.rewards:length_parity",
+        *("data.max_prompt_tokens=4000", "model.max_position_embeddings=8192"),
+        *("evaluation.samples=4", "evaluation.temperature=1.0"),
+        shows="data source   avg@4  pass@1  pass@2  pass@4\naime_2024 ",
+    )
+    assert (report["model"], report["num_prompts"], len(report["prompts"])) == (str(tiny_model), 3, 3)
+    accuracies = [prompt["accuracies"] for prompt in report["prompts"]]
+    assert all(len(some) == 4 for some in accuracies)
+    scores = report["scores"]["aime_2024"]
+    assert scores["avg@4"] == pytest.approx(sum(map(sum, accuracies)) / 12)
+    assert scores["pass@4"] == pytest.approx(sum(any(some) for some in accuracies) / 3)

@@ -1,0 +1,89 @@
+"""A whole run, started as a user starts it, and what it leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.whole_runs import SIZES, START_DEADLINE_S, Run, check_training, started, trained
+from trainer.tracking.sinks import read_metrics
+
+STEPS, EVALUATED = 40, 20
+"""Enough steps after the evaluation that its replica is back long before the last prompts are given out."""
+
+
+@pytest.mark.timeout(600)
+def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
+    """Two replicas, a real warm-up, staleness 2: counts, versions and files."""
+    with started(
+        tmp_path,
+        *SIZES,
+        f"trainer.total_steps={STEPS}",
+        f"trainer.eval_every={EVALUATED}",
+        "rollout.num_replicas=2",
+        "model.warmup_steps=60",
+        f"model.cache_dir={tmp_path / 'cache'}",
+        "rollout.max_response_tokens=64",
+        "evaluation.samples=8",
+        "evaluation.temperature=1.0",
+    ) as run:
+        assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()
+        assert run.survivors() == []
+        summary = json.loads((run.run_dir / "summary.json").read_text())
+        assert summary["steps"] == STEPS
+        assert summary["trajectories"] == summary["trajectories_started"] == STEPS * 4 * 8
+        assert summary["engine_requests"] == summary["trajectories_started"]
+        assert summary["aborted"] == summary["restarted"] == 0
+        assert summary["spanning_trajectories"] > 0
+        assert 0 < summary["max_token_staleness"] <= summary["max_staleness"] == 2
+        assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+        assert 0 < summary["pause_ms_p50"] <= summary["pause_ms_p99"]
+        check_files(run)
+        check_pinned_evaluation(run)
+        metrics = read_metrics(run.run_dir / "metrics.jsonl")
+        assert [record["step"] for record in metrics if "eval/accuracy" in record] == [0, EVALUATED, STEPS]
+        steps = [record for record in metrics if "critic/rewards/mean" in record]
+        assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+        for record in steps:
+            assert record["staleness/max"] <= 2
+            assert record["actor/grad_norm"] >= 0
+            for family in (
+                "actor/",
+                "staleness/",
+                "rollout/",
+                "weight_sync/",
+                "timing_s/",
+                "perf/",
+                "response_length/",
+            ):
+                assert any(key.startswith(family) for key in record), family
+
+
+def check_pinned_evaluation(run: Run) -> None:
+    """replica-1 held its version until its evaluation was over, beside updates, and was then trained with again."""
+    records = read_metrics(run.run_dir / "metrics.jsonl")
+    place = [("eval/accuracy" in record, record["step"]) for record in records].index((True, EVALUATED))
+    before = [record for record in records[:place] if record["step"] > EVALUATED]
+    assert len(before) >= 2, "steps and updates went on meanwhile"
+    assert all("weight_sync/pause_ms" in record for record in before)
+    assert before[0]["rollout/replicas_ready"] == 1 and records[-2]["rollout/replicas_ready"] == 2
+    assert {key: records[place][f"eval/{key}"] for key in ("pinned", "num_versions", "min_version", "max_version")} == {
+        "pinned": 1,
+        "num_versions": 1,
+        "min_version": EVALUATED,
+        "max_version": EVALUATED,
+    }
+    lines = [line for step in trained(run)[EVALUATED:] for line in step]
+    assert any(line["replica"] == "replica-1" and line["versions"][0][2] > EVALUATED for line in lines)
+    output = run.output.read_text()
+    assert "replica-1 is out of service: it evaluates" in output and "replica-1 is back in service" in output
+
+
+def check_files(run: Run) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "curve.png", "driver.log", "logs/replica-0.log", "logs/replica-1.log"):
+        assert (run.run_dir / name).is_file(), name
+    assert (run.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run.run_dir / "wandb").glob("offline-run-*"))
+    assert (run.run_dir.parent / "latest").resolve() == run.run_dir.resolve()
+    check_training(run, STEPS)
+    assert "INFO" not in run.output.read_text(), "engine logs belong into files"

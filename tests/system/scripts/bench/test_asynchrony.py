@@ -1,0 +1,180 @@
+"""The parts of the benchmark that need no engine: limits against sums by hand, and the simulated job against limits."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from rollout.agents.loop import EpisodeTask
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from scripts.bench.asynchrony import __main__ as bench_async
+from scripts.bench.asynchrony.simulated import Job, Outcome, limit_ratio, run_job, throughput_seconds, window_seconds
+from scripts.bench.common import (
+    ForcedLengths,
+    LogNormalLengths,
+    UniformLengths,
+    interleaved,
+    median_ratio,
+    show_table,
+)
+from tests.support.fakes import make_prompt
+
+
+def by_hand(*lengths: int, max_num_seqs: int = 8, train_s: float = 10.0) -> Job:
+    """One group of one response per step; a second per token; updates take no time."""
+    return Job(
+        length_of=lambda ordinal, index: lengths[ordinal],
+        num_steps=len(lengths),
+        prompts_per_step=1,
+        group_size=1,
+        num_replicas=1,
+        max_num_seqs=max_num_seqs,
+        token_s=1.0,
+        train_s=train_s,
+        swap_s=0.0,
+    )
+
+
+def long_tailed(seed: int, num_steps: int = 12) -> Job:
+    """A quarter of the seats and of the responses of the benchmark's job, and shorter ones."""
+    lengths = LogNormalLengths(mean=40, sigma=1.0, cap=400, seed=seed)
+    return Job(length_of=lengths, num_steps=num_steps, prompts_per_step=4, max_num_seqs=16, train_s=0.4)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_window_bound_by_hand() -> None:
+    job = by_hand(5, 50, 5, 5)
+    assert window_seconds(job, 0) == (5 + 10) + (50 + 10) + (5 + 10) + (5 + 10)
+    # S = 1: groups 0 and 1 are claimed at 0, group 2 at 15, group 3 at 60. Step 0 ends at 15; step 1 waits for the long
+    # one until 50 and ends at 60; steps 2 and 3 find theirs ready.
+    assert window_seconds(job, 1) == 80
+    # S = 2: group 2 is there from the start, so steps 0 and 1 train 0 and 2, whichever is ready, and step 2 waits.
+    assert window_seconds(job, 2) == 50 + 10 + 10
+    assert window_seconds(job, 3) == 50 + 10
+
+
+def test_throughput_bound_by_hand() -> None:
+    assert throughput_seconds(by_hand(5, 50, 5, 5)) == 5 + 4 * 10  # the trainer is the bottleneck
+    assert throughput_seconds(by_hand(5, 50, 5, 5, max_num_seqs=1)) == 65 + 10  # the only seat is
+    assert throughput_seconds(by_hand(40, 40, train_s=1.0, max_num_seqs=2)) == max(80 / 2 + 1, 40 + 2)
+
+
+def test_the_limit_is_the_tightest_bound() -> None:
+    job = by_hand(5, 50, 5, 5)
+    assert limit_ratio(job, 0) == 1
+    assert limit_ratio(job, 1) == 105 / 80
+    assert limit_ratio(job, 3) == 105 / 60
+    assert limit_ratio(job, None) == 105 / 45
+    assert limit_ratio(by_hand(5, 50, 5, 5, max_num_seqs=1), 3) == 105 / 75
+
+
+def test_with_equal_lengths_the_limit_is_generation_and_training_side_by_side() -> None:
+    job = Job(length_of=LogNormalLengths(mean=200, sigma=0.0, cap=2000), num_steps=20)
+    assert window_seconds(job, 0) == pytest.approx(20 * (2 + 2))
+    assert limit_ratio(job, 2) == pytest.approx(20 * 4 / (2 + 20 * 2))
+
+
+# -- the simulated job -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+def test_the_simulated_job_takes_what_arithmetic_says(max_staleness: int) -> None:
+    job = by_hand(5, 50, 5, 5, 20, 3)
+    # A pause waits for the token under way, so that each step may take one token longer.
+    bound = window_seconds(job, max_staleness)
+    assert bound <= run_job(job, max_staleness).seconds <= bound + job.num_steps * job.token_s
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_on_a_long_tail_staleness_pays_and_never_beats_the_limit(seed: int) -> None:
+    job = long_tailed(seed)
+    outcomes = {max_staleness: run_job(job, max_staleness) for max_staleness in (0, 1, 2, 4)}
+    ratios = {s: outcomes[0].seconds / outcome.seconds for s, outcome in outcomes.items()}
+    assert 1 < ratios[1] < ratios[2]
+    assert ratios[2] <= 1.05 * ratios[4]
+    for max_staleness, ratio in ratios.items():
+        limit = limit_ratio(job, max_staleness)
+        assert 0.75 * limit < ratio <= limit + 1e-9
+    idle = [outcome.trainer_idle for outcome in outcomes.values()]
+    assert idle[0] > idle[1] > idle[2]
+
+
+def test_the_same_job_gives_the_same_outcome() -> None:
+    outcome = run_job(long_tailed(7), 2)
+    assert outcome == run_job(long_tailed(7), 2) != run_job(long_tailed(8), 2)
+
+
+def test_shares_add_up_for_a_synchronous_job() -> None:
+    outcome = run_job(by_hand(10, 30, train_s=20.0, max_num_seqs=4), 0)
+    assert outcome == Outcome(
+        seconds=pytest.approx(80),
+        samples_per_s=pytest.approx(2 / 80),
+        trainer_idle=pytest.approx(0.5),
+        replica_idle=pytest.approx(0.5),
+        seats_used=pytest.approx(0.5 / 4),
+    )
+
+
+def test_results_carry_the_keys_of_the_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    results = json.loads(json.dumps(bench_async.bench_simulated(num_steps=1)))
+    assert {"async_over_sync_equal", "async_over_sync_longtail", "trainer_idle", "replica_idle"} <= results.keys()
+    assert results["longtail_share_of_limit"] == results["async_over_sync_longtail"] / results["longtail_limit"]
+    assert "longtail, 8" in capsys.readouterr().out
+
+
+# -- what is shared ----------------------------------------------------------------------------------------------------
+
+
+def test_lengths_depend_on_their_arguments_alone() -> None:
+    lengths = LogNormalLengths(mean=200, sigma=1.0, cap=2000)
+    assert lengths(3, 1) == LogNormalLengths(mean=200, sigma=1.0, cap=2000)(3, 1)
+    drawn = [lengths(ordinal, index) for ordinal in range(500) for index in range(8)]
+    assert mean(drawn) == pytest.approx(200, rel=0.1)
+    assert mean(math.log(length) for length in drawn) == pytest.approx(math.log(200) - 0.5, abs=0.1)
+    assert max(drawn) <= 2000
+    assert {LogNormalLengths(mean=48, sigma=0.0, cap=99)(ordinal, 0) for ordinal in range(20)} == {48}
+    uniform = [UniformLengths(low=64, high=66)(ordinal, 0) for ordinal in range(100)]
+    assert set(uniform) == {64, 65, 66}
+
+
+def test_forced_lengths_reach_every_request() -> None:
+    asked: list[GenerationRequest] = []
+
+    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
+        asked.extend(requests)
+        return []
+
+    loop = ForcedLengths({"": lambda ordinal, index: 10 * ordinal + index})
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=(0,))
+    tasks = [EpisodeTask(name=str(i), prompt=make_prompt(4), index=i, sampling=sampling) for i in range(3)]
+    asyncio.run(loop.run(tasks, generate))
+    assert [request.sampling.max_tokens for request in asked] == [40, 41, 42]
+    asyncio.run(loop.run([replace(tasks[0], prompt=replace(make_prompt(4), data_source="held-out"))], generate))
+    assert asked.pop().sampling == sampling
+    assert all(request.sampling.ignore_eos and not request.sampling.stop_token_ids for request in asked)
+
+
+def test_arms_take_turns() -> None:
+    order: list[str] = []
+
+    async def arm(name: str, repetition: int) -> int:
+        order.append(f"{name}{repetition}")
+        return repetition
+
+    results = asyncio.run(interleaved({"a": lambda n: arm("a", n), "b": lambda n: arm("b", n)}, 3))
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert results == {"a": [0, 1, 2], "b": [0, 1, 2]}
+
+
+def test_median_ratio_pairs_neighbours() -> None:
+    assert median_ratio([2.0, 40.0, 6.0], [1.0, 20.0, 2.0]) == 2.0
+
+
+def test_a_table_lines_up(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table("title", ["arm", "n"], [["a", "1"], ["long one", "1,000"]])
+    assert capsys.readouterr().out == ("title\narm           n\n--------  -----\na             1\nlong one  1,000\n\n")

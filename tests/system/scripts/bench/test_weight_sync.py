@@ -1,0 +1,37 @@
+"""The parts of the benchmark of weight updates that need an engine, at their smallest: what they count, not how long it
+takes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def test_pause_and_keep_at_the_smallest_size() -> None:
+    # A pause is the difference of two times: of one update alone it may come out below 0 on a busy machine.
+    options = ["--only", "pause", "keep", "--sizes", "1", "--repeats", "3", "--seconds", "0.1"]
+    output = subprocess.run(
+        [sys.executable, "-m", "scripts.bench.weight_sync", *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=200,
+    ).stdout
+    *_, pauses, keep, last = output.rstrip().split("\n\n")
+    arms = [f"{place}, {transport}" for transport in ("shared_memory", "collective") for place in ("staged", "inside")]
+    assert [line.partition("  ")[0] for line in pauses.splitlines()[3:]] == arms
+    assert [line.split()[0] for line in keep.splitlines()[3:]] == ["keep", "abort", "recompute"]
+    results = json.loads(last)
+    measured = {f"{way}_{what}" for way in ("keep", "abort", "recompute") for what in ("tokens_per_s", "pause_ms")}
+    measured |= {"pause_ms_1m", "pause_over_floor", "publish_over_memcpy"}
+    measured |= {"inside_over_staged", "inside_over_staged_shared_memory"}
+    assert all(results[name] > 0 for name in measured)
+    assert results["keep_reprefill_tokens"] == 0
+    prompt_tokens = 32 * 80  # at least
+    assert results["abort_reprefill_tokens"] > prompt_tokens and results["recompute_reprefill_tokens"] > prompt_tokens

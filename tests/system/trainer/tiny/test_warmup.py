@@ -1,0 +1,167 @@
+"""The warm-up lowers the loss on answers alone, and its cache never serves a stale or half-written model."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.launch import models
+from tests.support.compose import resolve
+from trainer.tiny import model as tiny_model
+from trainer.tiny import warmup
+from trainer.tiny.model import EOS_TOKEN_ID, ModelSize, build_model, build_tokenizer
+from trainer.tiny.warmup import WarmupSpec, ensure_warm_model, tokenized_examples, warm_up
+
+PAIRS = [
+    (f"Tom has {a} pens and buys {b}.", f"{a}+{b}={a + b}\n#### {a + b}") for a in range(1, 9) for b in range(1, 9)
+]
+SPEC = WarmupSpec(seed=0, batch_size=8, prompt_template="Question: {question}\nAnswer: ")
+
+
+def examples(repeats: int = 1):
+    prompts, answers = [question for question, _ in PAIRS], [answer for _, answer in PAIRS]
+    tokenizer = build_tokenizer(prompts + answers)
+    return list(tokenized_examples(tokenizer, prompts, answers)) * repeats
+
+
+def test_warm_up_lowers_the_loss():
+    losses = []
+    last = warm_up(
+        build_model(448, seed=0),
+        iter(examples(repeats=8)),
+        steps=30,
+        batch_size=16,
+        lr=2e-3,
+        progress=lambda step, loss: losses.append((step, loss)),
+    )
+    assert [step for step, _ in losses] == list(range(1, 31))
+    assert losses[0][1] > 5.0
+    assert last == losses[-1][1] < 0.5 * losses[0][1]
+
+
+def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
+    batch = [([5, 6, 7], [8, EOS_TOKEN_ID]), ([9], [10, 11, 12, 13, 14, EOS_TOKEN_ID]), ([15, 16, 17, 18], [19])]
+    model = build_model(64, seed=1)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for prompt, answer in batch:  # one by one, unpadded
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            total += F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+            count += len(answer)
+    assert warm_up(model, iter(batch), steps=1, batch_size=3, lr=1e-3) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_learning_rate_rises_for_20_steps_then_falls_to_5_percent():
+    fractions = [warmup._lr_fraction(step, 400) for step in range(400)]
+    assert fractions[0] == pytest.approx(1 / 20)
+    assert fractions[20] == pytest.approx(0.95)
+    assert fractions[200] == pytest.approx(0.5)
+    assert fractions[-1] == pytest.approx(0.05)
+
+
+def test_examples_that_run_out_are_an_error():
+    with pytest.raises(ValueError, match=r"5 examples: 2 steps of batch_size=4 need 8"):
+        warm_up(build_model(448, seed=0), iter(examples()[:5]), steps=2, batch_size=4, lr=1e-3)
+    with pytest.raises(ValueError, match="steps=0 and batch_size=4"):
+        warm_up(build_model(448, seed=0), iter(examples()), steps=0, batch_size=4, lr=1e-3)
+
+
+def test_prompt_and_answer_are_tokenized_apart_and_the_answer_ends_with_eos():
+    tokenizer = build_tokenizer(["A: 1"] * 3)
+    [(prompt, answer)] = tokenized_examples(tokenizer, ["Q\nA: "], ["1+1=2"])
+    assert tokenizer.decode(prompt) == "Q\nA: "
+    assert answer[-1] == EOS_TOKEN_ID
+    assert tokenizer.decode(answer[:-1]) == "1+1=2"
+
+
+def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):
+    steps: list[int] = []
+    made = ensure_warm_model(tmp_path, SPEC, PAIRS, progress=lambda step, _: steps.append(step))
+    assert steps == list(range(1, 9))
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    untrained = build_model(len(tokenizer), SPEC.seed).state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(made).state_dict()
+    assert not torch.equal(trained["model.norm.weight"], untrained["model.norm.weight"])
+
+    assert ensure_warm_model(tmp_path, SPEC, list(PAIRS), progress=lambda step, _: steps.append(step)) == made
+    assert steps == list(range(1, 9))
+    assert list(tmp_path.iterdir()) == [made]
+
+
+def test_engines_start_on_the_shape_and_the_tokenizer_of_the_warm_model(tmp_path: Path):
+    config = resolve(
+        *("model=small", "model.hidden_size=32", "model.num_layers=3", "data.prompt_template='{Q} {question} A: '"),
+        *("model.warmup_steps=2", f"model.cache_dir={tmp_path}/cache"),
+    )
+    [warm] = [event for event in models.warm_tiny_model(config) if isinstance(event, str)]
+    untrained = models.untrained_tiny_model(config, tmp_path / "untrained")
+    shapes = [
+        {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+        for folder in (warm, untrained)
+    ]
+    assert shapes[0] == shapes[1] and shapes[0]["model.layers.2.input_layernorm.weight"] == (32,)
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (warm, untrained)]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    assert len(tokenizers[0]("{Q} Tom A: ")["input_ids"]) == 7, "the template's words are tokens, the spaces too"
+
+
+def test_any_change_of_content_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keys = {warmup._content_key(SPEC, PAIRS)}
+    for field, value in (
+        ("seed", 1),
+        ("batch_size", 4),
+        ("size", ModelSize(num_layers=3)),
+        ("prompt_template", "{question} "),
+    ):
+        keys.add(warmup._content_key(dataclasses.replace(SPEC, **{field: value}), PAIRS))
+    assert {field.name for field in dataclasses.fields(SPEC)} == {"seed", "size", "batch_size", "prompt_template"}
+    keys.add(warmup._content_key(SPEC, PAIRS[:-1]))
+    keys.add(warmup._content_key(SPEC, PAIRS[::-1]))
+    edited = tmp_path / "tiny_model.py"
+    edited.write_text(Path(tiny_model.__file__).read_text() + "\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_model, "__file__", str(edited))
+        keys.add(warmup._content_key(SPEC, PAIRS))
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    keys.add(warmup._content_key(SPEC, PAIRS))
+    assert len(keys) == 9
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing may catch it."""
+
+
+@pytest.mark.parametrize("victim", ["training", "writing"])
+def test_killed_half_way_leaves_nothing_and_the_next_call_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+):
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if victim == "writing":  # the weights are written, the tokenizer is not
+            patch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", die)
+        ensure_warm_model(tmp_path, SPEC, PAIRS, progress=die if victim == "training" else None)
+    assert list(tmp_path.iterdir()) == []
+    assert (ensure_warm_model(tmp_path, SPEC, PAIRS) / "tokenizer.json").exists()
+
+
+def test_of_two_concurrent_runs_both_get_the_one_model(tmp_path: Path):
+    others: list[Path] = []
+
+    def let_another_finish_first(step: int, _: float) -> None:
+        if step == 4:
+            others.append(ensure_warm_model(tmp_path, SPEC, PAIRS))
+
+    made = ensure_warm_model(tmp_path, SPEC, PAIRS, progress=let_another_finish_first)
+    assert others == [made] == list(tmp_path.iterdir())
+
+
+def test_bad_arguments_name_the_knob(tmp_path: Path):
+    with pytest.raises(ValueError, match="3 demonstrations: must be >= batch_size=8"):
+        ensure_warm_model(tmp_path, SPEC, PAIRS[:3])
+    with pytest.raises(ValueError, match="prompt_template='Q: '"):
+        ensure_warm_model(tmp_path, dataclasses.replace(SPEC, prompt_template="Q: "), PAIRS)

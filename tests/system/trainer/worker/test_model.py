@@ -1,0 +1,213 @@
+"""The policy against a plain Hugging Face forward, one sequence at a time: values, gradients, leaks."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+import trainer.worker.model
+from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
+from rollout.types import TrajectoryGroup
+from tests.support.batches import learning, pack
+from tests.support.reference import (
+    VOCAB_SIZE,
+    advantages_of,
+    double,
+    grpo_loss,
+    make_group,
+    make_trajectory,
+    random_groups,
+)
+from tests.support.reference import sequence_logprobs as plain_logprobs
+from trainer.batch import StepBatch, assemble
+from trainer.losses.objective import Objective
+from trainer.tiny.model import build_model
+from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, tree_mask
+
+CPU = torch.device("cpu")
+LAYOUTS = list(Layout)
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def causal_lm() -> Qwen3ForCausalLM:
+    return build_model(VOCAB_SIZE, seed=0)
+
+
+@pytest.fixture(scope="module")
+def groups(causal_lm: Qwen3ForCausalLM) -> list[TrajectoryGroup]:
+    return random_groups(double(causal_lm), seed=1, temperature=TEMPERATURE)
+
+
+def in_order(batch: StepBatch, values: list[Tensor]) -> Tensor:
+    """Values per loss token, sorted by rollout logprob, which tells tokens apart whatever the layout."""
+    keys = np.concatenate([b.tokens.rollout_logprobs for rank in batch.micro_batches for b in rank])
+    return torch.cat(values)[torch.from_numpy(np.argsort(keys))]
+
+
+def forward(policy: Policy, batch: StepBatch) -> tuple[Tensor, Tensor]:
+    outputs = [policy(b, CPU) for rank in batch.micro_batches for b in rank]
+    return in_order(batch, [output[0] for output in outputs]), in_order(batch, [output[1] for output in outputs])
+
+
+def gradients(policy: Policy, batch: StepBatch) -> dict[str, Tensor]:
+    """Of the loss as the worker states it."""
+    policy.zero_grad()
+    objective = Objective(AlgorithmConfig())
+    for micro_batch in (b for rank in batch.micro_batches for b in rank):
+        objective(*policy(micro_batch, CPU), micro_batch)[0].backward()
+    return {name: p.grad.clone() for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
+
+
+def reference_values(
+    causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy) of the learning tokens, in the order of `in_order`."""
+    model, keys, logprobs, entropies = double(causal_lm), [], [], []
+    for group in groups:
+        for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
+            if advantage:
+                mask = torch.from_numpy(trajectory.loss_mask)
+                values = plain_logprobs(model, trajectory, temperature)
+                keys.append(trajectory.rollout_logprobs[trajectory.loss_mask])
+                logprobs.append(values[0][mask])
+                entropies.append(values[1][mask])
+    order = torch.from_numpy(np.argsort(np.concatenate(keys)))
+    return torch.cat(logprobs)[order], torch.cat(entropies)[order]
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (found[name].double() - gradient.double()).norm() / gradient.double().norm()
+        assert error < relative, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE, 1.6])
+def test_logprobs_and_entropy_are_those_of_plain_forwards(
+    causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], layout: Layout, temperature: float
+) -> None:
+    logprobs, entropy = forward(Policy(causal_lm, temperature), pack(groups, layout, budget=60))
+    expected_logprobs, expected_entropy = reference_values(causal_lm, groups, temperature)
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=0, atol=1e-5)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (1, 1), (1, 70), (3, 40), (2, 10_000)])
+def test_gradients_do_not_depend_on_layout_budget_or_ranks(
+    causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], layout: Layout, num_ranks: int, budget: int
+) -> None:
+    batch = pack(groups, layout, num_ranks, budget)
+    reference = double(causal_lm)
+    grpo_loss(reference, groups, Config(rollout=RolloutConfig(temperature=TEMPERATURE))).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert_same_gradients(gradients(Policy(causal_lm, TEMPERATURE), batch), expected, relative=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_in_chunks_give_the_same(
+    causal_lm: Qwen3ForCausalLM,
+    groups: list[TrajectoryGroup],
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, batch = Policy(causal_lm, TEMPERATURE), pack(groups, layout)
+    whole_values, whole_gradients = forward(policy, batch), gradients(policy, batch)
+    widest = 0
+
+    def watch(module: torch.nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> None:
+        nonlocal widest
+        widest = max(widest, logits.numel())
+
+    monkeypatch.setattr(trainer.worker.model, "MAX_LOGITS", 7 * VOCAB_SIZE + 1)  # 7 tokens at a time, and a rest
+    handle = causal_lm.lm_head.register_forward_hook(watch)
+    values, chunked_gradients = forward(policy, batch), gradients(policy, batch)
+    handle.remove()
+    assert widest == 7 * VOCAB_SIZE
+    for found, expected in zip(values, whole_values, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert_same_gradients(chunked_gradients, whole_gradients, relative=1e-5)
+
+
+def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
+    """Every token of the second response is changed, and only its own logprobs move."""
+
+    def logprobs_with(second: list[int]) -> Tensor:
+        responses = [[10, 11, 12, 13], second, [30, 31, 32], [40]]
+        group = make_group(0, [make_trajectory([5, 6, 7], response) for response in responses])
+        other = make_group(1, [make_trajectory([8], [50])])  # a shorter row, padded
+        advantages = [np.ones(4, np.float32), np.ones(1, np.float32)]
+        batch = assemble(
+            [group, other],
+            learning([group, other], advantages),
+            layout=Layout.shared_prompt,
+            num_ranks=1,
+            tokens_per_micro_batch=1000,
+            keep_idle=False,
+        ).micro_batches[0]
+        assert len(batch) == 1
+        return Policy(causal_lm, 1.0)(batch[0], CPU)[0].detach()
+
+    before, after = logprobs_with([20, 21, 22, 23, 24]), logprobs_with([25, 26, 27, 28, 29])
+    changed = (before != after).tolist()
+    assert changed == [False] * 4 + [True] * 5 + [False] * 5
+
+
+def test_tree_mask_by_hand() -> None:
+    mask = tree_mask(torch.tensor([[0, 0, 1, 2, 2, -1]]))
+    assert mask.shape == (1, 1, 6, 6)
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 1, 0],
+        [1, 1, 0, 0, 0, 1],
+    ]
+    assert tree_mask(torch.full((2, 3), -1)).diagonal(dim1=-2, dim2=-1).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_without_tokens_has_gradients_of_zero(causal_lm: Qwen3ForCausalLM, layout: Layout) -> None:
+    found = gradients(Policy(causal_lm, 1.0), pack([], layout))
+    assert found
+    assert all(not gradient.any() for gradient in found.values())
+
+
+def test_published_parameters_name_tied_weights_once_and_are_cast(causal_lm: Qwen3ForCausalLM) -> None:
+    policy = Policy(causal_lm, 1.0)
+    tensors = dict(local_shards(policy, torch.bfloat16))
+    names = [name for name, _, _ in parameter_specs(policy, torch.bfloat16)]
+    assert names == list(tensors)
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names  # tied
+    assert set(names) <= set(causal_lm.state_dict())
+    for name, dtype, shape in parameter_specs(policy, torch.bfloat16):
+        tensor = tensors[name]
+        assert dtype is tensor.dtype is torch.bfloat16
+        assert shape == list(tensor.shape)
+        assert not tensor.requires_grad
+        assert torch.equal(tensor, causal_lm.state_dict()[name].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activations(
+    causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], tmp_path: Path, gradient_checkpointing: bool
+) -> None:
+    copy.deepcopy(causal_lm).bfloat16().save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), TEMPERATURE, gradient_checkpointing)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert policy.causal_lm.is_gradient_checkpointing == gradient_checkpointing
+    reference = Policy(copy.deepcopy(causal_lm), TEMPERATURE)
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    batch = pack(groups, Layout.shared_prompt)
+    assert_same_gradients(gradients(policy, batch), gradients(reference, batch), relative=1e-5)

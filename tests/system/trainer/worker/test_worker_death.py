@@ -1,0 +1,252 @@
+"""Real train workers of two ranks that are killed: what they hold afterwards, what is on disk, and its export."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from configs.checkpoint import CheckpointConfig
+from configs.schema import Config, Layout, TrainerConfig
+from rollout.engines.base import EngineSpec
+from tests.support import batches
+from tests.support.paths import ROOT
+from tests.support.reference import double, random_groups
+from tests.system.rollout.replica.test_replica_actor import no_redirect
+from trainer.batch import StepBatch
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.store import CheckpointStore
+from trainer.metrics import to_floats
+from trainer.worker.recovery import RecoveringWorkers, TrainWorkersLostError
+from trainer.worker.worker_group import TrainWorkerGroup
+from weight_sync.protocol import combine, merge
+from weight_sync.transports.registry import make_sender, release_all
+
+OWNER = "worker-death"
+NUM_STEPS, KILLED_IN = 6, 3
+CONFIG = Config(
+    trainer=TrainerConfig(num_ranks=2, total_steps=NUM_STEPS, lr=3e-3, step_timeout_s=60),
+    checkpoint=CheckpointConfig(every=2),
+)
+KEYS = ("actor/pg_loss", "actor/grad_norm", "actor/lr")
+
+
+@dataclass
+class Scene:
+    runner: asyncio.Runner
+    group: TrainWorkerGroup
+    workers: RecoveringWorkers
+    checkpointer: Checkpointer
+    store: CheckpointStore
+    steps: list[StepBatch]
+    reports: list[str]
+    metrics: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    weights: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        async def within_deadline() -> Any:
+            async with asyncio.timeout(200):
+                return await call
+
+        return self.runner.run(within_deadline())
+
+    async def rows(self) -> list[dict[str, torch.Tensor]]:
+        return await asyncio.gather(*(actor.__ray_call__.remote(rows_of) for actor in self.group.actors))
+
+    async def pid(self, rank: int) -> int:
+        return await self.group.actors[rank].__ray_call__.remote(lambda actor: os.getpid())
+
+
+def rows_of(actor: Any) -> dict[str, torch.Tensor]:
+    """Runs in a train worker."""
+    return {name: rows.clone() for name, rows in actor._worker._shards()}
+
+
+@pytest.fixture(scope="module")
+def scene(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    group = TrainWorkerGroup(
+        config=CONFIG,
+        device="cpu",
+        make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
+        merge=merge,
+        combine=combine,
+        on_start=no_redirect,
+        release=partial(release_all, CONFIG.weight_sync, OWNER),
+    )
+    store, reports = CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints"), []
+    workers = RecoveringWorkers(group=group, store=store, config=CONFIG, report=reports.append)
+    checkpointer = Checkpointer(
+        store=store,
+        workers=workers,
+        snapshots={},
+        config=CONFIG.checkpoint,
+        total_steps=NUM_STEPS,
+        update_interval=1,
+        report=reports.append,
+    )
+    model = double(Qwen3ForCausalLM.from_pretrained(tiny_model))
+    steps = [batches.pack(random_groups(model, seed), Layout.padded, 2, 48) for seed in range(NUM_STEPS)]
+    with asyncio.Runner() as runner:
+        scene = Scene(runner, group, workers, checkpointer, store, steps, reports)
+        try:
+            scene.run(workers.setup(str(tiny_model)))
+            yield scene
+        finally:
+            group.kill()
+            release_all(CONFIG.weight_sync, OWNER)
+
+
+@pytest.fixture(scope="module")
+def killed(scene: Scene) -> Scene:
+    """Trained with a rank killed in step KILLED_IN, and, as `twin`, once more from the start without."""
+
+    async def train() -> list[dict[str, float]]:
+        metrics = []
+        async with scene.checkpointer:
+            for step, batch in enumerate(scene.steps):
+                call = asyncio.create_task(scene.workers.train_step(batch, step))
+                if step == KILLED_IN:
+                    await asyncio.sleep(0)
+                    os.kill(victim, signal.SIGKILL)
+                metrics.append(to_floats(await call))
+                if scene.checkpointer.is_due(step + 1):
+                    await scene.checkpointer.stage(step + 1)
+                    scene.checkpointer.commit({"recorder": b"{}"})
+                    await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
+        return metrics
+
+    async def train_undisturbed() -> list[dict[str, float]]:
+        await scene.group.start_again(None)
+        return [to_floats(await scene.group.train_step(batch, step)) for step, batch in enumerate(scene.steps)]
+
+    victim = scene.run(scene.pid(1))
+    scene.metrics["killed"] = scene.run(train())
+    scene.weights["killed"] = scene.run(scene.rows())
+    scene.metrics["twin"] = scene.run(train_undisturbed())
+    scene.weights["twin"] = scene.run(scene.rows())
+    return scene
+
+
+def assert_weights_are_the_twins(scene: Scene, found: list[dict[str, torch.Tensor]]) -> None:
+    for ours, theirs in zip(found, scene.weights["twin"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_a_rank_killed_in_a_step_changes_no_weight_and_no_metric(killed: Scene) -> None:
+    assert_weights_are_the_twins(killed, killed.weights["killed"])
+    ours, theirs = ([[step[key] for key in KEYS] for step in killed.metrics[run]] for run in ("killed", "twin"))
+    assert ours == theirs
+    lost, back = killed.reports
+    assert lost == "train worker 1 died: the train workers start again (1 of at most 3)"
+    assert back.startswith(f"the train workers are back at step {KILLED_IN}, ")
+    assert back.endswith("later: from step_000002, with 1 step(s) trained again")
+
+
+def test_what_is_on_disk_is_good_and_the_oldest_is_gone(killed: Scene) -> None:
+    found = killed.store.newest_good(killed.reports.append)
+    assert found is not None and found.global_steps == NUM_STEPS
+    assert sorted(path.name for path in killed.store.folder.iterdir()) == ["step_000004", "step_000006"]
+    assert {path.name for path in found.path.iterdir()} == {"train", "model", "recorder.bin", "COMPLETE.json"}
+
+
+def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scene) -> None:
+    """Rank 0, which serves the process group's store. The newest checkpoint is of this very step."""
+
+    async def scenario() -> Any:
+        os.kill(await killed.pid(0), signal.SIGKILL)
+        return await killed.workers.again_if_lost(lambda: killed.workers.publish(NUM_STEPS, {}, None))
+
+    manifest = killed.run(scenario())
+    assert manifest["global_steps"] == NUM_STEPS
+    assert_weights_are_the_twins(killed, killed.run(killed.rows()))
+    assert killed.reports[-1].endswith("later: from step_000006, with 0 step(s) trained again")
+
+
+def test_a_rank_that_stands_still_is_started_again_at_the_deadline(
+    killed: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learning rate of step -1 is 0: the step changes nothing."""
+    stopped: list[psutil.Process] = []
+
+    async def scenario() -> Any:
+        stopped.append(psutil.Process(await killed.pid(1)))
+        stopped[0].suspend()
+        with monkeypatch.context() as patch:
+            patch.setattr(killed.group, "_step_timeout_s", 15)
+            await killed.workers.score(killed.steps[0])
+        return await killed.workers.train_step(killed.steps[0], -1)
+
+    assert to_floats(killed.run(scenario()))["actor/grad_norm"] > 0
+    assert "train workers start again (3 of at most 3)" in killed.reports[-2]
+    assert psutil.wait_procs(stopped, timeout=10)[1] == [], "what stands still is ended too"
+
+
+def test_a_loss_more_than_allowed_is_the_end(killed: Scene) -> None:
+    async def scenario() -> None:
+        os.kill(await killed.pid(0), signal.SIGKILL)
+        await killed.workers.train_step(killed.steps[0], -1)
+
+    expected = "train worker 0 died; all restarts of trainer.max_restarts=3 are used up"
+    with pytest.raises(TrainWorkersLostError, match=expected):
+        killed.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def exported(killed: Scene, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """From the run folder, as a user does it."""
+    folder = tmp_path_factory.mktemp("export") / "hf"
+    command = [sys.executable, "-m", "scripts.export_hf", str(killed.store.folder.parent), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{folder}: the policy after 6 steps, from {killed.store.folder / 'step_000006'}\n"
+    return folder
+
+
+def test_the_export_is_the_trained_weights_and_loads_in_transformers(
+    killed: Scene, exported: Path, tiny_model: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    found = dict(model.named_parameters())
+    ranks = killed.weights["twin"]
+    assert found.keys() == ranks[0].keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter.detach(), torch.cat([rows[name] for rows in ranks])), name
+    untrained = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+    assert any((parameter != untrained[name]).any() for name, parameter in found.items())
+    text = "Question: Tom has 3 pens.\nAnswer:"
+    assert AutoTokenizer.from_pretrained(exported)(text) == AutoTokenizer.from_pretrained(tiny_model)(text)
+    assert (exported / "generation_config.json").is_file()
+
+
+def test_the_export_loads_in_vllm_and_generates_what_transformers_does(exported: Path, engine_spec: EngineSpec) -> None:
+    from rollout.replica.replica_group import engine_env
+
+    os.environ.update(engine_env(replace(engine_spec, model_path=str(exported))))
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    prompt_ids = AutoTokenizer.from_pretrained(exported)("Question: Tom has 3 pens.\nAnswer:")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokens = model.generate(torch.tensor([prompt_ids]), max_new_tokens=8, do_sample=False)[0, len(prompt_ids) :]
+    engine = LLM(str(exported), max_model_len=128, max_num_seqs=2, kv_cache_memory_bytes=2**21, enforce_eager=True)
+    (answer,) = engine.generate(
+        [TokensPrompt(prompt_token_ids=prompt_ids)], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False
+    )
+    assert list(answer.outputs[0].token_ids) == tokens.tolist()
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.export_hf", str(tmp_path), str(tmp_path / "hf")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"export_hf: {tmp_path} has no COMPLETE.json: it is no checkpoint, or its save did not end\n"

@@ -1,0 +1,199 @@
+"""TrainWorker with a reference policy, a critic and losses of whole trajectories, on one FSDP rank and on two."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.algorithm import Correction, LossAggregation, Proximal
+from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, RolloutConfig, TrainerConfig
+from rollout.types import FloatArray, TrajectoryGroup
+from tests.support import batches
+from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, random_groups, sequence_logprobs
+from tests.support.worker_runs import Outcome, one_rank, two_ranks
+from trainer.batch import StepBatch
+from trainer.tiny.model import build_model
+from trainer.worker.critic import ValueModel, clipped_value_loss
+
+pytestmark = pytest.mark.usefixtures("process_as_it_was")
+TIMEOUT_S = 60.0
+NUM_STEPS = 3
+TRAINER = TrainerConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S)
+BONUSES = Config(
+    algorithm=AlgorithmConfig(entropy_coef=0.05, kl_loss_coef=0.5),
+    rollout=RolloutConfig(temperature=0.8),
+    trainer=TRAINER,
+)
+SEQUENCES = replace(
+    BONUSES,
+    algorithm=AlgorithmConfig(loss="gspo", proximal=Proximal.current, correction=Correction.seq_is, importance_cap=1.5),
+)
+CRITIC = replace(BONUSES, algorithm=AlgorithmConfig(advantage="gae"), critic=CriticConfig(lr=3e-3, value_clip=0.1))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_model(VOCAB_SIZE, seed=0).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[list[TrajectoryGroup]]:
+    model = double(build_model(VOCAB_SIZE, seed=0))
+    return [random_groups(model, seed=seed, temperature=0.8) for seed in range(NUM_STEPS)]
+
+
+def reference_logprobs(groups: Sequence[TrajectoryGroup]) -> FloatArray:
+    """Of the first policy, by plain float64 forwards."""
+    model = double(build_model(VOCAB_SIZE, seed=0))
+    with torch.no_grad():
+        values = [
+            sequence_logprobs(model, trajectory, 0.8)[0][torch.from_numpy(trajectory.loss_mask)].numpy()
+            for group in groups
+            for trajectory in group.trajectories
+        ]
+    return np.concatenate(values).astype(np.float32)
+
+
+def with_reference(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: int) -> list[StepBatch]:
+    return [
+        batches.pack(groups, layout, num_ranks, 48, keep_idle=True, reference_logprobs=reference_logprobs(groups))
+        for groups in steps
+    ]
+
+
+def of_sequences(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: int) -> list[StepBatch]:
+    how = LossAggregation.seq_mean_token_mean
+    return [batches.pack(groups, layout, num_ranks, 48, aggregation=how) for groups in steps]
+
+
+def critic_signals(groups: Sequence[TrajectoryGroup]) -> dict[str, FloatArray]:
+    """Any values and returns will do, if they depend on the token and on nothing else."""
+    targets = np.concatenate([t.response_ids[t.loss_mask] for group in groups for t in group.trajectories])
+    returns = np.sin(targets).astype(np.float32)
+    return {"values": np.zeros_like(returns), "returns": returns}
+
+
+def with_critic(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: int) -> list[StepBatch]:
+    return [batches.pack(g, layout, num_ranks, 48, keep_idle=True, **critic_signals(g)) for g in steps]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(
+    steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    jobs = {
+        "bonuses": (BONUSES, model_path, with_reference(steps, Layout.shared_prompt, 2)),
+        "sequences": (SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
+        "critic": (CRITIC, model_path, with_critic(steps, Layout.shared_prompt, 2)),
+    }
+    return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """As far as the weights moved at all."""
+    assert found.keys() == expected.keys()
+    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
+        moved = expected[name].double() - untrained.detach().double()
+        error = found[name].double() - expected[name].double()
+        assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer(
+    num_ranks: int, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), BONUSES)
+    expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
+    if num_ranks == 1:
+        found = one_rank(BONUSES, model_path, with_reference(steps, Layout.padded, 1))
+    else:
+        found = on_two_ranks["bonuses"]
+    assert_close(found.weights, {name: p.detach() for name, p in plain.model.named_parameters()})
+    algorithm = BONUSES.algorithm
+    for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):
+        parts = metrics["actor/pg_loss"] + algorithm.kl_loss_coef * metrics["actor/kl_loss"]
+        assert parts - algorithm.entropy_coef * metrics["actor/entropy"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert found.metrics[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert found.metrics[-1]["actor/kl_loss"] > 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_reference_stays_the_first_policy(
+    num_ranks: int, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    """Scores after three steps, at whatever rank a token is; and the KL of the policy that sampled to it, by k1."""
+    if num_ranks == 1:
+        scores = one_rank(BONUSES, model_path, with_reference(steps, Layout.padded, 1)).scores
+    else:
+        scores = on_two_ranks["bonuses"].scores
+    expected = reference_logprobs(steps[-1])
+    sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for g in steps[-1] for t in g.trajectories])
+    np.testing.assert_allclose(scores["reference_logprobs"], expected, atol=1e-5)
+    np.testing.assert_allclose(scores["kl"], sampled - expected, atol=1e-5)
+    assert scores.keys() == {"reference_logprobs", "kl"}
+
+
+def test_losses_of_whole_trajectories_do_not_depend_on_ranks_or_layout(
+    on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    expected = one_rank(SEQUENCES, model_path, of_sequences(steps, Layout.shared_prompt, 1))
+    found = on_two_ranks["sequences"]
+    assert_close(found.weights, expected.weights)
+    keys = expected.metrics[0].keys() - {"perf/trainer_busy_s", "perf/padded_tokens"}
+    for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+        assert {key: ours[key] for key in keys} == pytest.approx({key: theirs[key] for key in keys}, rel=1e-3, abs=1e-5)
+    assert found.scores == {}
+
+
+class PlainCritic:
+    """AdamW by torch on the whole value model, every token of the step in one loss."""
+
+    def __init__(self, config: Config):
+        causal_lm = build_model(VOCAB_SIZE, seed=0)
+        self.model = ValueModel(causal_lm.model, causal_lm.config.hidden_size)
+        self.config = config
+        trainer = config.trainer
+        betas = (trainer.adam_beta1, trainer.adam_beta2)
+        self.adamw = torch.optim.AdamW(self.model.parameters(), betas=betas, weight_decay=trainer.weight_decay)
+
+    def values(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
+        (batch,) = batches.pack(groups, Layout.padded, keep_idle=True).micro_batches[0]
+        order = torch.from_numpy(np.argsort(batch.index))
+        return self.model(batch, torch.device("cpu"))[order]
+
+    def step(self, groups: Sequence[TrajectoryGroup], global_steps: int) -> tuple[float, float]:
+        signals: dict[str, Any] = {key: torch.from_numpy(value) for key, value in critic_signals(groups).items()}
+        clip = self.config.critic.value_clip
+        losses, _ = clipped_value_loss(self.values(groups), signals["values"], signals["returns"], clip)
+        self.adamw.zero_grad()
+        losses.mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
+        self.adamw.param_groups[0]["lr"] = self.config.critic.lr * min(1.0, (global_steps + 1) / 2)
+        self.adamw.step()
+        return losses.mean().item(), norm.item()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_critic_learns_its_returns_as_a_plain_one_does(
+    num_ranks: int, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    plain = PlainCritic(CRITIC)
+    expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
+    if num_ranks == 1:
+        found = one_rank(CRITIC, model_path, with_critic(steps, Layout.padded, 1))
+    else:
+        found = on_two_ranks["critic"]
+    for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):
+        assert metrics["critic/vf_loss"] == pytest.approx(loss, rel=1e-4)
+        assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert [metrics["critic/lr"] for metrics in found.metrics] == [1.5e-3, 3e-3, 3e-3]
+    assert any(metrics["critic/vf_clipfrac"] > 0 for metrics in found.metrics)
+    values = plain.values(steps[-1]).detach().numpy()
+    assert np.abs(values).max() > 0.1
+    np.testing.assert_allclose(found.scores["values"], values, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,83 @@
+"""A user's function by dotted path: what is found, and what is refused with the key, the value and the reason."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.dotted import find
+
+MODULE = """
+NUMBER = 3
+def two(prompt, text): return (prompt, text)
+def any_number(*all_of_them): return len(all_of_them)
+def keyword_only(prompt, *, text): ...
+async def later(prompt, text=""): ...
+class Loop:
+    def __init__(self): ...
+class Sized:
+    def __init__(self, size): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that was not there a moment ago."""
+    name = f"own_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / f"{name}_broken.py").write_text("import no_such_dependency")
+    (tmp_path / f"{name}_typo.py").write_text("x = 1 +")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_function_is_found_and_is_the_one_of_the_module(own: str) -> None:
+    assert find("rollout.reward", f"{own}:two", ("prompt", "text"))(1, 2) == (1, 2)
+    assert find("rollout.reward", f"{own}:any_number", ("prompt", "text"))(1, 2) == 2
+    assert find("data.loader", "os.path:join", ("a", "b"))("x", "y") == "x/y"
+
+
+def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `python -m`, also for console scripts and in Ray's workers."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    name = f"here_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    assert find("rollout.reward", f"{name}:two", ("prompt", "text"))(1, 2) == (1, 2)
+
+
+def test_async_functions_and_classes_are_callable_too(own: str) -> None:
+    find("rollout.reward", f"{own}:later", ("prompt", "text"))
+    assert type(find("rollout.agent_loop", f"{own}:Loop", ())()).__name__ == "Loop"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm9k", "a.b=gsm9k: must be one of gsm8k, math, or package.module:name"),
+        (":two", "a.b=:two: must be one of"),
+        ("own:", "a.b=own:: must be one of"),
+        ("own:not a name", "a.b=own:not a name: must be one of"),
+        ("own..x:two", "a.b=own..x:two: must be one of"),
+        ("own/own.py:two", "a.b=own/own.py:two: must be one of"),
+        ("own.absent:two", "a.b=own.absent:two: own.absent cannot be imported: ModuleNotFoundError: No module named"),
+        ("own_broken:two", "own_broken cannot be imported: ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("own_typo:two", "own_typo cannot be imported: SyntaxError: invalid syntax"),
+        ("own:too", "a.b=own:too: own has no too"),
+        ("own:NUMBER", "a.b=own:NUMBER: must be callable with (prompt, text), but is of type int"),
+        ("own:Loop", "a.b=own:Loop: must be callable with (prompt, text): too many positional arguments"),
+        ("own:keyword_only", "a.b=own:keyword_only: must be callable with (prompt, text): too many positional"),
+    ],
+)
+def test_what_cannot_be_called_so_is_refused_with_the_reason(own: str, name: str, message: str) -> None:
+    path = name.replace("own", own)
+    with pytest.raises(ValueError) as caught:
+        find("a.b", path, ("prompt", "text"), known=("gsm8k", "math"))
+    assert message.replace("own", own) in str(caught.value)
+
+
+def test_missing_arguments_are_named(own: str) -> None:
+    with pytest.raises(ValueError, match=r"agent_loop=\w+:Sized: must be callable with \(\): missing .* 'size'"):
+        find("rollout.agent_loop", f"{own}:Sized", ())
+    with pytest.raises(ValueError, match=r"a.b=nowhere: must be package.module:name$"):
+        find("a.b", "nowhere", ())

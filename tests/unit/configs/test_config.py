@@ -1,0 +1,293 @@
+"""Every key is documented, every recipe composes, and what cannot work is refused with its key, value and a hint."""
+
+import math
+import typing
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException
+
+from configs import load, validate
+from configs.checkpoint import is_checkpoint
+from configs.schema import Config, Device, ModelKind, PauseMode, Transport
+from configs.validate import ConfigError, check
+from tests.support.compose import changed, resolve
+
+
+def refusal(**values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(changed(Config(), **values))
+    return str(caught.value)
+
+
+def schema_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every key by its dotted name, with its type."""
+    types = typing.get_type_hints(section)
+    keys: dict[str, Any] = {}
+    for field in fields(section):
+        if is_dataclass(types[field.name]):
+            keys |= schema_keys(types[field.name], f"{prefix}{field.name}.")
+        else:
+            keys[prefix + field.name] = types[field.name]
+    return keys
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_has_documentation_and_a_default() -> None:
+    docs = load.key_docs()
+    assert set(docs) == set(schema_keys())
+    assert [key for key, (_, doc) in docs.items() if not doc] == []
+    assert docs["trainer.lr"] == ("0.0003", "AdamW's learning rate after warm-up.")
+    assert [docs[key][0] for key in ("model.path", "device", "dry_run", "rollout.stale_policy")] == [
+        "null",
+        "auto",
+        "false",
+        "wait",
+    ]
+
+
+def test_help_lists_every_key() -> None:
+    load.register()
+    text = ConfigStore.instance().load("hydra/help/slipstream.yaml").node.template.replace("$$", "$")
+    for key, (default, doc) in load.key_docs().items():
+        assert f"{key} [{default}]\n    {doc}" in text
+
+
+@pytest.mark.parametrize(
+    "argument, hint",
+    [
+        ("trainer.lrr=1", "trainer.lrr=1: there is no such key; did you mean trainer.lr "),
+        ("max_staleness=1", "did you mean rollout.max_staleness?"),
+        ("+rollout.replicas=2", "rollout.num_replicas"),
+        ("receipe=gsm8k", "did you mean recipe"),
+        ("zzz=1", "--help lists the keys"),
+        ("__pycache_=1", "--help lists the keys"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_a_hint(argument: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load.check_overrides(["trainer.lr=1", argument])
+    assert hint in str(caught.value)
+
+
+def test_known_keys_groups_and_options_pass() -> None:
+    load.check_overrides(
+        ["seed=3", "++trainer.lr=1", "recipe=gsm8k", "model=hf", "sizes=hf", "hydra.run.dir=x", "--help"]
+    )
+
+
+def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "typo.yaml").write_text("# @package _global_\ntrainer:\n  learning_rate: 1.0\n")
+    with pytest.raises(ConfigCompositionException, match="recipe/typo") as caught:
+        resolve(f"hydra.searchpath=[file://{tmp_path}]", "recipe=typo")
+    assert "'learning_rate' not in 'TrainerConfig'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override, reason",
+    [
+        ("trainer.lr=fast", "'fast' of type 'str' could not be converted to Float"),
+        ("rollout.num_replicas=2.5", "'2.5' of type 'float' could not be converted to Integer"),
+        ("trainer.total_steps=null", "field 'trainer.total_steps' is not Optional"),
+        ("dry_run=perhaps", "'perhaps' is not a valid bool"),
+        ("rollout.stale_policy=ignore", "expected one of [wait, mask, drop]"),
+    ],
+)
+def test_a_mistyped_value_is_refused(override: str, reason: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        resolve(override)
+    assert override in str(caught.value)
+    assert reason in str(caught.value.__cause__)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+# Numbers whose allowed values are no plain range, each with a test of its own.
+OTHER_NUMBERS = {"rollout.temperature", "rollout.top_k", "algorithm.group_size", "algorithm.clip_ratio_c"}
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}}
+    assert numbers == set(validate._RANGES) | OTHER_NUMBERS
+    assert not set(validate._RANGES) & OTHER_NUMBERS
+
+
+@pytest.mark.parametrize("key", validate._RANGES)
+def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -> None:
+    low, high = validate._RANGES[key]
+    name = key.replace(".", "__")
+    assert low is not None
+    allowed = f"must be at least {low:g}" if high is None else f"must be between {low:g} and {high:g}"
+    for value in [low - 1, math.nan, *([] if high is None else [high + 1])]:
+        assert f"{key}={value}: {allowed}" in refusal(**{name: value}).splitlines()
+    for bound in (low, high):
+        if bound is not None:
+            assert validate._out_of_range(changed(Config(), **{name: bound})) == []
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: must be above 0 (evaluation may be greedy)"),
+        (
+            {"rollout__temperature": math.nan},
+            "rollout.temperature=nan: must be above 0 (evaluation may be greedy)",
+        ),
+        (
+            {"rollout__temperature": math.inf},
+            "rollout.temperature=inf: must be above 0 (evaluation may be greedy)",
+        ),
+        ({"rollout__top_k": 0}, "rollout.top_k=0: must be -1 (the whole vocabulary) or at least 1"),
+        ({"rollout__top_k": -2}, "rollout.top_k=-2: must be -1 (the whole vocabulary) or at least 1"),
+        ({"algorithm__clip_ratio_c": 1.0}, "algorithm.clip_ratio_c=1.0: must be above 1"),
+        ({"algorithm__group_size": 1}, "algorithm.group_size=1: must be at least 2: group advantages of one"),
+        ({"algorithm__group_size": 0}, "algorithm.group_size=0: must be at least 2: group advantages of one"),
+        ({"model__kind": ModelKind.hf}, "model.path=None: model.kind=hf needs the folder or hub name"),
+        ({"model__path": "org/name"}, "model.path=org/name: model.kind=tiny makes its own model; choose model=hf"),
+        ({"data__prompt_template": "Q: "}, "data.prompt_template='Q: ': must contain {question}"),
+        ({"data__train_files": "/no/x"}, "data.train_files=/no/x: train_files and val_files are set both, or neither"),
+        ({"data__train_files": "/no/x"}, "data.train_files=/no/x: no such file (from /"),
+        ({"data__val_files": "/no/x"}, "data.val_files=/no/x: train_files and val_files are set both, or neither"),
+        ({"data__train_files": "", "data__val_files": ""}, "data.val_files=: no such file (from /"),
+        ({"rollout__agent_loop": "multi"}, "rollout.agent_loop=multi: must be one of single_turn, or package.module"),
+        (
+            {"rollout__reward": "gsm9k"},
+            "rollout.reward=gsm9k: must be one of gsm8k, gsm8k_flexible, dapo, math_verify,",
+        ),
+        (
+            {"rollout__reward": "gsm8k+0.1*x"},
+            "rollout.reward=gsm8k+0.1*x: '0.1*x' must be one of gsm8k, gsm8k_flexible",
+        ),
+        ({"rollout__reward": "no.such:f"}, "rollout.reward=no.such:f: no.such cannot be imported: ModuleNotFound"),
+        ({"rollout__reward": "gsm8k+math:pi"}, "rollout.reward=math:pi: must be callable with (prompt, text)"),
+        ({"rollout__format_pattern": "(a"}, "rollout.format_pattern='(a': must be a regular expression: missing ), un"),
+        ({"data__loader": "no.such:f"}, "data.loader=no.such:f: needs data.train_files and data.val_files"),
+        ({"data__loader": "no.such:f"}, "data.loader=no.such:f: no.such cannot be imported"),
+        ({"data__loader": "math:pow"}, "data.loader=math:pow: must be callable with (entries)"),
+        ({"evaluation__samples": 2}, "evaluation.samples=2: greedy samples are all the same"),
+        (
+            {"evaluation__replicas": 2, "rollout__num_replicas": 2},
+            "evaluation.replicas=2: must leave one of rollout.num_replicas=2 to the training",
+        ),
+        ({"model__hidden_size": 80}, "model.hidden_size=80: must be a multiple of 32"),
+        ({"model__num_layers": 0}, "model.num_layers=0: must be at least 1"),
+        ({"weight_sync__interval": 7}, "weight_sync.interval=7: must divide trainer.total_steps=60"),
+        ({"weight_sync__interval": 6, "checkpoint__keep_every": 40}, "checkpoint.every=20: with checkpoint.keep_every"),
+        ({"checkpoint__keep_every": 30}, "checkpoint.keep_every=30: must be a multiple of checkpoint.every=20: no o"),
+        ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
+        ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
+        ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
+        (
+            {"device": Device.cpu, "rollout__kv_cache_mb": None},
+            "rollout.kv_cache_mb=None: device=cpu needs a size in MiB",
+        ),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"gpu_share": 0.0}, "gpu_share=0.0: must be between 0.01 and 1"),
+        (
+            {"gpu_share": 0.5, "trainer__num_ranks": 2},
+            "trainer.num_ranks=2: at most 1 with gpu_share=0.5: each of several needs a GPU of its own",
+        ),
+        (
+            {"gpu_share": 0.5},
+            "rollout.gpu_memory_utilization=0.85: at most gpu_share=0.5: the rest of the GPU",
+        ),
+        ({"gpu_share": 0.5, "rollout__tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: at most 1 with gpu"),
+        (
+            {"gpu_share": 0.5, "rollout__data_parallel_size": 2},
+            "rollout.data_parallel_size=2: at most 1 with gpu_share",
+        ),
+        (
+            {"gpu_share": 0.5, "weight_sync__transport": Transport.collective},
+            "weight_sync.transport=collective: with gpu_share=0.5, must be cuda_ipc, shared_memory or filesystem",
+        ),
+    ],
+)
+def test_what_cannot_share_a_gpu_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    one.touch()
+    two.touch()
+    for values in (
+        {"rollout__top_k": 1},
+        {"rollout__reward": "os.path:join"},
+        {"rollout__agent_loop": "os.path:basename"},
+        {"rollout__reward": "0.5*os.path:join+math_verify"},
+        {"data__loader": "os.path:basename", "data__train_files": "a", "data__val_files": "b"},
+        {"data__train_files": "openai/gsm8k:main@train", "data__val_files": f"{tmp_path}@test"},
+        {"evaluation__samples": 2, "evaluation__temperature": 0.6},
+        {"evaluation__replicas": 2, "rollout__num_replicas": 3},
+        {"weight_sync__interval": 6, "checkpoint__every": 12, "checkpoint__keep_every": 48},
+        {"weight_sync__interval": 6, "checkpoint__every": 0, "checkpoint__keep_every": 7},
+        {"weight_sync__interval": 6},
+        {"rollout__num_replicas": 2, "rollout__min_replicas": 2},
+        {"weight_sync__pause_mode": PauseMode.abort},
+        {"trainer__num_ranks": 16},
+        {
+            "gpu_share": 0.3,
+            "rollout__gpu_memory_utilization": 0.3,
+            "rollout__num_replicas": 2,
+            "weight_sync__transport": Transport.cuda_ipc,
+        },
+        {"data__train_files": f"{one}, {two}", "data__val_files": f"{two}"},
+        {"model__kind": ModelKind.hf, "model__path": "org/name"},
+        {"device": Device.cuda, "rollout__kv_cache_mb": None},
+    ):
+        check(changed(Config(), **values))
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    """Ranges and contradictions together, so that nothing is mended one start at a time. interval=0 divides nothing."""
+    lines = refusal(
+        seed=-1,
+        trainer__lr=2.0,
+        weight_sync__interval=0,
+        rollout__reward="x",
+        data__prompt_template="",
+        model__path="y",
+    ).splitlines()
+    keys = ["seed", "trainer.lr", "weight_sync.interval", "model.path", "data.prompt_template", "rollout.reward"]
+    assert [line.split("=")[0] for line in lines] == keys
+
+
+def test_a_command_that_reads_the_held_out_set_only_needs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").touch()
+    config = changed(Config(), data__train_files="/no/x", data__val_files=f"{tmp_path}/test.jsonl")
+    check(config, ["val_files"])
+    check(changed(config, data__train_files=None), ["val_files"])
+    with pytest.raises(ConfigError, match=r"data\.train_files=/no/x: no such file"):
+        check(config)
+
+
+def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    line = f"model.path={tmp_path}: no Hugging Face model: the folder has no config.json; nor a checkpoint"
+    assert refusal(model__kind=ModelKind.hf, model__path=str(tmp_path)) == line
+    (tmp_path / "config.json").touch()
+    check(changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path)))
+
+
+def test_a_run_folder_or_a_checkpoint_may_be_the_model(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step_000020"
+    step.mkdir(parents=True)
+    (step / "COMPLETE.json").touch()
+    for path in (tmp_path, step):
+        check(changed(Config(), model__kind=ModelKind.hf, model__path=str(path)))
+        assert is_checkpoint(path)
+    (tmp_path / "config.json").touch()
+    assert not is_checkpoint(tmp_path), "a Hugging Face folder beside which its trainer keeps its own checkpoints"

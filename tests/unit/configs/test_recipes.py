@@ -1,0 +1,149 @@
+"""Every recipe composes, and tells its plan on a machine that has neither its GPUs nor its data."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs import validate
+from configs.algorithm import LossAggregation
+from configs.schema import Config, DType, Layout, ModelKind
+from configs.validate import ConfigError
+from scripts.launch import cluster, plan
+from tests.support.compose import CONFIGS, RECIPES, files, resolve
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", ["", "tiny", "small", "hf"])
+def test_every_recipe_composes_with_every_model(recipe: str, model: str, tmp_path: Path) -> None:
+    overrides = [f"model={model}"] if model else []
+    overrides += ["model.path=org/name"] if model == "hf" else []
+    config = resolve(f"recipe={recipe}", *overrides, *files(tmp_path))
+    kind = {"small": "tiny"}.get(model, model)
+    assert kind in ("", config.model.kind.value)
+
+
+def test_with_the_tiny_model_the_default_run_is_the_schema() -> None:
+    assert resolve("model=tiny") == Config()
+
+
+def test_the_default_model_is_large_enough_to_be_worth_its_matrices() -> None:
+    config = resolve()
+    assert (config.model.kind, config.model.hidden_size, config.model.num_layers) == (ModelKind.tiny, 192, 4)
+    assert config.trainer.lr < Config().trainer.lr
+    assert config.rollout == Config().rollout
+
+
+def test_a_recipe_needs_its_files_which_a_dry_run_only_misses() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("recipe=gsm8k")
+    lines = str(caught.value).splitlines()
+    assert [line.split("=")[0] for line in lines] == ["data.train_files", "data.val_files"]
+    assert all("no such file" in line and "`python -m scripts.prepare_data all`" in line for line in lines)
+    planned = resolve("recipe=gsm8k", "dry_run=true")
+    missing = [(key, str(source)) for key, source, _ in validate.missing_data(planned)]
+    assert missing == [
+        ("data.train_files", "data/gsm8k/train.parquet"),
+        ("data.val_files", "data/gsm8k/test.parquet"),
+    ]
+
+
+def test_the_dapo_recipe_has_the_published_values() -> None:
+    config = resolve("recipe=dapo_math", "dry_run=true")
+    algorithm, rollout, trainer = config.algorithm, config.rollout, config.trainer
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10)
+    assert (algorithm.group_size, trainer.prompts_per_step, rollout.max_response_tokens) == (16, 32, 8192)
+    assert (algorithm.loss, algorithm.loss_aggregation) == ("ppo_clip", LossAggregation.token_mean)
+    assert algorithm.entropy_coef == 0 and not algorithm.needs_reference
+    assert (algorithm.filter_groups, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty) == (True, 4096, 1)
+    assert (trainer.lr, trainer.lr_warmup_steps, trainer.weight_decay, trainer.max_grad_norm) == (1e-6, 10, 0.1, 1)
+    assert (rollout.num_replicas, trainer.num_ranks, rollout.reward) == (4, 4, "dapo")
+    assert (config.evaluation.samples, config.evaluation.temperature, config.evaluation.top_p) == (32, 1, 0.7)
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    assert longest <= (config.model.max_position_embeddings or 0)
+
+
+def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:
+    large = resolve("recipe=gsm8k", *files(tmp_path))
+    assert (large.model.kind, large.rollout.num_replicas, large.trainer.num_ranks) == (ModelKind.hf, 2, 2)
+    assert (large.rollout.dtype, large.trainer.layout, large.rollout.kv_cache_mb) == (
+        DType.bfloat16,
+        Layout.padded,
+        None,
+    )
+    small = resolve("recipe=gsm8k", "model=tiny", *files(tmp_path))
+    sizes: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "sizes" / "tiny.yaml"))
+    for section, values in sizes.items():
+        for key, value in values.items():
+            given = getattr(getattr(small, section), key)
+            assert getattr(given, "value", given) == value, f"{section}.{key}"
+    assert small.trainer.prompts_per_step == large.trainer.prompts_per_step, "the recipe's, where sizes say nothing"
+
+
+def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
+    config = resolve("recipe=gsm8k", "model=tiny", "rollout.num_replicas=3", *files(tmp_path))
+    assert config.rollout.num_replicas == 3
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cluster, plan):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
+
+
+def lines_of_plan(*overrides: str) -> list[str]:
+    config = resolve(*overrides, "dry_run=true")
+    return plan.describe(config, cluster.resolve_device(config), Path("/run")).splitlines()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("recipe", "claims", "num_warnings"),
+    [("arithmetic", "4 CPU", 0), ("gsm8k", "6 CPU, 4 GPU", 3), ("dapo_math", "10 CPU, 8 GPU", 3)],
+)
+def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings: int) -> None:
+    lines = lines_of_plan(f"recipe={recipe}")
+    assert f"     claims: {claims}" in lines
+    warnings = [line for line in lines if "warning:" in line]
+    assert len(warnings) == num_warnings
+    if warnings:
+        assert ["data.train_files" in warnings[0], "data.val_files" in warnings[1]] == [True, True]
+        assert all("python -m scripts.prepare_data" in line for line in warnings[:2])
+        assert "nvidia-smi lists no GPU" in warnings[2]
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("gpu_share", "num_replicas", "claims"),
+    [(0.5, 1, "4 CPU, 1 GPU"), (0.5, 2, "5 CPU, 2 GPU"), (0.4, 2, "5 CPU, 2 GPU")],
+)
+def test_a_trainer_and_a_replica_fit_on_one_gpu(gpu_share: float, num_replicas: int, claims: str) -> None:
+    """Of three with 0.4 each, two are on one GPU, and the third is on another."""
+    shared = [f"gpu_share={gpu_share}", "rollout.gpu_memory_utilization=0.4"]
+    lines = lines_of_plan("recipe=gsm8k", *shared, "trainer.num_ranks=1", f"rollout.num_replicas={num_replicas}")
+    assert f"     claims: {claims}" in lines
+    assert any(f"{num_replicas} x vLLM bfloat16 on {gpu_share} GPU(s)" in line for line in lines)
+
+
+def test_every_recipe_is_planned() -> None:
+    assert RECIPES == ["arithmetic", "dapo_math", "gsm8k"]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_plan_for_the_tiny_model_is_for_this_machine() -> None:
+    lines = lines_of_plan("recipe=dapo_math", "model=tiny")
+    assert "     claims: 4 CPU" in lines
+    assert [line for line in lines if "GPU" in line] == []
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_run_is_refused_what_a_plan_only_warns_of(tmp_path: Path) -> None:
+    config = resolve("recipe=gsm8k", *files(tmp_path))
+    with pytest.raises(ConfigError, match="rollout.kv_cache_mb=None: on CPU the KV cache needs a size"):
+        cluster.resolve_device(config)
+    with pytest.raises(ConfigError, match="device=cuda: nvidia-smi lists no GPU"):
+        cluster.resolve_device(resolve("recipe=gsm8k", "device=cuda", *files(tmp_path)))

@@ -1,0 +1,159 @@
+"""Groups that go on elsewhere, or with another agent worker, as a run wires them: real replicas, simulated engines."""
+
+import asyncio
+from typing import Any
+
+from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
+from rollout.agents.worker import AgentWorker
+from rollout.engines.base import EngineDiedError
+from rollout.progress import Progress
+from rollout.prompts import EncodedRow, Row
+from rollout.replica.replica import RolloutReplica
+from rollout.router import AgentWorkerLostError, ReplicaLostError
+from rollout.snapshot import capture
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from scripts.bench.asynchrony.simulated import NoTokenizer, SimulatedTrainer, no_reward
+from scripts.bench.common import ForcedLengths
+from scripts.launch.healing import make_fleet
+from scripts.launch.rollouts import make_rollouts
+from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual
+from weight_sync.checkpoint_manager import CheckpointManager
+
+GROUP_SIZE = 4
+
+
+class Scene:
+    """One group of four responses of ten tokens, a token per second, on engines with two seats each."""
+
+    def __init__(self, num_replicas: int):
+        config = Config(
+            algorithm=AlgorithmConfig(group_size=GROUP_SIZE),
+            rollout=RolloutConfig(num_replicas=num_replicas, max_num_seqs=2, min_replicas=1),
+            trainer=TrainerConfig(total_steps=1, prompts_per_step=1),
+            weight_sync=WeightSyncConfig(stage_timeout_s=100.0),
+        )
+        self.engines = [ClockedEngine(max_num_seqs=2) for _ in range(num_replicas)]
+        self.replicas = [make_replica(f"replica-{index}", engine) for index, engine in enumerate(self.engines)]
+        self.fleet, router = make_fleet(config, self.replicas, [].append, progress := Progress())
+        self.workers = SimulatedTrainer(1.0)
+        self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
+        self.lost_at: float | None = None
+        """When the agent worker dies, the first time. What it runs on the replica goes on, as Ray lets it."""
+        self._worker = AgentWorker(
+            config=config,
+            tokenizer=NoTokenizer(),
+            loop=ForcedLengths({"": lambda ordinal, index: 10}),
+            reward=no_reward,
+            replicas={replica.name: _generate_on(replica) for replica in self.replicas},
+        )
+        self._left_behind: list[asyncio.Task[Any]] = []
+        rows = [EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))]
+        self.rollouts = make_rollouts(config, rows, self, router, self.fleet, progress, 0, self.manager.publishing)
+
+    async def run_group(
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any
+    ) -> TrajectoryGroup:
+        running = asyncio.create_task(self._worker.run_group(prompt, replica, sampling, group_size, attempt))
+        if self.lost_at is None or attempt.number > 0:
+            return await running
+        self._left_behind.append(running)
+        await asyncio.sleep(self.lost_at - now())
+        raise AgentWorkerLostError("an agent worker died")
+
+    async def start(self) -> asyncio.Task[None]:
+        await self.manager.update_weights(0)
+        return asyncio.create_task(self.rollouts.rollouter.run())
+
+    async def group(self) -> TrajectoryGroup:
+        (group,) = (await self.rollouts.buffer.next_batch(0)).groups
+        return group
+
+
+def _generate_on(replica: RolloutReplica) -> Any:
+    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
+        try:
+            return await replica.generate_group(requests)
+        except EngineDiedError as error:
+            raise ReplicaLostError(f"{replica.name} died") from error
+
+    return generate
+
+
+def test_what_a_lost_agent_worker_had_running_gives_its_seats_to_the_next_attempt() -> None:
+    async def main() -> None:
+        scene = Scene(num_replicas=1)
+        (engine,) = scene.engines
+        scene.lost_at = 3.5
+        running = await scene.start()
+        await asyncio.sleep(3.4)
+        assert (engine.running, engine._admission.waiting) == (["0-0", "0-1"], ["0-2", "0-3"])
+        await asyncio.sleep(0.2)
+        assert (engine.running, engine._admission.waiting) == (["0.1-0", "0.1-1"], ["0.1-2", "0.1-3"])
+        group = await scene.group()
+        assert [len(trajectory.response_ids) for trajectory in group.trajectories] == [10] * GROUP_SIZE
+        assert {trajectory.finish_reason for trajectory in group.trajectories} == {"stop"}
+        assert engine.usage.tokens <= 10 * GROUP_SIZE + 2, "but for the step that was under way"
+        await running
+
+    run_virtual(main())
+
+
+def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted() -> None:
+    """The group waits for an update to end, and meanwhile the replica tells how its requests ended."""
+
+    async def main() -> None:
+        scene = Scene(num_replicas=1)
+        scene.lost_at = 3.5
+        running = await scene.start()
+        await scene.manager.publishing.acquire()
+        await asyncio.sleep(4)
+        assert scene.engines[0].running == []
+        await scene.fleet.ask()
+        (kept,) = capture(scene.rollouts).under_way
+        so_far = {name: some.completion for name, some in kept.so_far.items()}
+        assert {name: len(some.token_ids) for name, some in so_far.items()} == {"0": 3, "1": 3}
+        assert {some.finish_reason for some in so_far.values()} == {""}
+        running.cancel()
+
+    run_virtual(main())
+
+
+def test_versions_ascend_when_a_replica_dies_that_caught_up_between_two_updates() -> None:
+    async def main() -> None:
+        scene = Scene(num_replicas=2)
+        running = await scene.start()
+        await asyncio.sleep(1.5)
+        scene.workers.global_steps = 2
+        await scene.fleet.eject("replica-0", RuntimeError("it evaluates"))
+        await scene.manager.catch_up(["replica-0"])
+        await asyncio.sleep(4)
+        await scene.fleet.ask()  # as the monitor does
+        scene.engines[0].kill()
+        versions = [trajectory.token_versions().tolist() for trajectory in (await scene.group()).trajectories]
+        assert versions == [sorted(some) for some in versions]
+        assert {tuple(sorted(set(some))) for some in versions} == {(0, 2), (2,)}
+        await running
+
+    run_virtual(main())
+
+
+def test_versions_ascend_when_a_replica_dies_that_has_an_update_before_the_others() -> None:
+    async def main() -> None:
+        scene = Scene(num_replicas=2)
+        running = await scene.start()
+        first, second = scene.engines
+        await asyncio.sleep(1.5)
+        assert first.running and not second.running
+        second.seconds["stage"] = 20
+        updating = asyncio.create_task(scene.manager.update_weights(1))
+        await asyncio.sleep(4)
+        assert scene.replicas[0].global_steps == 1 and scene.replicas[1].global_steps == 0
+        await scene.fleet.ask()  # as the monitor does
+        first.kill()
+        group = await scene.group()
+        await updating
+        versions = [trajectory.token_versions().tolist() for trajectory in group.trajectories]
+        assert versions == [sorted(some) for some in versions] and versions[0][:2] == [0, 0] and versions[0][-1] == 1
+        await running
+
+    run_virtual(main())

@@ -1,0 +1,253 @@
+"""Episodes of several turns: tokens, masks, versions and limits by hand; the calculator over a whole group."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.agents import calculator
+from rollout.agents.environment import Step
+from rollout.agents.loop import Episode, EpisodeTask, SingleTurn, load_agent_loop
+from rollout.agents.multi_turn import MultiTurn
+from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from tests.support.fakes import make_prompt, run_virtual
+
+EOS = 0
+
+
+class Characters:
+    """A tokenizer with one token per character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [*map(ord, text)]}
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+class Policy:
+    """Says its lines turn by turn: `lines[name][turn]` as (text, versions of its tokens with that of the EOS)."""
+
+    def __init__(self, **lines: list[tuple[str, list[int]]]):
+        self.calls: list[list[GenerationRequest]] = []
+        self._lines = lines
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.calls.append(requests)
+        return [self._say(request) for request in requests]
+
+    def _say(self, request: GenerationRequest) -> Completion:
+        name, turn = request.request_id.rsplit("-", 1)
+        text, versions = self._lines[name][int(turn)]
+        token_ids = np.array([*map(ord, text), EOS], np.int32)[: request.sampling.max_tokens]
+        versions = versions[: len(token_ids)]
+        starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=-np.arange(1, len(token_ids) + 1, dtype=np.float32),
+            spans=tuple(
+                VersionSpan(start, end, versions[start])
+                for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
+            ),
+            finish_reason="stop" if token_ids[-1] == EOS else "length",
+            cached_tokens=len(request.prompt_ids) - 1,
+        )
+
+
+class Script:
+    """An environment that answers step by step, and writes down what it hears."""
+
+    def __init__(self, *steps: Step | Exception, seconds: float = 0.0):
+        self.heard: list[str] = []
+        self._steps = iter(steps)
+        self._seconds = seconds
+
+    async def step(self, text: str) -> Step:
+        self.heard.append(text)
+        await asyncio.sleep(self._seconds)
+        step = next(self._steps)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+def task(name: str = "17-0", max_tokens: int = 40, seed: int | None = None) -> EpisodeTask:
+    return EpisodeTask(
+        name=name, prompt=make_prompt(17), index=0, sampling=SamplingParams(max_tokens=max_tokens, seed=seed)
+    )
+
+
+def play(policy: Policy, *scripts: Script, tasks: list[EpisodeTask] | None = None, max_turns: int = 4) -> list[Episode]:
+    waiting = iter(scripts)
+    loop = MultiTurn(lambda prompt: next(waiting), Characters(), max_turns=max_turns, step_timeout_s=60)
+    return run_virtual(loop.run(tasks or [task()], policy.generate))
+
+
+def test_a_conversation_is_one_response() -> None:
+    """The policy's tokens are trained; the environment's are not, and have the version of the turn before."""
+    policy = Policy(**{"17-0": [("ab", [4, 4, 5]), ("c", [5, 6])]})
+    script = Script(Step(observation="XY"), Step(done=True))
+    (episode,) = play(policy, script)
+    assert script.heard == ["ab", "c"]
+    assert episode.response_ids.tolist() == [97, 98, EOS, ord("X"), ord("Y"), 99, EOS]
+    assert episode.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    assert episode.rollout_logprobs.tolist() == [-1, -2, -3, 0, 0, -1, -2]
+    assert episode.spans == (VersionSpan(0, 2, 4), VersionSpan(2, 6, 5), VersionSpan(6, 7, 6))
+    assert (episode.finish_reason, episode.cached_tokens, episode.result) == ("stop", 1 + 6, None)
+    first, second = (call[0] for call in policy.calls)
+    assert (first.prompt_ids, second.prompt_ids) == ((1, 2), (1, 2, 97, 98, EOS, ord("X"), ord("Y")))
+    assert (first.sampling.max_tokens, second.sampling.max_tokens) == (40, 35)
+    assert (first.request_id, second.request_id) == ("17-0-0", "17-0-1")
+
+
+def test_episodes_take_their_turns_together_while_they_are_open() -> None:
+    policy = Policy(a=[("x", [1, 1])], b=[("y", [1, 1]), ("yy", [1, 1, 1])], c=[("z", [1, 1]), ("zz", [1, 1, 1])])
+    more, end = Step(observation="?"), Step(done=True)
+    episodes = play(policy, Script(end), Script(more, end), Script(more, end), tasks=[task(n) for n in "abc"])
+    assert [[request.request_id for request in call] for call in policy.calls] == [
+        ["a-0", "b-0", "c-0"],
+        ["b-1", "c-1"],
+    ]
+    assert [len(episode.response_ids) for episode in episodes] == [2, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "response", "finish_reason"),
+    [
+        (2, "ab", "length"),  # the first turn is cut off, and the environment is not asked
+        (3, "ab\0", "length"),  # no room for the observation
+        (5, "ab\0", "length"),  # room for it, but not for an answer
+        (6, "ab\0XYc", "length"),
+        (7, "ab\0XYc\0", "stop"),
+    ],
+)
+def test_the_limit_is_of_the_whole_response(max_tokens: int, response: str, finish_reason: str) -> None:
+    policy = Policy(**{"17-0": [("ab", [4] * 3), ("c", [4] * 2)]})
+    script = Script(Step(observation="XY"), Step(done=True))
+    (episode,) = play(policy, script, tasks=[task(max_tokens=max_tokens)])
+    assert "".join(map(chr, episode.response_ids)) == response
+    assert episode.finish_reason == finish_reason
+    assert episode.spans == (VersionSpan(0, len(response), 4),)
+    assert len(script.heard) == {2: 0, 7: 2}.get(max_tokens, 1)
+
+
+def test_an_episode_out_of_turns_is_cut_off() -> None:
+    policy = Policy(**{"17-0": [("a", [1, 1])] * 3})
+    (episode,) = play(policy, Script(*[Step(observation="?")] * 3), max_turns=2)
+    assert len(policy.calls) == 2
+    assert "".join(map(chr, episode.response_ids)) == "a\0?a\0"
+    assert episode.finish_reason == "length"
+    with pytest.raises(ValueError, match="max_turns=0: must be at least 1"):
+        MultiTurn(Script, Characters(), max_turns=0)  # pyright: ignore
+
+
+def test_an_environments_rewards_add_up() -> None:
+    policy = Policy(**{"17-0": [("a", [1, 1])] * 3})
+    (episode,) = play(policy, Script(Step(reward=0.25), Step(), Step(reward=0.5, done=True)))
+    assert episode.result is not None and (episode.result.reward, episode.result.error) == (0.75, None)
+    assert episode.spans == (VersionSpan(0, 6, 1),), "without an observation there is nothing between the turns"
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (Script(Step(observation="?", reward=1.0), ValueError("no such tool")), "ValueError: no such tool"),
+        (
+            Script(Step(observation="?"), seconds=61),
+            "TimeoutError: a step of the environment took longer than step_timeout_s=60",
+        ),
+    ],
+)
+def test_an_environment_that_fails_leaves_its_episode_without_a_reward(script: Script, error: str) -> None:
+    policy = Policy(a=[("x", [1, 1])] * 2, b=[("y", [1, 1])])
+    failed, fine = play(policy, script, Script(Step(done=True)), tasks=[task("a"), task("b")])
+    assert failed.result is not None and failed.result.error == error
+    assert fine.result is None and fine.finish_reason == "stop"
+
+
+def test_every_turn_has_a_seed_of_its_own() -> None:
+    policy = Policy(**{"17-0": [("a", [1, 1])] * 3, "17-1": [("a", [1, 1])] * 3})
+    scripts = [Script(Step(), Step(), Step(done=True)) for _ in range(2)]
+    play(policy, *scripts, tasks=[task("17-0", seed=3), task("17-1", seed=4)])
+    seeds = [request.sampling.seed for call in policy.calls for request in call]
+    assert len(set(seeds)) == 6 and None not in seeds
+    play(policy, Script(Step(done=True)))
+    assert policy.calls[-1][0].sampling.seed is None
+
+
+turns = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 3), st.lists(st.integers(0, 1), min_size=5, max_size=5)), min_size=1
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns, st.integers(1, 30))
+def test_spans_cover_the_response_in_ascending_versions(
+    turns: list[tuple[int, int, list[int]]], max_tokens: int
+) -> None:
+    """Against a plain list with one version per token."""
+    version, lines, steps, expected = 0, [], [], []
+    for length, observation, updates in turns:
+        versions = [version := version + update for update in updates[: length + 1]]
+        lines.append(("p" * length, versions))
+        steps.append(Step(observation="o" * observation))
+        expected += versions + [version] * observation
+    (episode,) = play(
+        Policy(**{"17-0": lines}), Script(*steps), tasks=[task(max_tokens=max_tokens)], max_turns=len(turns)
+    )
+    num_tokens = len(episode.response_ids)
+    assert num_tokens <= max_tokens
+    assert episode.spans[0].start == 0 and episode.spans[-1].end == num_tokens
+    by_token = [span.global_steps for span in episode.spans for _ in range(span.start, span.end)]
+    assert by_token == expected[:num_tokens]
+    assert len(episode.spans) == len(set(by_token)), "one span per version"
+    is_observation = episode.response_ids == ord("o")
+    assert np.array_equal(episode.loss_mask, ~is_observation)
+    assert np.array_equal(episode.rollout_logprobs == 0, is_observation)
+
+
+# -- the example, and by name ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("turn", "observation"),
+    [
+        ("calc: 17 * 3", "\n= 51\n"),
+        ("So calc: 4 - 9\n", "\n= -5\n"),
+        ("calc:-2+2", "\n= 0\n"),
+        ("calc: 2 + 2 is 4", None),
+        ("#### 4", None),
+        ("calc: 99999999999 * 1", None),
+    ],
+)
+def test_the_calculator_answers_a_call_at_the_end_of_a_turn(turn: str, observation: str | None) -> None:
+    step = asyncio.run(calculator.Calculator(make_prompt(0)).step(turn))
+    assert step == (Step(done=True) if observation is None else Step(observation=observation))
+
+
+def test_a_group_with_the_calculator() -> None:
+    policy = Policy(
+        **{
+            "17-0": [("calc: 6 * 7", [1] * 12), ("#### 42", [2] * 8)],
+            "17-1": [("#### 41", [1] * 8)],
+        }
+    )
+    loop = load_agent_loop("rollout.agents.calculator:agent_loop", Characters())
+    worked, guessed = run_virtual(loop.run([task("17-0"), task("17-1")], policy.generate))
+    assert Characters().decode(worked.response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
+    assert int((~worked.loss_mask).sum()) == len("\n= 42\n")
+    assert worked.spans == (VersionSpan(0, 18, 1), VersionSpan(18, 26, 2))
+    assert Characters().decode(guessed.response_ids, True) == "#### 41"
+
+
+def test_an_agent_loop_by_name() -> None:
+    assert type(load_agent_loop("single_turn", None)) is SingleTurn
+    with pytest.raises(ValueError, match="rollout.agent_loop=multi: must be one of single_turn, or package.module"):
+        load_agent_loop("multi", None)
+    with pytest.raises(ValueError, match=r"rollout.agent_loop=os.path:basename: gave 'x', which has no run"):
+        load_agent_loop("os.path:basename", "x")

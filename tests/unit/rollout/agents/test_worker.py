@@ -1,0 +1,297 @@
+"""Prompts to tokens, episodes to trajectories, and rewards: on a made-up tokenizer and replicas."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from configs.schema import AlgorithmConfig, Config, RolloutConfig
+from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
+from rollout.agents.worker import AgentWorker
+from rollout.prompts import Row
+from rollout.rewards.base import Reward, RewardResult
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
+from tests.support.fakes import make_prompt, run_virtual
+
+EOS = 0
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, seed=3)
+
+
+class FakeTokenizer:
+    """One token per character. Special tokens: 1 at the start where asked for, EOS is left out of decoded text."""
+
+    eos_token_id = EOS
+    chat_template = "made up"
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        if not texts:
+            raise IndexError("list index out of range")  # as the real ones do
+        start = [1] if add_special_tokens else []
+        return {"input_ids": [[*start, *map(ord, text)] for text in texts]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+class FakeReplica:
+    """Answers request i with the letters of `answers[i]` and an EOS, sampled by version 4 and then 5."""
+
+    def __init__(self, *answers: str):
+        self.calls: list[list[GenerationRequest]] = []
+        self._answers = answers
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.calls.append(requests)
+        return [self._complete(answer) for _, answer in zip(requests, self._answers, strict=True)]
+
+    def _complete(self, answer: str) -> Completion:
+        token_ids = np.array([*map(ord, answer), EOS], np.int32)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=-np.arange(len(token_ids), dtype=np.float32),
+            spans=(VersionSpan(0, 1, 4), VersionSpan(1, len(token_ids), 5)),
+            finish_reason="stop",
+            cached_tokens=len(answer),
+        )
+
+
+async def reward_of_length(prompt: Prompt, text: str) -> RewardResult:
+    return RewardResult(reward=float(len(text)))
+
+
+def make_worker(
+    reward: Reward = reward_of_length,
+    config: Config | None = None,
+    loop: AgentLoop | None = None,
+    **replicas: FakeReplica,
+) -> AgentWorker:
+    clients = {name: replica.generate for name, replica in replicas.items()}
+    return AgentWorker(
+        config=config or Config(),
+        tokenizer=FakeTokenizer(),
+        loop=loop or SingleTurn(),
+        reward=reward,
+        replicas=clients,
+    )
+
+
+def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
+    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size))
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_question_goes_into_the_template_and_braces_are_only_text() -> None:
+    rows = [Row(question="{x} + 1?", ground_truth="2", extra={"k": 1})]
+    encoded = make_worker().encode(rows, "Q {question} {A}", chat_template=False, max_tokens=99)
+    assert [row.text for row in encoded] == ["Q {x} + 1? {A}"]
+    assert encoded[0].row == rows[0]
+    assert encoded[0].token_ids == (1, *map(ord, "Q {x} + 1? {A}"))
+
+
+def test_a_chat_template_wraps_the_prompt_and_brings_the_special_tokens_itself() -> None:
+    [encoded] = make_worker().encode([Row(question="1?", ground_truth="")], "Q {question}", True, max_tokens=99)
+    assert encoded.text == "<user>Q 1?<assistant>"
+    assert encoded.token_ids == tuple(map(ord, encoded.text))
+
+
+def test_prompts_over_the_limit_are_left_out() -> None:
+    rows = [Row(question="q" * length, ground_truth="") for length in (3, 5, 4)]
+    encoded = make_worker().encode(rows, "{question}", chat_template=False, max_tokens=5)
+    assert [row.text for row in encoded] == ["qqq", "qqqq"]  # and one special token each
+
+
+def test_no_rows_are_no_prompts() -> None:
+    assert make_worker().encode([], "{question}", chat_template=False, max_tokens=5) == []
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_sampled_on_one_replica_and_scored() -> None:
+    replicas = {"r0": FakeReplica("ab", "c"), "r1": FakeReplica()}
+    group: TrajectoryGroup = run_group(make_worker(**replicas))
+    assert [len(replica.calls) for replica in replicas.values()] == [1, 0]
+    assert group.prompt == make_prompt(17)
+    first, second = group.trajectories
+    assert (first.text, first.reward, second.text, second.reward) == ("ab", 2.0, "c", 1.0)
+    assert first.prompt_ids.tolist() == [1, 2]
+    assert first.response_ids.tolist() == [97, 98, EOS]
+    assert first.rollout_logprobs.tolist() == [0, -1, -2]
+    assert first.loss_mask.all() and len(first.loss_mask) == 3
+    assert first.spans == (VersionSpan(0, 1, 4), VersionSpan(1, 3, 5))
+    assert (first.replica, first.finish_reason, first.cached_tokens) == ("r0", "stop", 2)
+
+
+def requests_of(ordinal: int, size: int, sampling: SamplingParams = SAMPLING) -> list[GenerationRequest]:
+    replica = FakeReplica(*"abcdefgh"[:size])
+    run_group(make_worker(r0=replica), ordinal, sampling, size)
+    return replica.calls[0]
+
+
+def test_requests_carry_the_prompt_and_the_sampling_with_the_end_of_sequence_as_a_stop() -> None:
+    for request in requests_of(17, 2, replace(SAMPLING, stop_token_ids=(9,))):
+        assert request.prompt_ids == (1, 2)
+        assert replace(request.sampling, seed=3) == replace(SAMPLING, stop_token_ids=(9, EOS))
+
+
+def test_ignoring_the_end_of_sequence_does_not_stop_at_it() -> None:
+    assert {r.sampling.stop_token_ids for r in requests_of(17, 2, replace(SAMPLING, ignore_eos=True))} == {()}
+
+
+def test_request_ids_and_seeds_are_unique_over_all_trajectories_of_a_run() -> None:
+    requests = [request for ordinal in range(200) for request in requests_of(ordinal, 8)]
+    assert len({request.request_id for request in requests}) == 1600
+    assert len({request.sampling.seed for request in requests}) == 1600
+    assert all(request.sampling.seed in range(2**31) for request in requests)
+
+
+def test_a_seed_depends_on_ordinal_index_and_the_runs_seed_alone() -> None:
+    whole = [request.sampling.seed for request in requests_of(5, 8)]
+    requests_of(4, 8)
+    assert [request.sampling.seed for request in requests_of(5, 4)] == whole[:4]
+    assert set(whole).isdisjoint(r.sampling.seed for r in requests_of(5, 8, replace(SAMPLING, seed=4)))
+
+
+def test_without_a_seed_nothing_is_seeded() -> None:
+    assert {r.sampling.seed for r in requests_of(5, 4, replace(SAMPLING, seed=None))} == {None}
+
+
+# -- rewards: how they are called is in test_scoring.py ----------------------------------------------------------------
+
+
+def test_a_reward_gets_the_prompt_and_the_decoded_response() -> None:
+    seen = []
+
+    async def reward(prompt: Prompt, text: str) -> float:
+        seen.append((prompt.ground_truth, text))
+        return 0.0
+
+    run_group(make_worker(reward, r0=FakeReplica("ab", "c")))
+    assert seen == [("17", "ab"), ("17", "c")]
+
+
+async def fails_for_c(prompt: Prompt, text: str) -> RewardResult:
+    if text == "c":
+        raise ZeroDivisionError("in the reward")
+    return RewardResult(reward=1.0, metrics={"format": 0.5})
+
+
+def test_a_reward_that_fails_marks_its_trajectory_and_no_other() -> None:
+    group: TrajectoryGroup = run_group(make_worker(fails_for_c, r0=FakeReplica("ab", "c")))
+    good, failed = group.trajectories
+    assert (good.reward, good.reward_metrics, good.error) == (1.0, {"format": 0.5}, None)
+    assert (failed.reward, failed.reward_metrics, failed.error) == (0.0, {}, "ZeroDivisionError: in the reward")
+    assert failed.response_ids.tolist() == [99, EOS]
+    assert group.errors == [None, "ZeroDivisionError: in the reward"]
+
+
+def test_a_response_near_its_limit_is_punished_beside_its_reward() -> None:
+    """Of at most 6 tokens the last 4 are the buffer: 2 tokens cost nothing, 3 a quarter, 5 three quarters."""
+    config = Config(
+        rollout=RolloutConfig(max_response_tokens=6),
+        algorithm=AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=2.0),
+    )
+    group = run_group(make_worker(config=config, r0=FakeReplica("a", "ab", "abcd")), size=3)
+    assert [t.overlong_penalty for t in group.trajectories] == [0, -0.5, -1.5]
+    assert [t.reward for t in group.trajectories] == [1, 2, 4]
+    assert [t.shaped_reward for t in group.trajectories] == [1, 1.5, 2.5]
+    plain = run_group(make_worker(r0=FakeReplica("a", "ab", "abcd")), size=3)
+    assert [t.overlong_penalty for t in plain.trajectories] == [0, 0, 0]
+
+
+def test_remax_has_one_greedy_trajectory_more_that_is_not_trained() -> None:
+    replica = FakeReplica("ab", "c", "abcd")
+    config = Config(algorithm=AlgorithmConfig(advantage="remax"))
+    group: TrajectoryGroup = run_group(make_worker(config=config, r0=replica))
+    assert [t.text for t in group.trajectories] == ["ab", "c"]
+    assert group.greedy is not None and group.greedy.shaped_reward == 4
+    (requests,) = replica.calls
+    assert [request.request_id for request in requests] == ["17-0", "17-1", "17-greedy"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(EOS,))
+    assert requests[2].sampling == greedy
+    assert [request.sampling.temperature for request in requests[:2]] == [0.7, 0.7]
+    assert run_group(make_worker(r0=FakeReplica("ab", "c"))).greedy is None
+
+
+class OwnLoop:
+    """Its environment rewards the first episode, and failed in the second."""
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        episodes = await SingleTurn().run(tasks, generate)
+        results = [RewardResult(reward=7.0), RewardResult(reward=0.0, error="gone"), None]
+        return [replace(episode, result=result) for episode, result in zip(episodes, results, strict=True)]
+
+
+def test_an_environments_reward_stands_before_the_reward_function() -> None:
+    group = run_group(make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")), size=3)
+    assert [(t.reward, t.error) for t in group.trajectories] == [(7, None), (0, "gone"), (3, None)]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+async def reward_of_letters(prompt: Prompt, text: str) -> RewardResult:
+    return RewardResult(reward=-1.0, accuracy=float(len(text)), answer=prompt.ground_truth + text[:1])
+
+
+def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None:
+    replica = FakeReplica("a", "abcd", "ab", "", "b", "abc")
+    prompts = [make_prompt(ordinal) for ordinal in (5, 3, 4)]
+    sampling = SamplingParams(temperature=0.6, max_tokens=8)
+    part = run_virtual(make_worker(reward_of_letters, r0=replica).evaluate(prompts, "r0", sampling, 2))
+    scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some] for some in part.samples]
+    assert scores == [[(1, "5a", 2), (4, "5a", 5)], [(2, "3a", 3), (0, "3", 1)], [(1, "4b", 2), (3, "4a", 4)]]
+    assert part.versions == {4, 5}
+    assert part.errors == ()
+    [requests] = replica.calls
+    ids = ["eval.0-5-0", "eval.0-5-1", "eval.0-3-0", "eval.0-3-1", "eval.0-4-0", "eval.0-4-1"]
+    assert [request.request_id for request in requests] == ids
+    assert {request.sampling for request in requests} == {replace(sampling, stop_token_ids=(EOS,))}
+
+
+def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -> None:
+    """Ray does not end what a lost worker had running, so the replica may still have the requests of the first."""
+    replica, sampling = FakeReplica("ab"), SamplingParams(max_tokens=8, seed=1)
+    worker = make_worker(r0=replica)
+    for attempt in (3, 4):
+        run_virtual(worker.evaluate([make_prompt(5)], "r0", sampling, 1, attempt=attempt))
+    first, second = (requests[0] for requests in replica.calls)
+    assert (first.request_id, second.request_id) == ("eval.3-5-0", "eval.4-5-0")
+    assert first.sampling == second.sampling
+
+
+def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() -> None:
+    part = run_virtual(
+        make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")).evaluate([make_prompt(0)], "r0", SAMPLING, 3)
+    )
+    [samples] = part.samples
+    assert ([sample.accuracy for sample in samples], part.errors) == ([7, 0, 3], ("gone",))
+
+
+def test_a_reward_that_tells_no_accuracy_is_the_accuracy() -> None:
+    part = run_virtual(make_worker(r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
+    [[sample]] = part.samples
+    assert (sample.accuracy, sample.answer) == (3.0, None)
+
+
+def test_a_reward_that_failed_is_neither_right_nor_a_vote() -> None:
+    async def reward(prompt: Prompt, text: str) -> RewardResult:
+        return RewardResult(reward=0.0, accuracy=1.0, answer=text, error="gone")
+
+    part = run_virtual(make_worker(reward, r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
+    [[sample]] = part.samples
+    assert (sample.accuracy, sample.answer, part.errors) == (0.0, None, ("gone",))
+
+
+def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:
+    replica = FakeReplica("a", "b")
+    run_virtual(make_worker(r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 2))
+    assert len({request.sampling.seed for request in replica.calls[0]}) == 2

@@ -1,0 +1,280 @@
+"""Rows from files and data sets, and errors that say which file, line and column."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rollout.data.rows import Columns, final_answer, load_rows
+from rollout.data.sources import DataError
+from rollout.prompts import Row
+from tests.support.paths import GSM8K
+
+needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no {GSM8K}")
+
+RECORDS = [
+    {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4", "data_source": "sums", "level": 1},
+    {"question": "Größe?", "answer": "#### 1,234", "data_source": "sums", "level": 2},
+]
+ROWS = [
+    Row(question="2 + 2?", ground_truth="4", data_source="sums", extra={"data_source": "sums", "level": 1}),
+    Row(question="Größe?", ground_truth="1234", data_source="sums", extra={"data_source": "sums", "level": 2}),
+]
+
+
+def write_jsonl(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+PLAIN = Columns(prompt="question", answer="answer")
+VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
+
+
+def load(*paths: Path) -> list[Row]:
+    return load_rows(", ".join(map(str, paths)), PLAIN)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_every_format_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    else:
+        write_jsonl(path, *RECORDS)
+    assert load(path) == ROWS
+
+
+def test_several_files_are_one_data_set_in_the_order_given(tmp_path: Path) -> None:
+    first, second = write_jsonl(tmp_path / "b.jsonl", RECORDS[1]), write_jsonl(tmp_path / "a.jsonl", RECORDS[0])
+    assert load(first, second) == [ROWS[1], ROWS[0]]
+
+
+def test_columns_have_the_names_of_the_config(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", {"problem": "1?", "solution": "one", "answer": "unused"})
+    assert load_rows(str(path), Columns(prompt="problem", answer="solution")) == [
+        Row(question="1?", ground_truth="one", extra={"answer": "unused"})
+    ]
+
+
+def test_blank_lines_and_windows_line_ends_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\n{"question": "q", "answer": "a"}\r\n  \r\n{"question": "r", "answer": "b"}')
+    assert [row.question for row in load(path)] == ["q", "r"]
+
+
+@pytest.mark.parametrize(
+    ("second_line", "message"),
+    [
+        ("{oops", "data.jsonl:3: not JSON"),
+        ('["question", "answer"]', "data.jsonl:3: must be a JSON object, is list"),
+        ('{"question": "q", "anwser": "a"}', "data.jsonl:3: no column 'answer'; the row has anwser, question"),
+        (
+            '{"question": 7, "answer": "a"}',
+            "data.jsonl:3: column 'question' must be text or a list of messages, is int",
+        ),
+        ('{"question": "q", "answer": null}', "data.jsonl:3: column 'answer' must be text or a number, is NoneType"),
+        ('{"question": "q", "answer": true}', "data.jsonl:3: column 'answer' must be text or a number, is bool"),
+    ],
+)
+def test_a_malformed_row_names_file_line_and_column(second_line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "q", "answer": "a"}\n\n' + second_line + "\n")
+    with pytest.raises(DataError) as raised:
+        load(path)
+    assert str(raised.value).startswith(f"{tmp_path}/{message}")
+
+
+def test_bytes_that_are_not_utf8_name_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "Gr\xf6\xdfe?", "answer": "a"}\n')
+    with pytest.raises(DataError, match=r"data\.jsonl:2: not JSON"):
+        load(path)
+
+
+def test_a_malformed_parquet_row_names_file_and_row(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None], "answer": ["1", "2"]}), path)
+    with pytest.raises(DataError, match=r"data\.parquet:2: column 'question' must be text or a list of mess"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data", "data.jsonl.gz"])
+def test_an_unknown_file_type_is_refused(name: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / name, RECORDS[0])
+    with pytest.raises(DataError, match=rf"{name}: must be a \.jsonl, \.json or \.parquet file, a folder, or a hub"):
+        load(path)
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_text("{}")
+    with pytest.raises(DataError, match=r"data\.parquet: cannot be read as parquet"):
+        load(tmp_path / "data.parquet")
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        ("He has 5 - 2 = 3 left.\n#### 3", "3"),
+        ("#### 1,234,567", "1234567"),
+        ("####  -8 \n", "-8"),
+        ("#### 1 no, #### 2", "2"),
+        ("72", "72"),
+        ("Paris, France", "Paris, France"),
+    ],
+)
+def test_the_final_answer_follows_the_last_mark_or_is_the_answer(answer: str, final: str) -> None:
+    assert final_answer(answer) == final
+
+
+# -- messages, nested columns, numbers ---------------------------------------------------------------------------------
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
+
+
+def verl_record(prompt: Any, reward_model: Any) -> dict[str, Any]:
+    return {"data_source": "sums", "prompt": prompt, "ability": "math", "reward_model": reward_model}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_verls_schema(suffix: str, tmp_path: Path) -> None:
+    record = verl_record([SYSTEM, USER], {"style": "rule", "ground_truth": "4"})
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    else:
+        write_jsonl(path, record)
+    [row] = load_rows(str(path), VERL)
+    assert (row.question, row.context, row.ground_truth, row.data_source) == ("2 + 2?", (SYSTEM,), "4", "sums")
+    assert row.extra == {key: value for key, value in record.items() if key != "prompt"}
+
+
+@pytest.mark.parametrize(("answer", "truth"), [(204, "204"), (-3, "-3"), (2.5, "2.5"), ("033", "033")])
+def test_an_answer_may_be_a_number(answer: Any, truth: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "aime.jsonl", {"Problem": "?", "Answer": answer})
+    assert load_rows(str(path), Columns(prompt="Problem", answer="Answer"))[0].ground_truth == truth
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            verl_record([USER], {"style": "rule"}),
+            "no column 'reward_model.ground_truth'; the column 'reward_model' has",
+        ),
+        (verl_record([USER], "4"), "column 'reward_model' has no 'ground_truth', is str"),
+        (verl_record([], {"ground_truth": "4"}), "column 'prompt': the last message must be the user's"),
+        (verl_record([USER, SYSTEM], {"ground_truth": "4"}), "column 'prompt': the last message must be the user's"),
+        (verl_record([USER, "2"], {"ground_truth": "4"}), "column 'prompt': message 2 must have a role and a content"),
+        (verl_record([{"role": "user"}], {"ground_truth": "4"}), "column 'prompt': message 1 must have a role and a"),
+    ],
+)
+def test_a_malformed_message_or_nested_column_is_named(record: Any, message: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", record)
+    with pytest.raises(DataError) as raised:
+        load_rows(str(path), VERL)
+    assert str(raised.value).startswith(f"{path}:1: {message}")
+
+
+# -- data sets of the `datasets` library -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict  # noqa: PLC0415  (it brings pandas: for these tests alone, as below)
+
+    one = Dataset.from_list(RECORDS)
+    one.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": one, "test": Dataset.from_list(RECORDS[:1])}).save_to_disk(str(tmp_path / "splits"))
+    (tmp_path / "repository").mkdir()
+    write_jsonl(tmp_path / "repository" / "train.jsonl", *RECORDS)
+    assert load(tmp_path / "one") == load(tmp_path / "splits@train") == load(tmp_path / "repository@train") == ROWS
+    assert load(tmp_path / "splits@test") == ROWS[:1]
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("splits", "splits: which split? Name one, as in "),
+        ("splits@dev", "splits@dev: cannot be loaded: KeyError"),
+        ("one@train", "one@train: it is one split: leave the @ out"),
+        ("bare@train", "bare@train: cannot be loaded: "),
+        ("one", "one:2: column 'answer' must be text or a number, is NoneType"),
+    ],
+)
+def test_a_data_set_that_cannot_be_read_is_named(entry: str, message: str, tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict  # noqa: PLC0415
+
+    one = Dataset.from_list([RECORDS[0], {**RECORDS[1], "answer": None}])
+    one.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": one}).save_to_disk(str(tmp_path / "splits"))
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DataError) as raised:
+        load(tmp_path / entry)
+    assert f"{tmp_path}/{message}" in str(raised.value)
+
+
+def test_a_hub_name_without_a_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    expected = (
+        r"nobody/nothing:main@train: no such folder, and cannot be loaded from the hub: ConnectionError: .*Offline"
+    )
+    with pytest.raises(DataError, match=expected):
+        load_rows("nobody/nothing:main@train", PLAIN)
+
+
+# -- a loader of the user's own ----------------------------------------------------------------------------------------
+
+OWN = """
+def squares(entries):
+    for number in range(int(entries)):
+        yield {"question": f"{number} squared?", "answer": number**2}
+
+def texts(entries):
+    return [{"question": "?", "answer": "!"}, "oops"]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_data.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("own")
+def test_a_loader_gets_the_entries_and_gives_records() -> None:
+    rows = load_rows("3", PLAIN, "own_data:squares")
+    assert [(row.question, row.ground_truth) for row in rows] == [(f"{n} squared?", f"{n * n}") for n in range(3)]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("loader", "columns", "message"),
+    [
+        ("own_data:squares", VERL, r"own_data:squares\('3'\):1: no column 'prompt'; the row has answer, question"),
+        ("own_data:texts", PLAIN, r"own_data:texts\('3'\):2: must be a dict, is str"),
+        ("own_data:cubes", PLAIN, "data.loader=own_data:cubes: own_data has no cubes"),
+    ],
+)
+def test_a_loader_that_gives_something_else_is_named(loader: str, columns: Columns, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_rows("3", columns, loader)
+
+
+@needs_gsm8k
+@pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
+def test_all_of_gsm8k_loads_with_a_number_for_every_answer(name: str, count: int) -> None:
+    rows = load(GSM8K / f"{name}.jsonl")
+    assert len(rows) == count
+    assert all(row.question and float(row.ground_truth) is not None for row in rows)

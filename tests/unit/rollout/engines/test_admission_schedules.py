@@ -1,0 +1,189 @@
+"""Requests that come, are submitted, leave, are cancelled, turned away and held up, in any order and at any moment."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.engines.admission import Admission
+from tests.support.fakes import run_virtual, settle
+
+
+class Crowd:
+    """Requests around an admission, what each of them may see, and what must hold of all of them after every step."""
+
+    def __init__(self, num_seats: int):
+        self.admission = Admission(num_seats)
+        self.num_seats = num_seats
+        self.widths: dict[str, int] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.queue: list[str] = []  # all that ever came, in the order in which they should get in
+        self.going_on: set[str] = set()
+        self.entered: set[str] = set()
+        self.submitted: set[str] = set()
+        self.past: set[str] = set()  # left, turned away or cancelled
+        self.hold_tasks: list[asyncio.Task[None]] = []
+        self.num_holds = 0
+        self._was_inside: set[str] = set()
+        self._was_open = True
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def enter(self, n: int) -> None:
+        name = f"{len(self.widths)}"
+        self.widths[name] = min(1 + n // 4, self.num_seats)
+        self.tasks[name] = asyncio.create_task(self._come(name, lambda: self.admission.enter(name, 1 + n // 4)))
+
+    def go_on(self, n: int) -> None:
+        """With what was inside before."""
+        name = f"{len(self.widths)}"
+        self.widths[name] = min(1 + n // 4, self.num_seats)
+        self.going_on.add(name)
+        self.tasks[name] = asyncio.create_task(
+            self._come(name, lambda: self.admission.enter(name, 1 + n // 4, goes_on=True))
+        )
+
+    def enter_twice(self, n: int) -> None:
+        """Under an id that is in use."""
+        names = [*self.admission.inside, *self.waiting]
+        if names:
+            name = names[n % len(names)]
+            with pytest.raises(ValueError, match=f"request {name} is here already"):
+                self.admission.enter(name).send(None)
+
+    def enter_again(self, n: int) -> None:
+        names = [name for name in self.admission.inside if name in self.submitted]
+        if names:
+            old = names[n % len(names)]
+            new = f"{len(self.widths)}"
+            self.widths[new] = self.widths[old]
+            self.past.add(old)
+            self.going_on.add(new)
+            self.tasks[new] = asyncio.create_task(self._come(new, lambda: self.admission.enter_again(old, new)))
+
+    def submit(self, n: int) -> None:
+        names = [name for name in self.admission.inside if name in self.entered - self.submitted]
+        if names:
+            self.submitted.add(names[n % len(names)])
+            self.admission.submitted(names[n % len(names)])
+
+    def leave(self, n: int) -> None:
+        names = [name for name in self.admission.inside if name in self.entered - self.past]
+        if names:
+            self.past.add(names[n % len(names)])
+            self.admission.leave(names[n % len(names)])
+
+    def cancel(self, n: int) -> None:
+        names = [name for name, task in self.tasks.items() if not task.done()]
+        if names:
+            self.past.add(names[n % len(names)])
+            self.tasks[names[n % len(names)]].cancel()
+
+    def turn_away(self, n: int) -> None:
+        waiting = self.waiting
+        chosen = None if n % 2 or not waiting else {waiting[n % len(waiting)], "unknown"}
+        turned = self.admission.turn_away(chosen)
+        assert set(turned) >= (set(waiting) if chosen is None else chosen - {"unknown"})
+        self.past.update(turned)
+
+    def hold(self, n: int) -> None:
+        self.hold_tasks.append(asyncio.create_task(self._hold()))
+
+    def release(self, n: int) -> None:
+        """Or give up one that is still waiting."""
+        if self.hold_tasks:
+            task = self.hold_tasks.pop(n % len(self.hold_tasks))
+            if task.done():
+                self._release()
+            else:
+                task.cancel()
+
+    async def _come(self, name: str, enter: Callable[[], Awaitable[bool]]) -> None:
+        behind = [one for one in self.waiting if name in self.going_on and one not in self.going_on]
+        self.queue.insert(self.queue.index(behind[0]) if behind else len(self.queue), name)
+        (self.entered if await enter() else self.past).add(name)
+
+    async def _hold(self) -> None:
+        self.num_holds += 1
+        try:
+            await self.admission.hold()
+        except asyncio.CancelledError:
+            self._count_release()
+            raise
+        assert self.submitted >= set(self.admission.inside), "nobody is on the way in"
+
+    def _release(self) -> None:
+        self._count_release()
+        self.admission.release()
+
+    def _count_release(self) -> None:
+        self.num_holds -= 1
+        self._was_open |= self.num_holds == 0
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[str]:
+        inside = set(self.admission.inside)
+        return [name for name in self.queue if name not in self.past | self.entered | inside]
+
+    def check(self, settled: bool) -> None:
+        inside, waiting = self.admission.inside, self.waiting
+        free = self.num_seats - sum(self.widths[name] for name in inside)
+        assert free >= 0
+        new = set(inside) - self._was_inside
+        assert not new or self._was_open, "nobody enters while held"
+        for name in new:
+            assert not set(waiting) & set(self.queue[: self.queue.index(name)]), "nobody overtakes"
+        if settled and waiting and not self.num_holds:
+            assert self.widths[waiting[0]] > free, "nobody waits beside a seat that is free"
+        self._was_inside, self._was_open = set(inside), self.num_holds == 0
+
+    async def drain(self) -> None:
+        """With all holds gone, and everybody who is inside leaving, all others come in."""
+        while self.hold_tasks:
+            self.release(0)
+            await settle()
+        await settle()
+        while self.waiting or self.admission.inside:
+            assert self.admission.inside, "somebody waits although nobody is inside"
+            self.check(settled=True)
+            for name in self.admission.inside:
+                self.past.add(name)
+                self.admission.leave(name)
+            await settle()
+        assert all(task.done() for task in self.tasks.values())
+        assert self.entered | self.past == set(self.widths)
+        await self.admission.emptied()
+        assert await self.admission.enter("last", self.num_seats)
+
+
+STEPS = st.tuples(
+    st.sampled_from(
+        [Crowd.enter] * 4
+        + [Crowd.submit, Crowd.leave] * 2
+        + [Crowd.cancel, Crowd.turn_away, Crowd.hold, Crowd.release]
+        + [Crowd.go_on, Crowd.enter_again, Crowd.enter_twice]
+    ),
+    st.integers(0, 9),
+    st.sampled_from([0, 1, 2, 20]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(num_seats=st.integers(1, 4), steps=st.lists(STEPS, max_size=40))
+def test_every_schedule(num_seats: int, steps: list[tuple[Callable[[Crowd, int], None], int, int]]) -> None:
+    """`ticks`: for how many turns of the event loop the others get to run before the next step."""
+
+    async def main() -> None:
+        crowd = Crowd(num_seats)
+        for step, n, ticks in steps:
+            step(crowd, n)
+            for _ in range(ticks if step is not Crowd.enter_again else 20):
+                await asyncio.sleep(0)
+            crowd.check(settled=ticks == 20)
+        await crowd.drain()
+
+    run_virtual(main())

@@ -1,0 +1,300 @@
+"""The simulated engine keeps the contract of `engines.base.Engine`: every token carries the version that sampled it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.engines.simulated import EngineDiedError, SimulatedEngine
+from rollout.types import Completion, VersionSpan
+from tests.support.fakes import (
+    ClockedEngine,
+    make_manifest,
+    make_request,
+    now,
+    run_virtual,
+    settle,
+    start,
+    update_engine,
+)
+
+
+def on_engine(test: Callable[[ClockedEngine], Awaitable[None]], max_num_seqs: int = 8, swap_s: float = 0.0) -> None:
+    """Runs the test on a virtual clock, with an engine that serves version 0."""
+
+    async def main() -> None:
+        engine = ClockedEngine(max_num_seqs, swap_s)
+        await update_engine(engine, 0)
+        await test(engine)
+
+    run_virtual(main())
+
+
+async def stop(engine: ClockedEngine, clear_cache: bool = False) -> None:
+    await engine.hold()
+    await engine.freeze(clear_cache)
+
+
+async def go_on(engine: ClockedEngine) -> float:
+    frozen_s = await engine.thaw()
+    engine.release()
+    return frozen_s
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def test_spans_are_exact_over_several_updates_of_one_request() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        task = start(engine, "a", 10)
+        await asyncio.sleep(2.5)  # in the middle of the third token, which the pause lets finish
+        await update_engine(engine, 1, frozen_s=50)
+        await asyncio.sleep(2.25)
+        await update_engine(engine, 2, frozen_s=50)
+        await update_engine(engine, 3)  # no token in between
+        completion = await task
+        assert completion.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 6, 1), VersionSpan(6, 10, 3))
+        assert completion.token_ids.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3, 3]
+        assert now() == pytest.approx(110)
+
+    on_engine(test)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    starts=st.lists(st.tuples(st.floats(0, 8), st.integers(1, 8)), min_size=1, max_size=5),
+    waits=st.lists(st.tuples(st.floats(0, 4), st.floats(0, 4)), max_size=6),
+    max_num_seqs=st.integers(1, 4),
+    swap_s=st.sampled_from([0.0, 0.7]),
+)
+def test_every_token_is_of_the_version_that_was_live_when_its_step_began(
+    starts: list[tuple[float, int]], waits: list[tuple[float, float]], max_num_seqs: int, swap_s: float
+) -> None:
+    async def test(engine: ClockedEngine) -> None:
+        async def generate_later(name: str, delay: float, num_tokens: int) -> tuple[Completion, int]:
+            await asyncio.sleep(delay)
+            completion = await engine.generate(make_request(name, num_tokens))
+            return completion, len(engine.step_versions)
+
+        tasks = [asyncio.create_task(generate_later(f"{index}", *spec)) for index, spec in enumerate(starts)]
+        for version, (delay, paused_s) in enumerate(waits, 1):
+            await asyncio.sleep(delay)
+            await update_engine(engine, version, paused_s)
+        for (_, num_tokens), task in zip(starts, tasks, strict=True):
+            completion, end = await task
+            expected = engine.step_versions[end - num_tokens : end]  # a request that runs gets a token of every step
+            assert completion.token_ids.tolist() == expected
+            assert [completion.spans[0].start, completion.spans[-1].end] == [0, num_tokens]
+            for before, after in zip(completion.spans, completion.spans[1:], strict=False):
+                assert before.end == after.start and before.global_steps < after.global_steps
+            from_spans = np.concatenate([np.full(s.end - s.start, s.global_steps) for s in completion.spans])
+            assert from_spans.tolist() == expected
+
+    on_engine(test, max_num_seqs, swap_s)
+
+
+def test_a_version_that_was_not_staged_is_not_swapped_in() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        with pytest.raises(RuntimeError, match="cannot swap in version 1: staged is None"):
+            await engine.swap(1)
+        await engine.stage(make_manifest(1))
+        with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
+            await engine.swap(2)
+
+    on_engine(test)
+
+
+def test_a_tag_has_the_checksum_of_what_was_staged() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        await engine.stage(make_manifest(7))
+        [tag] = await engine.swap(7)
+        assert (tag.global_steps, tag.checksum) == (7, 1007)
+
+    on_engine(test)
+
+
+# -- pause -------------------------------------------------------------------------------------------------------------
+
+
+def test_paused_nothing_moves_however_long_it_takes() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        task = start(engine, "a", 4)
+        await asyncio.sleep(1.5)
+        await stop(engine)
+        assert now() == 2  # the step under way has ended
+        await asyncio.sleep(1e6)
+        assert engine.step_starts == [0, 1] and not task.done()
+        assert await go_on(engine) == 1e6
+        await task
+        assert engine.step_starts == [0, 1, 1000002, 1000003]
+
+    on_engine(test)
+
+
+def test_a_request_sent_while_paused_starts_after_the_resume_with_the_new_weights() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        await engine.stage(make_manifest(1))
+        await stop(engine)
+        task = start(engine, "a", 2)
+        await asyncio.sleep(10)
+        assert engine.step_starts == [] and not task.done()
+        await engine.swap(1)
+        await go_on(engine)
+        assert (await task).spans == (VersionSpan(0, 2, 1),)
+        assert engine.step_starts == [10, 11]
+
+    on_engine(test)
+
+
+def test_clearing_the_cache_costs_a_prefill_of_the_tokens_so_far_and_keeping_it_none() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        tasks = [start(engine, "a", 9), start(engine, "b", 5)]
+        await asyncio.sleep(1.5)
+        for clear_cache, prefilled in ((False, 2 + 2), (True, 2 + 2 + 2 + 2)):
+            await stop(engine, clear_cache)
+            assert engine.gauges()["prefilled_tokens"] == prefilled
+            await go_on(engine)
+        await stop(engine)
+        await engine.freeze(clear_cache=True)  # frozen already
+        assert engine.gauges()["prefilled_tokens"] == 8 + 2 + 2
+        await go_on(engine)
+        await asyncio.gather(*tasks)
+        assert engine.gauges()["engine_requests"] == 2
+
+    on_engine(test)
+
+
+def test_aborted_requests_answer_with_the_tokens_they_have_and_the_others_do_not_notice() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        tasks = {name: start(engine, name, 9) for name in "abcd"}
+        await asyncio.sleep(2.5)
+        await update_engine(engine, 1)
+        await asyncio.sleep(1.5)
+        assert sorted(await engine.abort({"a", "d", "unknown"})) == ["a", "d"]
+        ended, unstarted = await tasks["a"], await tasks["d"]
+        assert (ended.token_ids.tolist(), ended.finish_reason) == ([0, 0, 0, 1], "abort")
+        assert ended.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 4, 1)) and len(ended.logprobs) == 4
+        assert (unstarted.token_ids.tolist(), unstarted.finish_reason, unstarted.spans) == ([], "abort", ())
+        assert await engine.abort({"a"}) == []
+        for name, end in (("b", 9), ("c", 4 + 1 + 9)):  # the seat of "a" was free after the step under way
+            assert len((await tasks[name]).token_ids) == 9
+            assert now() == pytest.approx(end, abs=1)
+
+    on_engine(test, max_num_seqs=2)
+
+
+def test_a_pause_right_after_a_resume_freezes() -> None:
+    """The engine has been woken up but has not run yet."""
+
+    async def test(engine: ClockedEngine) -> None:
+        task = start(engine, "a", 2)
+        await asyncio.sleep(0.5)
+        await stop(engine)
+        await settle()
+        await go_on(engine)
+        await stop(engine)
+        await asyncio.sleep(10)
+        assert engine.step_starts == [0]
+        await go_on(engine)
+        assert len((await task).token_ids) == 2
+
+    on_engine(test)
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def test_at_most_max_num_seqs_run_and_the_others_wait_in_order() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        ends: list[tuple[str, float]] = []
+
+        async def note(name: str) -> None:
+            await engine.generate(make_request(name, 3))
+            ends.append((name, now()))
+
+        await asyncio.gather(*map(note, "abcde"))
+        assert ends == [("a", 3), ("b", 3), ("c", 6), ("d", 6), ("e", 9)]
+        assert engine.gauges()["engine_requests"] == 5
+
+    on_engine(test, max_num_seqs=2)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_cancelled_request_frees_its_place(paused: bool) -> None:
+    async def test(engine: ClockedEngine) -> None:
+        running, waiting, last = start(engine, "a", 100), start(engine, "b", 100), start(engine, "c", 2)
+        await asyncio.sleep(2.5)
+        if paused:
+            await stop(engine)
+        running.cancel()
+        waiting.cancel()
+        await asyncio.wait([running, waiting])
+        if paused:
+            await go_on(engine)
+        assert len((await last).token_ids) == 2
+        assert now() == 5  # the step that was under way, and two more
+
+    on_engine(test, max_num_seqs=1)
+
+
+def test_a_request_cancelled_in_its_last_step_does_not_stop_the_engine() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        other = start(engine, "b", 5)
+        task = start(engine, "a", 3)
+        await asyncio.sleep(2.5)
+        # A timer that was set later than the engine's own, for the same time: the engine runs before the request does.
+        asyncio.get_running_loop().call_at(3.0, task.cancel)
+        assert len((await other).token_ids) == 5
+        assert task.done()
+
+    on_engine(test)
+
+
+def test_a_response_that_is_cut_off_says_so() -> None:
+    async def main() -> None:
+        for length, expected in ((5, ("stop", 5)), (8, ("stop", 8)), (9, ("length", 8))):
+            engine = SimulatedEngine(length_of=lambda _, n=length: n, step_s=1.0, max_num_seqs=1)
+            completion = await engine.generate(make_request("a", 8))
+            assert (completion.finish_reason, len(completion.token_ids)) == expected
+
+    run_virtual(main())
+
+
+# -- death -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_killed_engine_fails_every_request_now_and_later(paused: bool) -> None:
+    async def test(engine: ClockedEngine) -> None:
+        watcher = asyncio.create_task(engine.wait_dead())
+        tasks = [start(engine, name, 5) for name in "abc"]
+        await asyncio.sleep(1.5)
+        if paused:
+            await stop(engine)
+        assert not watcher.done()
+        engine.kill()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDiedError] * 3
+        assert isinstance(await watcher, EngineDiedError)
+        with pytest.raises(EngineDiedError):
+            await engine.generate(make_request("d", 1))
+        engine.kill()  # twice is once
+
+    on_engine(test, max_num_seqs=2)
+
+
+def test_an_engine_killed_as_it_lets_a_request_in_has_nothing_of_it() -> None:
+    async def test(engine: ClockedEngine) -> None:
+        first, second = start(engine, "a", 5), start(engine, "b", 5)
+        await asyncio.sleep(1.5)
+        first.cancel()
+        await asyncio.sleep(0)  # its seat is the second's, which has not been told yet
+        engine.kill()
+        with pytest.raises(EngineDiedError) as caught:
+            await second
+        assert caught.value.so_far is None
+
+    on_engine(test, max_num_seqs=1)

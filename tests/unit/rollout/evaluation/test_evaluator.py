@@ -1,0 +1,257 @@
+"""Every held-out prompt is asked, spread over the replicas, with a deadline, whoever dies; what the answers say."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from rollout.agents.worker import EvaluationPart
+from rollout.evaluation.evaluator import MAX_WORKER_LOSSES, Evaluator, OnLost
+from rollout.evaluation.scores import EvaluatedSample
+from rollout.failures import FailureBudget, RewardFailuresError
+from rollout.fleet.members import TooFewReplicasError
+from rollout.router import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, ReplicaRouter
+from rollout.types import Prompt, SamplingParams
+from tests.support.fakes import make_prompt, now, run_virtual, settle
+
+
+class FakeRunner:
+    """Prompt `ordinal` has accuracy `ordinal` in its first sample, 0 in others, ten times as many tokens, and takes
+    `seconds`. The rewards of the first `failing` prompts fail. A call to a replica raises the next of its `errors`."""
+
+    def __init__(self, seconds: float = 1.0, failing: int = 0, errors: dict[str, list[Exception]] | None = None):
+        self.failing = failing
+        self.asked: list[tuple[str, list[int]]] = []
+        self.attempts: list[int] = []
+        self.sampling: set[SamplingParams] = set()
+        self._seconds = seconds
+        self._errors = errors or {}
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
+    ) -> EvaluationPart:
+        self.asked.append((replica, [prompt.ordinal for prompt in prompts]))
+        self.attempts.append(attempt)
+        self.sampling.add(sampling)
+        await asyncio.sleep(self._seconds)
+        if self._errors.get(replica):
+            raise self._errors[replica].pop(0)
+        return EvaluationPart(
+            samples=tuple(
+                tuple(
+                    EvaluatedSample(
+                        accuracy=float(prompt.ordinal if index == 0 else 0),
+                        answer=f"{prompt.ordinal}",
+                        num_tokens=10 * prompt.ordinal,
+                    )
+                    for index in range(num_samples)
+                )
+                for prompt in prompts
+            ),
+            versions=frozenset({8} if replica == "a" else {8, 7}),
+            errors=tuple(f"{replica} failed" for prompt in prompts if prompt.ordinal < self.failing),
+        )
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+
+
+def make_evaluator(
+    runner: FakeRunner,
+    num_prompts: int,
+    router: ReplicaRouter | None = None,
+    num_samples: int = 1,
+    on_lost: OnLost | None = None,
+    timeout_s: float = 5,
+) -> Evaluator:
+    prompts = [replace(make_prompt(ordinal), data_source="odd" * (ordinal % 2)) for ordinal in range(num_prompts)]
+    return Evaluator(
+        prompts=prompts,
+        replicas=router or make_router(),
+        runner=runner,
+        sampling=GREEDY,
+        num_samples=num_samples,
+        timeout_s=timeout_s,
+        failures=FailureBudget(0.25, 8),
+        on_lost=on_lost or (router or make_router()).remove,
+    )
+
+
+def make_router() -> ReplicaRouter:
+    return ReplicaRouter(["a", "b", "c"], max_inflight=8)
+
+
+def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas() -> None:
+    runner = FakeRunner()
+    evaluator = make_evaluator(runner, 5)
+    evaluation = run_virtual(evaluator.evaluate())
+    assert runner.asked == [("a", [0, 3]), ("b", [1, 4]), ("c", [2])]
+    assert runner.sampling == {GREEDY}
+    assert [(prompt.ordinal, prompt.samples[0].accuracy) for prompt in evaluation.prompts] == [(n, n) for n in range(5)]
+    assert (evaluation.accuracy, evaluation.mean_response_tokens, evaluation.num_prompts) == (2, 20, 5)
+    assert evaluation.versions == (7, 8)
+    assert evaluation.metrics == {}
+    run_virtual(evaluator.evaluate())
+    assert evaluator.num_requests == 10
+
+
+def test_of_several_samples_every_data_source_has_its_scores() -> None:
+    evaluator = make_evaluator(FakeRunner(), 3, num_samples=4)
+    evaluation = run_virtual(evaluator.evaluate())
+    assert evaluator.num_requests == 12
+    assert evaluation.accuracy == pytest.approx((0 + 1 / 4 + 2 / 4) / 3)
+    assert evaluation.metrics == pytest.approx(
+        {
+            **{"val/avg@4": 1 / 4, "val/pass@4": 1 / 2, "val/maj@4": 1 / 4},
+            **{"val/odd/avg@4": 1 / 4, "val/odd/pass@4": 1, "val/odd/maj@4": 1 / 4},
+        }
+    )
+
+
+def test_replicas_without_a_share_are_left_alone() -> None:
+    runner = FakeRunner()
+    assert run_virtual(make_evaluator(runner, 2).evaluate()).num_prompts == 2
+    assert runner.asked == [("a", [0]), ("b", [1])]
+
+
+def test_those_out_of_service_are_not_asked() -> None:
+    """They serve another version, or none."""
+    runner, router = FakeRunner(), make_router()
+    evaluator = make_evaluator(runner, 4, router)
+
+    async def main() -> None:
+        await router.eject("a", RuntimeError("not verified"))
+        assert (await evaluator.evaluate()).num_prompts == 4
+        assert runner.asked == [("b", [0, 2]), ("c", [1, 3])]
+        runner.asked.clear()
+        await router.admit("a")
+        await router.remove("c", RuntimeError("died"))
+        assert (await evaluator.evaluate()).num_prompts == 4
+        assert runner.asked == [("a", [0, 2]), ("b", [1, 3])]
+
+    run_virtual(main())
+
+
+def test_an_evaluation_past_its_deadline_names_the_key() -> None:
+    with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
+        run_virtual(make_evaluator(FakeRunner(seconds=6), 2).evaluate())
+
+
+def test_rewards_that_fail_count_under_the_budget() -> None:
+    evaluator = make_evaluator(FakeRunner(failing=1), 3)
+    run_virtual(evaluator.evaluate())
+    run_virtual(evaluator.evaluate())
+    with pytest.raises(RewardFailuresError, match=r"^3 rewards failed, .*max_failed_rewards=0.25 .* 8 .*: a failed$"):
+        run_virtual(evaluator.evaluate())
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_lost_replica_leaves_is_asked_of_another_and_nothing_else_is() -> None:
+    runner = FakeRunner(errors={"b": [ReplicaLostError("b died")]})
+    evaluator = make_evaluator(runner, 5, router := make_router())
+    evaluation = run_virtual(evaluator.evaluate())
+    assert [prompt.ordinal for prompt in evaluation.prompts] == [0, 1, 2, 3, 4]
+    assert runner.asked == [("a", [0, 3]), ("b", [1, 4]), ("c", [2]), ("c", [1, 4])]
+    assert router.healthy == ["a", "c"] and evaluator.num_requests == 5 + 2
+
+
+def test_a_lost_agent_worker_costs_another_try_under_other_names() -> None:
+    runner = FakeRunner(errors={"a": [AgentWorkerLostError("an agent worker died")] * 2})
+    evaluator = make_evaluator(runner, 2, router := make_router())
+    run_virtual(evaluator.evaluate())
+    run_virtual(evaluator.evaluate())
+    assert runner.asked == [("a", [0]), ("b", [1]), ("a", [0]), ("a", [0]), ("a", [0]), ("b", [1])]
+    assert len(set(runner.attempts)) == len(runner.attempts), "of the evaluation before, too"
+    assert router.healthy == ["a", "b", "c"]
+
+
+def test_what_ends_one_agent_worker_after_the_other_ends_the_evaluation() -> None:
+    runner = FakeRunner(seconds=0.1, errors={"a": [AgentWorkerLostError("an agent worker died")] * 99})
+    with pytest.raises(AgentWorkerLostError, match="an agent worker died"):
+        run_virtual(make_evaluator(runner, 2).evaluate())
+    assert runner.asked == [("a", [0]), ("b", [1]), *[("a", [0])] * MAX_WORKER_LOSSES]
+
+
+@pytest.mark.parametrize("dies_s", [None, 1.0])
+def test_where_no_replica_is_in_service_one_is_waited_for(dies_s: float | None) -> None:
+    """From the beginning, or since the only one died under the evaluation."""
+    runner = FakeRunner(errors={"a": [ReplicaLostError("a died")]})
+    router = ReplicaRouter(["a"], max_inflight=8)
+
+    async def main() -> None:
+        router.expect("replacement", RuntimeError("starting"))
+        if dies_s is None:
+            await router.remove("a", RuntimeError("died before"))
+        evaluating = asyncio.create_task(make_evaluator(runner, 2, router).evaluate())
+        await asyncio.sleep(3)
+        assert router.healthy == [] and not evaluating.done()
+        await router.admit("replacement")
+        assert (await evaluating).num_prompts == 2 and now() == 4
+        assert runner.asked[-1] == ("replacement", [0, 1])
+
+    run_virtual(main())
+
+
+def test_who_never_comes_is_waited_for_until_the_deadline() -> None:
+    router = ReplicaRouter(["a"], max_inflight=8)
+    router.expect("a", RuntimeError("starting"))
+    with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
+        run_virtual(make_evaluator(FakeRunner(), 2, router).evaluate())
+
+
+def test_too_few_that_are_left_end_it() -> None:
+    async def too_few(name: str, error: BaseException) -> None:
+        raise TooFewReplicasError(f"without {name}") from error
+
+    runner = FakeRunner(errors={"a": [ReplicaLostError("a died")]})
+    with pytest.raises(TooFewReplicasError, match="without a"):
+        run_virtual(make_evaluator(runner, 2, on_lost=too_few).evaluate())
+    runner = FakeRunner(errors={name: [ReplicaLostError(f"{name} died")] for name in "abc"})
+    with pytest.raises(NoReplicaLeftError, match="a died.*b died.*c died"):
+        run_virtual(make_evaluator(runner, 3, make_router()).evaluate())
+
+
+def test_of_pinned_replicas_only_those_that_are_left_are_asked_again() -> None:
+    errors: dict[str, list[Exception]] = {"b": [ReplicaLostError("b died")]}
+    runner = FakeRunner(errors=errors)
+    assert run_virtual(make_evaluator(runner, 4, make_router()).evaluate(["b", "c"])).num_prompts == 4
+    assert runner.asked == [("b", [0, 2]), ("c", [1, 3]), ("c", [0, 2])]
+
+
+def test_when_all_pinned_replicas_are_lost_the_caller_decides() -> None:
+    """Also where c is lost under one share while another finds an agent worker lost."""
+    worker_died = AgentWorkerLostError("an agent worker died")
+    errors = {"b": [ReplicaLostError("b died")], "c": [worker_died, ReplicaLostError("c died"), worker_died]}
+    runner = FakeRunner(errors=errors)
+    with pytest.raises(ReplicaLostError, match="every replica that evaluated was lost"):
+        run_virtual(make_evaluator(runner, 4, make_router()).evaluate(["b", "c"]))
+    assert [name for name, _ in runner.asked] == ["b", "c", "c", "c"]
+
+
+def test_who_drains_finishes_its_share_first() -> None:
+    router = make_router()
+
+    async def main() -> None:
+        evaluating = asyncio.create_task(make_evaluator(FakeRunner(), 3, router).evaluate())
+        await settle()
+        await router.eject("b", RuntimeError("draining"))
+        await router.emptied("b")
+        assert now() == 1
+        assert (await evaluating).num_prompts == 3
+
+    run_virtual(main())
+
+
+def test_an_evaluation_takes_no_room_from_the_training() -> None:
+    router = ReplicaRouter(["a"], max_inflight=8)
+
+    async def main() -> None:
+        evaluating = asyncio.create_task(make_evaluator(FakeRunner(), 100, router).evaluate())
+        await settle()
+        assert await router.acquire(8) == "a" and now() == 0
+        await evaluating
+
+    run_virtual(main())

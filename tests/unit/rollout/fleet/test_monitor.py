@@ -1,0 +1,242 @@
+"""Who is watched, who is declared lost and why, and that nobody waits for anybody else."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import pytest
+
+from configs.schema import PauseMode, WeightSyncConfig
+from rollout.engines.base import EngineDiedError
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.health import HealthMonitor
+from rollout.fleet.members import TooFewReplicasError
+from rollout.fleet.monitor import FleetMonitor
+from rollout.progress import ProgressReport
+from rollout.replica.replica import RolloutReplica
+from rollout.router import ReplicaRouter
+from tests.support.fakes import ClockedEngine, make_request, now, run_virtual, settle, start_group, update
+
+LOG = "its log is logs/{}.log in the run folder"
+
+
+class WatchedReplica(RolloutReplica):
+    """Answers `progress` with what a test says: a function, or the truth."""
+
+    answer: Callable[[], Awaitable[ProgressReport]] | None = None
+    asked: int = 0
+
+    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
+        self.asked += 1
+        return await (super().progress(known) if self.answer is None else self.answer())
+
+
+class Store:
+    """Notes what it is handed."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, int]] = []
+
+    def known(self, name: str) -> Mapping[str, int]:
+        return {f"request on {name}": 3}
+
+    def take(self, name: str, report: ProgressReport) -> None:
+        self.taken.append((name, report.tokens))
+
+
+class Setup:
+    """Replicas a and b on version 0, asked every second, lost after 20 s."""
+
+    def __init__(self, min_replicas: int = 1) -> None:
+        self.told: list[str] = []
+        self.engines = {name: ClockedEngine() for name in "ab"}
+        self.replicas = {name: WatchedReplica(name, e, WeightSyncConfig()) for name, e in self.engines.items()}
+        self.router = ReplicaRouter(list(self.replicas), 8)
+        self.store = Store()
+        self.fleet = ReplicaFleet(
+            list(self.replicas.values()), self.router, min_replicas, self.told.append, serving=0, progress=self.store
+        )
+        self.monitor = FleetMonitor(self.fleet, HealthMonitor(20.0, None), 1.0)
+
+
+def watched(test: Callable[[Setup, "asyncio.Task[None]"], Awaitable[None]], min_replicas: int = 1) -> None:
+    async def main() -> None:
+        setup = Setup(min_replicas)
+        for replica in setup.replicas.values():
+            await update(replica, 0)
+        watch = asyncio.create_task(setup.monitor.run())
+        await settle()
+        await test(setup, watch)
+        watch.cancel()
+        await asyncio.wait([watch])
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("process_is_gone", [False, True])
+def test_it_goes_on_after_a_death_until_too_few_are_left(
+    process_is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(replica: RolloutReplica) -> BaseException:
+        raise OSError(f"the process ended: {await replica._engine.wait_dead()}")
+
+    if process_is_gone:
+        monkeypatch.setattr(RolloutReplica, "wait_dead", gone)
+
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        setup.engines["b"].kill()
+        await settle()
+        assert not watch.done() and setup.router.healthy == ["a"]
+        setup.engines["a"].kill()
+        with pytest.raises(ExceptionGroup) as raised:
+            await watch
+        [error] = raised.value.exceptions
+        assert isinstance(error, TooFewReplicasError)
+        reason = f"died: {'the process ended: ' if process_is_gone else ''}the simulated engine was killed"
+        died = f"a {reason}; {LOG.format('a')}"
+        assert str(error) == f"0 replicas are left in service, rollout.min_replicas=1: {died}"
+        assert setup.told[0] == f"b is given up: b {reason}; {LOG.format('b')}"
+
+    watched(test)
+
+
+def test_every_replica_is_asked_every_second_and_the_store_is_told() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        group = start_group(setup.replicas["a"], 3)
+        await asyncio.sleep(2.5)
+        assert [tokens for name, tokens in setup.store.taken if name == "a"] == [0, 1, 2]
+        assert [tokens for name, tokens in setup.store.taken if name == "b"] == [0, 0, 0]
+        await group
+
+    watched(test)
+
+
+async def silent() -> ProgressReport:
+    await asyncio.sleep(1e6)
+    raise AssertionError
+
+
+async def stuck() -> ProgressReport:
+    return ProgressReport(tokens=5, running=2, paused=False, busy_s=0.0, request_s=0.0, partials=())
+
+
+async def process_gone() -> ProgressReport:
+    raise OSError("the actor died")
+
+
+@pytest.mark.parametrize(
+    ("answer", "at", "why"),
+    [
+        (silent, 20, "is lost: no answer for 20 s (rollout.replica_timeout_s=20)"),
+        (stuck, 20, "is lost: 2 requests ran and no token came for 20 s (rollout.replica_timeout_s=20)"),
+        (process_gone, 0, "died: the actor died"),
+    ],
+)
+def test_a_replica_that_does_not_go_on_is_lost_within_its_deadline_and_ended(
+    answer: Callable[[], Awaitable[ProgressReport]], at: int, why: str
+) -> None:
+    """The other one is asked all the while."""
+
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        await asyncio.sleep(4.5)
+        begins = now()
+        setup.replicas["b"].answer = answer
+        group = start_group(setup.replicas["b"], 10_000)
+        with pytest.raises(EngineDiedError):
+            await group
+        assert at <= now() - begins <= at + 5, "and its last progress waited for at most 2 s"
+        assert setup.told == [f"b is given up: b {why}; {LOG.format('b')}"]
+        assert setup.router.healthy == ["a"] and not watch.done()
+        assert setup.replicas["a"].asked >= at + 4
+        asked = setup.replicas["b"].asked
+        await asyncio.sleep(10)
+        assert setup.replicas["b"].asked == asked, "the dead are not asked"
+
+    watched(test)
+
+
+def test_it_is_known_for_how_long_a_client_has_paused_a_replica() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        await setup.replicas["a"].pause(PauseMode.keep)
+        await asyncio.sleep(1500)
+        await setup.replicas["a"].resume()
+        await asyncio.sleep(100)
+        assert setup.fleet.paused.of("a") == pytest.approx(1500, abs=2) and setup.fleet.paused.of("b") == 0
+        assert setup.fleet.paused.of_any() == setup.fleet.paused.of("a")
+        await setup.replicas["b"].pause(PauseMode.keep)
+        await asyncio.sleep(10)
+        await setup.fleet.lose("b", OSError("died"))
+        before = setup.fleet.paused.of("b")
+        await asyncio.sleep(10)
+        assert setup.fleet.paused.of("b") == before, "the dead are not paused"
+
+    watched(test)
+
+
+def test_a_replica_with_clients_of_its_own_is_alive() -> None:
+    """Over HTTP they ask the engine itself: one answer after another, so that some request always runs."""
+
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        async def client(engine: ClockedEngine, number: int, length: int) -> None:
+            for turn in range(600 // length):
+                assert len((await engine.generate(make_request(f"{number}.{turn}", length))).token_ids) == length
+
+        lengths = (7, 11, 13)
+        await asyncio.gather(*(client(e, i, n) for e in setup.engines.values() for i, n in enumerate(lengths)))
+        assert setup.told == []
+
+    watched(test)
+
+
+def test_a_replica_goes_on_after_a_long_group_was_cancelled() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        long = start_group(setup.replicas["a"], 900, 900, prefix="long ")
+        await asyncio.sleep(200.5)
+        long.cancel()
+        assert [len(c.token_ids) for c in await start_group(setup.replicas["a"], 100)] == [100]
+        assert (await setup.replicas["a"].progress({})).tokens == 2 * 200 + 100
+        assert setup.told == []
+
+    watched(test)
+
+
+def test_the_tokens_of_a_dead_engine_are_asked_for_before_its_actor_is_ended() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        await asyncio.sleep(1.5)
+        setup.store.taken.clear()
+        setup.engines["b"].kill()
+        await settle()
+        assert {name for name, _ in setup.store.taken} == {"b"}, "between two of the regular questions"
+
+    watched(test)
+
+
+def test_an_error_of_the_store_is_no_loss_of_a_replica() -> None:
+    class BrokenStore(Store):
+        def take(self, name: str, report: ProgressReport) -> None:
+            raise KeyError("a bug")
+
+    async def main() -> None:
+        setup = Setup()
+        setup.fleet._progress = BrokenStore()
+        with pytest.raises(ExceptionGroup) as raised:
+            await setup.monitor.run()
+        assert raised.group_contains(KeyError, match="a bug") and setup.told == []
+
+    run_virtual(main())
+
+
+def test_replicas_that_join_are_watched_and_those_that_left_are_not() -> None:
+    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
+        name = setup.fleet.want()
+        late = WatchedReplica(name, ClockedEngine(), WeightSyncConfig())
+        await asyncio.sleep(2)
+        assert late.asked == 0
+        assert await setup.fleet.join(late)
+        await asyncio.sleep(2)
+        assert late.asked >= 2
+        await setup.fleet.retire(name, "no longer wanted")
+        asked = late.asked
+        await asyncio.sleep(5)
+        assert late.asked <= asked + 1 and not watch.done()
+
+    watched(test)

@@ -1,0 +1,70 @@
+"""Who may use the control routes, and where a token does not show."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.load import without_token
+from configs.schema import Config, Device
+from configs.serve import ServeConfig, serve_problems
+from configs.validate import ConfigError
+from rollout.http.auth import RequireToken
+from rollout.http.control import OPEN_PATHS, control_app
+from rollout.http.controlled import ReplicaControl
+from scripts import serve, train
+from tests.support.compose import changed, resolve
+from tests.support.fakes import ClockedEngine, run_virtual
+from tests.unit.rollout.http.test_control import client_of, make_replica
+
+
+def test_with_a_token_only_probes_are_open() -> None:
+    async def main() -> None:
+        replica = make_replica(ClockedEngine())
+        app = RequireToken(control_app(ReplicaControl(replica), False), "s3cret", OPEN_PATHS)
+        calls = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/v1/pause")]
+        calls += [("POST", "/v1/resume"), ("GET", "/v1/is_paused"), ("POST", "/v1/abort_requests"), ("GET", "/docs")]
+        async with client_of(app) as client:
+            for method, path in calls:
+                for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+                    refused = await client.request(method, path, headers=given)
+                    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer"), path
+            assert not replica.is_paused()
+            for path in OPEN_PATHS:
+                assert (await client.get(path)).status_code == 200, path
+            await client.post("/pause", headers={"authorization": "Bearer s3cret"})
+            assert replica.is_paused()
+
+    run_virtual(main())
+
+
+def test_a_token_is_required_to_listen_beyond_this_machine() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert serve_problems(ServeConfig(host=host)) == [], host
+    for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
+        ((key, value, allowed),) = serve_problems(ServeConfig(host=host))
+        assert (key, value) == ("serve.token", None) and host in allowed
+        assert serve_problems(ServeConfig(host=host, token="s3cret")) == []
+    for token in ("", "  ", "sch\u00f6n", "two\nlines"):
+        ((key, value, allowed),) = serve_problems(ServeConfig(token=token))
+        assert (key, "not shown" in str(value)) == ("serve.token", True), "an error must not print it"
+
+
+def test_a_token_is_required_where_replicas_listen_beyond_this_machine(tmp_path: Path) -> None:
+    """On a cluster each listens on its node's address. Refused before anything starts."""
+    config = changed(resolve(), ray__address="10.0.0.1:6379", device=Device.cpu, dry_run=True)
+    with pytest.raises(ConfigError, match=r"serve\.token=None: with ray\.address=10\.0\.0\.1:6379 .* need a token"):
+        serve.launch(config, tmp_path)
+    assert serve.launch(changed(config, serve__token="s3cret"), tmp_path) == 0
+    assert serve.launch(changed(config, ray__address=None), tmp_path) == 0
+
+
+def test_the_token_stays_out_of_what_a_run_leaves_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TEST_TOKEN", "s3cret")
+    for given in ("s3cret", "${oc.env:SLIPSTREAM_TEST_TOKEN}"):
+        composed = OmegaConf.create({"serve": {"token": given, "port": 1}})
+        assert OmegaConf.to_container(without_token(composed), resolve=True) == {
+            "serve": {"token": "(not shown)", "port": 1}
+        }
+        assert composed.serve.token == "s3cret"
+    assert "s3cret" not in str(train._plain(Config(serve=ServeConfig(token="s3cret"))))

@@ -1,0 +1,283 @@
+"""Whatever a reward does, its group gets an answer in time: on the real clock, since threads know no other."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Awaitable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.failures import FailureBudget, RewardFailuresError
+from rollout.rewards import scoring
+from rollout.rewards.base import Reward, RewardResult
+from rollout.rewards.overlong import overlong_penalty
+from rollout.rewards.scoring import score
+from rollout.rewards.threads import RewardThreads
+from rollout.types import Prompt
+from tests.support.fakes import make_prompt, run_virtual
+
+TEXTS = ["ab", "c", ""]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "PATIENCE_S", 0.01)
+
+
+def results(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[RewardResult]:
+    return asyncio.run(score(reward, [(make_prompt(17), text) for text in texts], timeout_s, RewardThreads()))
+
+
+def outcomes(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[float | str | None]:
+    """The reward, or the error."""
+    return [result.reward if result.error is None else result.error for result in results(reward, texts, timeout_s)]
+
+
+# -- what a reward may be ----------------------------------------------------------------------------------------------
+
+
+def of_length(prompt: Prompt, text: str) -> float:
+    assert prompt.ordinal == 17
+    return len(text) / 2
+
+
+async def later(prompt: Prompt, text: str) -> RewardResult:
+    await asyncio.sleep(0)
+    return RewardResult(reward=len(text) / 2, metrics={"format": np.float32(1)})  # pyright: ignore
+
+
+class AsyncCallable:
+    """`inspect.iscoroutinefunction` says no."""
+
+    async def __call__(self, prompt: Prompt, text: str) -> float:
+        return len(text) / 2
+
+
+def gives_an_awaitable(prompt: Prompt, text: str) -> Awaitable[RewardResult]:
+    return later(prompt, text)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [of_length, later, AsyncCallable(), gives_an_awaitable, partial(later), lambda p, t: np.float64(len(t) / 2)],
+)
+def test_a_reward_may_be_a_number_a_result_or_either_of_them_later(reward: Reward) -> None:
+    scored = results(reward)
+    assert [result.reward for result in scored] == [1.0, 0.5, 0.0]
+    assert {type(number) for result in scored for number in [result.reward, *result.metrics.values()]} == {float}
+    assert results(reward, []) == []
+
+
+@pytest.mark.parametrize("kind", [bool, int, np.bool_, np.int64, np.float32])
+def test_any_kind_of_number_is_one(kind: type) -> None:
+    assert outcomes(lambda prompt, text: kind(len(text) == 2)) == [1, 0, 0]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def raises(prompt: Prompt, text: str) -> float:
+    if text == "c":
+        raise ValueError("c is no answer")
+    return 1.0
+
+
+def exits(prompt: Prompt, text: str) -> float:
+    if text == "c":
+        sys.exit("by the code under test")
+    return 1.0
+
+
+def stops(prompt: Prompt, text: str) -> float:
+    return 1.0 if text != "c" else next(iter(()))
+
+
+def interrupts(prompt: Prompt, text: str) -> float:
+    if text == "c":
+        raise KeyboardInterrupt
+    return 1.0
+
+
+def cancels(prompt: Prompt, text: str) -> float:
+    if text == "c":
+        raise asyncio.CancelledError("inside")
+    return 1.0
+
+
+def answers(value: object) -> Any:
+    return lambda prompt, text: value if text == "c" else 1.0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        (raises, "ValueError: c is no answer"),
+        (exits, "SystemExit: by the code under test"),
+        (stops, "StopIteration: "),
+        (interrupts, "KeyboardInterrupt: "),
+        (cancels, "CancelledError: inside"),
+        (answers(None), "TypeError: a reward must be a finite number, not None"),
+        (answers("1.0"), "TypeError: a reward must be a finite number, not '1.0'"),
+        (answers((1.0, {})), "TypeError: a reward must be a finite number, not (1.0, {})"),
+        (answers(float("nan")), "ValueError: a reward must be a finite number, not nan"),
+        (answers(RewardResult(reward=-np.inf)), "ValueError: a reward must be a finite number, not -inf"),
+        (answers(RewardResult(reward="x")), "TypeError: a reward must be a finite number, not 'x'"),  # pyright: ignore
+        (answers(RewardResult(reward=1, metrics={"k": None})), "TypeError: the metric k must be"),  # pyright: ignore
+        (answers(RewardResult(reward=1, metrics=None)), "AttributeError: "),  # pyright: ignore
+        (answers(RewardResult(reward=1, error="sandbox down")), "sandbox down"),
+    ],
+)
+def test_what_goes_wrong_is_the_error_of_its_response_alone(reward: Any, error: str, is_async: bool) -> None:
+    async def as_coroutine(prompt: Prompt, text: str) -> Any:
+        return reward(prompt, text)
+
+    if is_async and reward is stops:
+        error = "RuntimeError: coroutine raised StopIteration"
+    first, failed, last = outcomes(as_coroutine if is_async else reward)
+    assert (first, last) == (1.0, 1.0)
+    assert str(failed).startswith(error)
+
+
+def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes(raises)
+    assert [record.getMessage() for record in caplog.records] == ["the reward of prompt 17 failed"]
+    assert "line" in caplog.text and "c is no answer" in caplog.text
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(release: threading.Event) -> None:
+    """Twice in a group, so that neither the thread for all nor one of the later ones may be alone."""
+
+    def hangs(prompt: Prompt, text: str) -> float:
+        if text == "hang":
+            release.wait(30)
+        return 1.0
+
+    async def main() -> None:
+        responses = [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")]
+        scoring_task = asyncio.create_task(score(hangs, responses, 1.5, RewardThreads()))
+        ticks = 0
+        while not scoring_task.done():
+            ticks += 1
+            await asyncio.sleep(0)
+        late = "TimeoutError: took longer than rollout.reward_timeout_s=1.5"
+        assert [result.error for result in scoring_task.result()] == [None, late, late, None]
+        assert ticks > 10
+
+    asyncio.run(main())
+
+
+def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancelled() -> None:
+    async def hangs(prompt: Prompt, text: str) -> float:
+        for _ in range(3 if text == "c" else 0):
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    async def main() -> tuple[list[RewardResult], float]:
+        scored = await score(hangs, [(make_prompt(0), text) for text in TEXTS], 60, RewardThreads())
+        return scored, asyncio.get_running_loop().time()
+
+    scored, seconds = run_virtual(main())
+    assert [result.error is None for result in scored] == [True, False, True]
+    assert seconds == pytest.approx(60)
+
+
+def test_slow_rewards_run_side_by_side() -> None:
+    """Async ones on the loop; of synchronous ones each waits for all others, which one thread could not do."""
+    barrier = threading.Barrier(4, timeout=30)
+
+    def meets(prompt: Prompt, text: str) -> float:
+        barrier.wait()
+        return 1.0
+
+    assert outcomes(meets, list("abcd")) == [1.0] * 4
+
+    async def sleeps(prompt: Prompt, text: str) -> float:
+        await asyncio.sleep(3600)
+        return 1.0
+
+    async def main() -> float:
+        await score(sleeps, [(make_prompt(0), "")] * 4, 4000, RewardThreads())
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(3600)
+
+
+def test_quick_rewards_share_one_thread_and_async_ones_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "PATIENCE_S", 30.0)
+    started: list[threading.Thread] = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            started.append(self)
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    assert outcomes(of_length, ["xx"] * 100) == [1.0] * 100
+    assert len(started) == 1 and started[0].daemon
+    assert outcomes(AsyncCallable()) == outcomes(later) == [1.0, 0.5, 0.0]
+    assert len(started) == 1
+
+
+def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
+    begun = threading.Event()
+
+    def hangs(prompt: Prompt, text: str) -> float:
+        begun.set()
+        release.wait(30)
+        return 1.0
+
+    async def main() -> None:
+        task = asyncio.create_task(score(hangs, [(make_prompt(0), "a")], 30, RewardThreads()))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+# -- budget and punishment ---------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
+    budget = FailureBudget(0.1, 25)
+    budget.count([None, "ValueError: the first", None])
+    budget.count(["ValueError: the second"])
+    assert budget.gauges() == {"rollout/failed_rewards": 2}
+    with pytest.raises(RewardFailuresError) as caught:
+        budget.count(["ValueError: the third"])
+    assert str(caught.value) == (
+        "3 rewards failed, more than rollout.max_failed_rewards=0.1 of the run's 25 trajectories; "
+        "the first: ValueError: the first"
+    )
+
+
+def test_without_a_budget_the_first_failure_is_one_too_many() -> None:
+    budget = FailureBudget()
+    budget.count([None] * 1000)
+    with pytest.raises(RewardFailuresError, match="1 rewards failed, .* the first: no"):
+        budget.count(["no"])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1), (107, -1)]
+)
+def test_the_overlong_punishment_is_linear_in_the_buffer(num_tokens: int, penalty: float) -> None:
+    """DAPO's equation 13 with L_max = 100 and L_cache = 20."""
+    assert overlong_penalty(num_tokens, 100, 20, 1.0) == pytest.approx(penalty)
+    assert overlong_penalty(num_tokens, 100, 20, 0.5) == pytest.approx(penalty / 2)
+    assert overlong_penalty(num_tokens, 100, 0, 1.0) == 0

@@ -1,0 +1,269 @@
+"""The least loaded replica with room, first come first served, and no room that is lost."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.router import NoReplicaLeftError, ReplicaRouter, max_inflight
+from tests.support.fakes import run_virtual, settle
+
+
+def in_flight(router: ReplicaRouter) -> float:
+    return router.gauges()["rollout/inflight_trajectories"]
+
+
+def test_a_group_goes_to_the_least_loaded_replica() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=100)
+        assert await router.acquire(8) == "a"
+        assert await router.acquire(2) == "b"
+        assert await router.acquire(2) == "b"
+        assert await router.acquire(2) == "b"
+        await router.release("a", 8)
+        assert await router.acquire(2) == "a"
+        assert in_flight(router) == 8
+
+    run_virtual(main())
+
+
+def test_idle_replicas_take_turns() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b", "c"], max_inflight=4)
+        taken = []
+        for _ in range(6):
+            taken.append(await router.acquire(4))
+            await router.release(taken[-1], 4)
+        assert taken == ["a", "b", "c", "a", "b", "c"]
+
+    run_virtual(main())
+
+
+def test_acquire_waits_for_room() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a"], max_inflight=8)
+        for _ in range(2):
+            await router.acquire(4)
+        waiter = asyncio.create_task(router.acquire(4))
+        await settle()
+        assert not waiter.done() and in_flight(router) == 8
+        await router.release("a", 4)
+        assert await waiter == "a"
+
+    run_virtual(main())
+
+
+def test_first_come_first_served_also_behind_a_big_group() -> None:
+    """Small groups that would fit do not overtake the big one, or it would starve."""
+
+    async def main() -> None:
+        router = ReplicaRouter(["a"], max_inflight=8)
+        await router.acquire(4)
+        await router.acquire(2)
+        served = []
+
+        async def acquire(count: int) -> None:
+            await router.acquire(count)
+            served.append(count)
+
+        waiters = [asyncio.create_task(acquire(count)) for count in (4, 2, 1)]
+        await settle()
+        assert served == [], "there is room for 2 and for 1, but the 4 came first"
+        await router.release("a", 4)
+        await settle()
+        assert served == [4, 2]
+        await router.release("a", 4)
+        await asyncio.gather(*waiters)
+        assert served == [4, 2, 1]
+
+    run_virtual(main())
+
+
+def test_a_group_above_the_limit_waits_for_an_idle_replica() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=8)
+        assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
+        waiter = asyncio.create_task(router.acquire(20))
+        await settle()
+        assert not waiter.done()
+        await router.release("b", 1)
+        assert await waiter == "b"
+        assert await router.acquire(7) == "a"
+
+    run_virtual(main())
+
+
+def test_nothing_is_routed_to_an_ejected_replica_until_it_is_admitted() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=8)
+        await router.eject("a", RuntimeError("out of memory"))
+        assert router.healthy == ["b"]
+        assert [await router.acquire(4), await router.acquire(4)] == ["b", "b"]
+        waiter = asyncio.create_task(router.acquire(4))
+        await settle()
+        assert not waiter.done()
+        await router.admit("a")
+        assert await waiter == "a"
+
+    run_virtual(main())
+
+
+def test_a_replica_can_be_released_after_it_was_ejected() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=8)
+        await router.acquire(8)
+        await router.eject("a", RuntimeError("gone"))
+        await router.release("a", 8)
+        assert in_flight(router) == 0
+
+    run_virtual(main())
+
+
+def test_with_the_last_replica_removed_every_waiter_is_told_every_error() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=1)
+        assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
+        waiters = [asyncio.create_task(router.acquire(1)) for _ in range(3)]
+        await settle()
+        await router.remove("a", RuntimeError("out of memory"))
+        await settle()
+        assert not any(waiter.done() for waiter in waiters)
+        await router.remove("b", ValueError("wrong checksum"))
+        for outcome in await asyncio.gather(*waiters, return_exceptions=True):
+            assert isinstance(outcome, NoReplicaLeftError)
+            assert "a: RuntimeError('out of memory')" in str(outcome)
+            assert "b: ValueError('wrong checksum')" in str(outcome)
+
+    run_virtual(main())
+
+
+def test_while_one_may_come_back_a_group_waits_for_it() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=4)
+        await router.eject("a", RuntimeError("not verified"))
+        await router.remove("b", RuntimeError("torn"))
+        waiter = asyncio.create_task(router.acquire(4))
+        await settle()
+        assert not waiter.done() and router.healthy == []
+        await router.admit("a")
+        assert await waiter == "a"
+
+    run_virtual(main())
+
+
+def test_a_removed_replica_never_comes_back() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=4)
+        await router.acquire(4)
+        await router.remove("a", RuntimeError("torn"))
+        await router.release("a", 4)
+        await router.eject("a", RuntimeError("late news"))
+        await router.admit("a")
+        assert router.healthy == ["b"] and in_flight(router) == 0
+        assert await router.acquire(4) == "b"
+
+    run_virtual(main())
+
+
+def test_a_replica_is_given_more_than_it_has_seats_for_so_that_none_stays_empty() -> None:
+    assert max_inflight(max_num_seqs=64, group_size=8) == 136
+
+
+@pytest.mark.parametrize(("max_num_seqs", "group_size"), [(64, 8), (4, 8), (4, 9), (1, 64)])
+def test_a_group_that_is_tried_again_finds_room_beside_the_next_one_that_waits_for_its_slot(
+    max_num_seqs: int, group_size: int
+) -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a"], max_inflight(max_num_seqs, group_size))
+        for _ in range(2):
+            async with asyncio.timeout(1):
+                assert await router.acquire(group_size) == "a"
+
+    run_virtual(main())
+
+
+def test_releasing_more_than_was_acquired_is_refused() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a"], max_inflight=8)
+        await router.acquire(4)
+        with pytest.raises(ValueError, match="replica a has 4 trajectories in flight, cannot release 5"):
+            await router.release("a", 5)
+        assert in_flight(router) == 4
+
+    run_virtual(main())
+
+
+def test_a_router_without_replicas_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one replica"):
+        ReplicaRouter([], max_inflight=8)
+
+
+def test_a_cancelled_waiter_takes_no_room_and_holds_up_nobody() -> None:
+    """The first in the queue, and the one behind it, are cancelled; also in the moment in which there is room."""
+
+    async def main(cancel_late: bool) -> None:
+        router = ReplicaRouter(["a"], max_inflight=1)
+        await router.acquire(1)
+        waiters = [asyncio.create_task(router.acquire(1)) for _ in range(4)]
+        await settle()
+        if cancel_late:
+            await router.release("a", 1)
+        waiters[0].cancel()
+        waiters[1].cancel()
+        await settle()
+        if not cancel_late:
+            await router.release("a", 1)
+        await settle()
+        assert [waiter.done() for waiter in waiters] == [True, True, True, False]
+        assert waiters[0].cancelled() and waiters[1].cancelled() and in_flight(router) == 1
+        await router.release("a", 1)
+        assert await waiters[3] == "a"
+
+    for cancel_late in (False, True):
+        run_virtual(main(cancel_late))
+
+
+# Moments at which a group arrives, how many trajectories it has, how long it runs, and when it gives up waiting.
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 12), st.integers(0, 9), st.sampled_from([0, 1, 3, 99])), max_size=15
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 8), GROUPS, st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=4))
+def test_every_schedule(num: int, limit: int, groups: list[tuple[int, ...]], health: list[tuple[int, bool]]) -> None:
+    """No replica is ever over its limit, but for one group alone; in the end all room is free, whoever gave up."""
+
+    async def main() -> None:
+        names = [f"r{i}" for i in range(num)]
+        router = ReplicaRouter(names, limit)
+        running: dict[str, list[int]] = {name: [] for name in names}
+
+        async def run_group(arrives: int, count: int, seconds: int, patience: int) -> None:
+            await asyncio.sleep(arrives)
+            try:
+                async with asyncio.timeout(patience):
+                    name = await router.acquire(count)
+            except TimeoutError:
+                return
+            assert name in router.healthy
+            running[name].append(count)
+            assert sum(running[name]) <= limit or running[name] == [count]
+            await asyncio.sleep(seconds)
+            running[name].remove(count)
+            await router.release(name, count)
+
+        async def change_health(at: int, healthy: bool) -> None:
+            """Of the first replica only, so that there is always one where there are two."""
+            await asyncio.sleep(at)
+            await (router.admit("r0") if healthy or num == 1 else router.eject("r0", RuntimeError("gone")))
+
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups:
+                tasks.create_task(run_group(*group))
+            for change in health:
+                tasks.create_task(change_health(*change))
+        assert in_flight(router) == 0
+
+    run_virtual(main())

@@ -1,0 +1,82 @@
+"""TRL is given the job we take ourselves, and the figures are medians of the right arm."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.peer import __main__ as bench_peer
+from scripts.bench.peer.__main__ import Result, grpo_arguments, last_tenth, peer_job, resolve, summary
+from scripts.bench.peer.environment import run_logged, same_versions
+
+
+def result(arm: str, seconds: float, after: float = 0.9) -> Result:
+    return Result(arm=arm, seconds=seconds, before=0.3, after=after, reward=0.8)
+
+
+def test_one_optimizer_step_takes_one_generation_batch_of_128_samples() -> None:
+    grpo = grpo_arguments(resolve(10, 0), seed=0)
+    samples = grpo["per_device_train_batch_size"] * grpo["gradient_accumulation_steps"]
+    assert samples == grpo["per_device_train_batch_size"] * grpo["steps_per_generation"] == 128
+    assert (grpo["num_generations"], grpo["num_iterations"], grpo["max_steps"]) == (8, 1, 10)
+
+
+def test_the_loss_and_the_optimizer_are_ours() -> None:
+    config = resolve(10, 0)
+    job = peer_job(config, "folder", threads=1, sampling_seed=0)
+    grpo = job["grpo"]
+    assert (grpo["epsilon"], grpo["epsilon_high"], grpo["delta"], grpo["beta"]) == (0.2, 0.28, 3.0, 0.0)
+    assert (grpo["loss_type"], grpo["scale_rewards"], grpo["mask_truncated_completions"]) == ("dapo", "group", False)
+    assert (grpo["temperature"], grpo["top_p"], grpo["top_k"]) == (1.0, 1.0, 0)
+    assert grpo["max_completion_length"] == job["max_new_tokens"] == 32
+    assert grpo["max_grad_norm"] == 1.0
+    assert job["optimizer"] == {
+        "lr": config.trainer.lr,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.0,
+        "warmup_steps": config.trainer.lr_warmup_steps,
+    }
+
+
+def test_the_prompts_are_those_of_our_stream_each_once() -> None:
+    config = resolve(10, 0)
+    job = peer_job(config, "folder", threads=1, sampling_seed=0)
+    prompts = [row["prompt"] for row in job["train"]]
+    held_out = {row["prompt"] for row in job["held_out"]}
+    assert len(prompts) == len(set(prompts)) == 160
+    assert len(held_out) == 256 and not held_out & set(prompts)
+    assert all(row["prompt"].endswith("\nAnswer: ") and row["ground_truth"].isdigit() for row in job["train"])
+    other_seed = peer_job(resolve(10, 1), "folder", threads=1, sampling_seed=0)
+    assert [row["prompt"] for row in other_seed["train"]] != prompts
+    assert {row["prompt"] for row in other_seed["held_out"]} == held_out
+
+
+def test_no_evaluation_falls_into_the_measured_time() -> None:
+    assert resolve(10, 0).trainer.eval_every == 0
+
+
+def test_the_quickest_arm_of_trl_counts_by_its_median() -> None:
+    results = [result("ours", seconds) for seconds in (20.0, 90.0, 30.0)]
+    results += [result("TRL, 1 thread(s)", seconds, after=0.8) for seconds in (60.0, 60.0, 10.0)]
+    results += [result("TRL, 2 thread(s)", seconds) for seconds in (70.0, 5.0, 70.0)]
+    figures = summary(results, steps=120, repeats=3, version="1.16.0")
+    assert (figures["ours_seconds"], figures["peer_seconds"], figures["ours_over_peer_time"]) == (30.0, 60.0, 0.5)
+    assert (figures["ours_accuracy"], figures["peer_accuracy"]) == (0.9, 0.8)
+    assert (figures["steps"], figures["repeats"], figures["trl"]) == (120, 3, "1.16.0")
+    assert len(bench_peer.table(results).splitlines()) == 4
+
+
+def test_the_last_tenth_is_at_least_one_value() -> None:
+    assert last_tenth([0.0] * 18 + [0.5, 1.0]) == 0.75
+    assert last_tenth([0.25, 1.0]) == 1.0
+
+
+def test_pins_lose_their_remarks() -> None:
+    assert same_versions("torch==2.13.0  # cpu only\nray==2.60.0\n# torch==1\ntransformers==5.19.0\n") == [
+        "torch==2.13.0",
+        "transformers==5.19.0",
+    ]
+
+
+def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with 3:\nsaid this"):
+        run_logged(["bash", "-c", "echo said this; exit 3"], tmp_path / "log")

@@ -1,0 +1,142 @@
+"""The arithmetic of the benchmark of weight updates, on times made by hand, and its simulated fleet."""
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from configs.schema import Transport
+from scripts.bench.virtual_clock import run_virtual
+from scripts.bench.weight_sync import __main__ as bench_weight_sync
+from scripts.bench.weight_sync import fleet as bench_fleet
+from scripts.bench.weight_sync.gaps import (
+    PauseWindow,
+    growth,
+    median_window,
+    normal_gap,
+    pause_window,
+    slope,
+    tokens_within,
+)
+from scripts.bench.weight_sync.pause import PauseResults
+from scripts.bench.weight_sync.prefill import RecomputeMeter, install_meter, read_meter
+
+
+def window(seconds: float) -> PauseWindow:
+    return PauseWindow(stop_s=0.0, swap_s=seconds, go_s=0.0, normal_s=1.0)
+
+
+# One token a second, an update from 3.5 to 8.2, and a token that is late because of something else.
+TIMES = [0.0, 1.0, 2.0, 3.0, 4.0, 9.0, 10.0, 11.0, 14.0]
+CALM = [(0.0, 3.5), (8.2, 20.0)]
+
+
+def test_a_normal_gap_is_the_median_outside_of_updates() -> None:
+    assert normal_gap(TIMES, CALM) == 1.0  # of 1, 1, 1 before and 1, 1, 3 after; not of 1 and 5 that reach into it
+    assert normal_gap([0.0, 1.0, 3.0, 6.0, 10.0], [(0.0, 10.0)]) == 2.5
+    with pytest.raises(ValueError, match="3 gaps between tokens lie within"):
+        normal_gap(TIMES, [(0.0, 3.5)])
+
+
+def test_the_pause_is_the_gap_around_the_new_version_less_a_normal_one() -> None:
+    """Token 5, at 9.0, is the first of the new weights; the swap went from 4.5 to 7.0."""
+    found = pause_window(TIMES, first_new=5, swap=(4.5, 7.0), undisturbed=CALM)
+    assert (found.stop_s, found.swap_s, found.go_s, found.normal_s) == (0.5, 2.5, 1.0, 1.0)
+    assert found.seconds == (9.0 - 4.0) - 1.0
+
+
+@pytest.mark.parametrize("first_new", [0, 9])
+def test_a_pause_without_a_token_on_both_sides_is_refused(first_new: int) -> None:
+    with pytest.raises(ValueError, match=f"first_new={first_new}"):
+        pause_window(TIMES, first_new, swap=(4.5, 7.0), undisturbed=CALM)
+
+
+def test_windows_are_summed_up_part_by_part() -> None:
+    parts = [(0.1, 5.0, 1.0, 9.0), (0.3, 4.0, 3.0, 7.0), (0.2, 6.0, 2.0, 8.0)]
+    windows = [PauseWindow(stop_s=stop, swap_s=swap, go_s=go, normal_s=normal) for stop, swap, go, normal in parts]
+    assert median_window(windows) == PauseWindow(stop_s=0.2, swap_s=5.0, go_s=2.0, normal_s=8.0)
+
+
+def test_ratios_are_of_the_same_repetition() -> None:
+    """The second repetition ran on a machine half as fast: no ratio changes."""
+    results = PauseResults(floor_s=[0.1, 0.2, 0.1])
+    staged, inside = "staged, collective", "inside, collective"
+    results.windows[staged] = [[window(0.15), window(0.14), window(9.0)], [window(0.3)], [window(0.12)]]
+    results.windows[inside] = [[window(1.5)], [window(3.0)], [window(0.6)]]
+    assert results.pauses(staged) == [0.15, 0.3, 0.12]
+    assert results.over_floor(staged) == pytest.approx(1.5)
+    assert results.inside_over_staged(Transport.collective) == pytest.approx(10.0)
+
+
+def test_tokens_are_counted_from_the_start_to_before_the_end() -> None:
+    assert tokens_within([[0.5, 1.0, 1.5], [1.0, 2.0]], (1.0, 2.0)) == 3
+
+
+def test_what_is_computed_at_places_that_were_reached_before_is_computed_again() -> None:
+    """A prompt of 100 tokens in two chunks and two tokens: the last one of a trajectory is never computed."""
+    meter = RecomputeMeter()
+    for start, count in ((0, 60), (60, 40), (100, 1), (101, 1)):
+        meter.take("keep-0-31-0badbeef", start, count)
+    assert meter.tokens == 0
+    meter.take("keep-0-3-0badbeef", 0, 90)  # another trajectory
+    assert meter.tokens == 0
+    meter.take("keep-0-31-0badbeef", 0, 80)  # its KV was cleared
+    meter.take("keep-0-31-0badbeef", 80, 23)
+    assert meter.tokens == 102
+    meter.take("keep-0-31+1-12345678", 64, 40)  # aborted and continued, with two blocks in the prefix cache
+    assert meter.tokens == 102 + 39
+    meter.take("keep-0-31+1~1-12345678", 104, 1)
+    assert meter.tokens == 102 + 39
+    with pytest.raises(ValueError, match="request warmup: its name does not begin like"):
+        meter.take("warmup", 0, 1)
+
+
+def test_the_meter_sees_each_step_before_the_model_runner_takes_it() -> None:
+    steps = []
+    worker = SimpleNamespace(model_runner=SimpleNamespace(execute_model=lambda *step: steps.append(step) or "output"))
+    install_meter(worker)
+
+    def step(counts: dict[str, int], new: dict[str, int], cached: dict[str, int]) -> SimpleNamespace:
+        """`new`, `cached`: request -> the place from which on it is computed."""
+        return SimpleNamespace(
+            num_scheduled_tokens=counts,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=new[name]) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
+        )
+
+    first = step({"a-0-0": 100, "a-0-1": 50}, {"a-0-0": 0, "a-0-1": 0}, {})
+    assert worker.model_runner.execute_model(first, None) == "output"
+    worker.model_runner.execute_model(step({"a-0-0": 1, "a-0-1": 50}, {}, {"a-0-0": 100, "a-0-1": 0}))
+    assert steps[0] == (first, None) and len(steps) == 2
+    assert read_meter(worker) == 50
+
+
+def test_growth_is_held_against_the_logarithm() -> None:
+    grown = growth({1: 0.02, 4: 0.03, 256: 0.1})
+    assert grown[4] == (pytest.approx(1.5), 3.0)
+    assert grown[256] == (pytest.approx(5.0), 1 + math.log2(256))
+    assert slope({1: 0.001, 4: 0.5, 256: 0.256}) == pytest.approx(0.001)
+
+
+def test_simulated_replicas_swap_side_by_side() -> None:
+    """On a clock that only their swaps move, 16 of them take as long as one."""
+
+    async def updates() -> tuple[list[bench_fleet.FleetOutcome], float]:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        return await bench_fleet._updates(16), clock() - started
+
+    outcomes, seconds = run_virtual(updates())
+    assert [outcome.pause_s for outcome in outcomes] == [pytest.approx(bench_fleet.SWAP_S)] * bench_fleet.UPDATES
+    assert seconds == pytest.approx((1 + bench_fleet.UPDATES) * bench_fleet.SWAP_S)
+
+
+def test_the_last_line_is_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_fleet, "NUM_REPLICAS", (1, 2))
+    monkeypatch.setattr(bench_fleet, "SWAP_S", 0.0)
+    bench_weight_sync.main(["--only", "fleet", "--repeats", "1", "--sizes", "1"])
+    table, last = capsys.readouterr().out.rstrip().split("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[3:]] == ["1", "2"]
+    assert {"fleet_256_over_1", "fleet_cpu_us_per_replica", "sizes_m"} <= set(json.loads(last))

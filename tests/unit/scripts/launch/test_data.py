@@ -1,0 +1,82 @@
+"""The rows of a run: where they come from, and prompts that are too long."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from configs.data import OverlongPrompts
+from configs.schema import Config
+from rollout.prompts import EncodedRow, Row
+from scripts.launch.data import encode_rows, held_out_rows, load_rows
+from tests.support.compose import changed
+
+
+class FakeEncoder:
+    """A token per character of the question."""
+
+    async def encode(
+        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
+    ) -> list[EncodedRow]:
+        tokens = [tuple(map(ord, row.question)) for row in rows]
+        encoded = [EncodedRow(row=row, text=template, token_ids=ids) for row, ids in zip(rows, tokens, strict=True)]
+        return [row for row in encoded if len(row.token_ids) <= max_tokens]
+
+
+@dataclass
+class Screen:
+    messages: list[str] = field(default_factory=list)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+ROWS = [Row(question="q" * length, ground_truth="") for length in (3, 9, 4)]
+FILTER = changed(Config(), data__max_prompt_tokens=5)
+REFUSE = changed(FILTER, data__overlong_prompts=OverlongPrompts.refuse)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
+    screen = Screen()
+    kept = asyncio.run(encode_rows(FILTER, FakeEncoder(), "train", ROWS, screen))
+    assert [row.row for row in kept] == [ROWS[0], ROWS[2]]
+    assert screen.messages == ["train: 2 prompts, 1 left out (data.max_prompt_tokens=5)"]
+
+
+def test_or_they_are_refused() -> None:
+    message = "data.overlong_prompts=refuse: 1 of 3 train prompts exceed data.max_prompt_tokens=5"
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(encode_rows(REFUSE, FakeEncoder(), "train", ROWS, Screen()))
+    assert len(asyncio.run(encode_rows(REFUSE, FakeEncoder(), "train", [ROWS[0]], Screen()))) == 1
+
+
+def test_a_set_without_a_prompt_that_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match="no held-out prompt has at most data.max_prompt_tokens=5 tokens"):
+        asyncio.run(encode_rows(FILTER, FakeEncoder(), "held-out", [ROWS[1]], Screen()))
+
+
+def test_columns_and_limits_are_those_of_the_config(tmp_path: Path) -> None:
+    for name, count in (("train", 3), ("val", 5)):
+        records = [{"Problem": f"{name} {n}", "Answer": n} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = changed(
+        Config(),
+        data__train_files=f"{tmp_path}/train.jsonl",
+        data__val_files=f"{tmp_path}/val.jsonl",
+        data__prompt_key="Problem",
+        data__answer_key="Answer",
+        data__num_val=2,
+    )
+    train, val = load_rows(config)
+    assert [row.question for row in train] == ["train 0", "train 1", "train 2"]
+    assert [(row.question, row.ground_truth) for row in val] == [("val 0", "0"), ("val 1", "1")]
+    assert held_out_rows(changed(config, data__train_files="/no/such.jsonl")) == val
+
+
+def test_arithmetic_is_made_here_and_disjoint() -> None:
+    train, val = load_rows(changed(Config(), data__num_train=50, data__num_val=20))
+    assert (len(train), len(val)) == (50, 20)
+    assert not {row.question for row in train} & {row.question for row in val}

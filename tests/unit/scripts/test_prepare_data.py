@@ -1,0 +1,120 @@
+"""Small files with the columns of the published data sets, turned into parquet that a recipe reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from rollout.data.rows import Columns, load_rows
+from rollout.data.sources import DataError
+from rollout.prompts import Row
+from scripts.prepare_data import DATA_SETS, GSM8K_PROMPT, main, prepare
+from tests.support.paths import ROOT
+from tests.support.published import dapo_record, math_prompt, write_jsonl, write_parquet
+
+VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
+
+
+def rows_of(path: Path) -> list[Row]:
+    return load_rows(str(path), VERL)
+
+
+def test_gsm8k_becomes_verls_schema(tmp_path: Path) -> None:
+    source = tmp_path / "gsm8k"
+    write_jsonl(source / "train.jsonl", [{"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}] * 2)
+    write_parquet(source / "test.parquet", [{"question": "Big?", "answer": "#### 1,234"}])
+    lines = list(prepare("gsm8k", str(source), tmp_path / "data"))
+    assert lines[0].startswith(
+        f"{tmp_path}/data/gsm8k/train.parquet: 1 prompts of 2 rows of {source}/train.jsonl; 1 rep"
+    )
+    [record] = pyarrow.parquet.read_table(tmp_path / "data" / "gsm8k" / "test.parquet").to_pylist()
+    assert record == {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": GSM8K_PROMPT.replace("{question}", "Big?")}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1234"},
+        "extra_info": {"split": "test", "index": 0},
+    }
+    assert not list((tmp_path / "data").rglob("*.part"))
+
+
+def test_dapos_repeated_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
+    """The published file has every prompt about a hundred times, a new index each."""
+    records = [dapo_record(f"q{number % 3}", f"{number % 3}", f"uuid-{number}") for number in range(30)]
+    records.append(dapo_record("q1", "17", "contradicts"))
+    source = write_parquet(tmp_path / "dapo-math-17k.parquet", records)
+    [line] = prepare("dapo_math", str(source), tmp_path)
+    assert "3 prompts of 31 rows" in line and "28 repeated, 1 of them with another answer than the first" in line
+    rows = rows_of(tmp_path / "dapo_math" / "train.parquet")
+    assert [(row.question, row.ground_truth) for row in rows] == [(math_prompt(f"q{n}"), f"{n}") for n in range(3)]
+    assert [row.extra["extra_info"]["index"] for row in rows] == [0, 1, 2]
+    assert {row.data_source for row in rows} == {"math_dapo"}
+
+
+AIME = {
+    "Maxwell-Jia/AIME_2024": {"ID": "2024-II-4", "Problem": "Find x.", "Solution": "It is so.", "Answer": 33},
+    "HuggingFaceH4/aime_2024": {
+        **{"id": 60, "problem": "Find x.", "solution": "It is so.", "answer": "033"},
+        **{"url": "https://example.org", "year": "2024"},
+    },
+    "BytedTsinghua-SIA/AIME-2024": dapo_record("Find x.", "33", "uuid"),
+    "zhuzilin/aime-2024": {"prompt": [{"role": "user", "content": math_prompt("Find x.")}], "label": "33"},
+    "open-r1/DAPO-Math-17k-Processed": {
+        **{"prompt": "Find x.", "solution": "33", "data_source": "math_dapo", "ability": "MATH"},
+        "reward_model": {"ground_truth": "33", "style": "rule-lighteval/MATH_v2"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", AIME)
+def test_every_published_form_of_a_problem_becomes_the_same_prompt(name: str, tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "source.parquet", [AIME[name]] * 32)  # some repeat each problem for avg@32
+    list(prepare("aime_2024", str(source), tmp_path))
+    [row] = rows_of(tmp_path / "aime_2024" / "test.parquet")
+    assert (row.question, row.ground_truth, row.data_source) == (math_prompt("Find x."), "33", "aime_2024")
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (
+            [{"query": "?", "Answer": 1}],
+            r"source\.jsonl:1: needs a column of prompt, question, problem, Problem",
+        ),
+        ([{"Problem": "?"}], r"source\.jsonl:1: needs a column of prompt, .*; the row has Problem"),
+        ([{"Problem": "?", "Answer": 1}, {"Problem": "!"}], r"source\.jsonl:2: no column 'Answer'"),
+        ([], r"source\.jsonl: no rows"),
+    ],
+)
+def test_a_source_without_the_columns_is_refused_and_nothing_written(
+    records: Any, message: str, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "source.jsonl", records)
+    with pytest.raises(DataError, match=message):
+        list(prepare("aime_2024", str(source), tmp_path))
+    assert not (tmp_path / "aime_2024").exists()
+
+
+def test_a_set_of_two_splits_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--source .*: must be a folder with train\.parquet or train\.jsonl and test"):
+        list(prepare("gsm8k", str(tmp_path), tmp_path))
+
+
+def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("sys.argv", ["prepare_data", "aime_2024", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"Maxwell-Jia/AIME_2024@train: .*cannot be loaded from the hub.*\n.*--source"):
+        main()
+
+
+def test_every_recipe_finds_its_files_among_those_that_are_made() -> None:
+    made = {f"data/{name}/{split}.parquet" for name, data_set in DATA_SETS.items() for split in data_set.splits}
+    named = {
+        line.split(": ")[1]
+        for recipe in (ROOT / "configs" / "recipe").glob("*.yaml")
+        for line in recipe.read_text().splitlines()
+        if line.strip().startswith(("train_files:", "val_files:"))
+    }
+    assert named == made

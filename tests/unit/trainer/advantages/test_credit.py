@@ -1,0 +1,172 @@
+"""From rewards to what every token learns: which algorithm's numbers arrive at which token."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from configs.algorithm import LossAggregation
+from configs.schema import AlgorithmConfig, Config, RolloutConfig
+from rollout.types import FloatArray, TrajectoryGroup
+from tests.support.reference import make_group, make_trajectory
+from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores
+from trainer.tokens import sampled_tokens
+
+
+def groups() -> list[TrajectoryGroup]:
+    """Five loss tokens, of trajectories of 2, 1, 0 and 2."""
+    return [
+        make_group(0, [make_trajectory([1], [7, 8], reward=1.0), make_trajectory([1], [9], reward=0.0)]),
+        make_group(
+            1,
+            [
+                make_trajectory([2], [4], loss_mask=[False], reward=3.0),
+                make_trajectory([2], [5, 6], rollout_logprobs=[-1, -5], reward=1.0),
+            ],
+        ),
+    ]
+
+
+def credit(
+    scores: dict[str, FloatArray] | None = None,
+    groups: Callable[[], list[TrajectoryGroup]] = groups,
+    **algorithm: object,
+) -> Credit:
+    config = Config(
+        algorithm=AlgorithmConfig(**algorithm),  # pyright: ignore[reportArgumentType]
+        rollout=RolloutConfig(max_response_tokens=8),
+    )
+    return assign_credit(groups(), sampled_tokens(groups(), 3), scores or {}, config, 3)
+
+
+def test_a_trajectorys_advantage_is_that_of_each_of_its_tokens() -> None:
+    found = credit(normalize_by_std=False)
+    assert [advantages.tolist() for advantages in found.advantages] == [[0.5, -0.5], [1, -1]]
+    assert found.tokens.advantages.tolist() == [0.5, 0.5, -0.5, -1, -1]
+    assert found.tokens.reference_logprobs is found.tokens.selected is None
+    assert found.metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({}, [1 / 5] * 5),
+        ({"loss": "gspo"}, [1 / 6, 1 / 6, 1 / 3, 1 / 6, 1 / 6]),
+        ({"loss": "gspo", "loss_aggregation": LossAggregation.token_sum}, [1] * 5),
+        ({"loss_aggregation": LossAggregation.seq_mean_token_sum_norm}, [1 / 24] * 5),
+        ({"loss_aggregation": LossAggregation.seq_mean_token_sum_norm, "loss_horizon": 5}, [1 / 15] * 5),
+    ],
+)
+def test_the_loss_has_an_aggregation_of_its_own_unless_told_otherwise(
+    algorithm: dict[str, object], expected: list[float]
+) -> None:
+    assert credit(**algorithm).tokens.loss_weights.tolist() == pytest.approx(expected)
+
+
+def test_the_kl_to_the_reference_is_taken_off_the_reward() -> None:
+    """Penalties 0.5 * (0.25 + 0.75, -0.5, 0, 1 + 3): rewards 0.5, 0.25 and 3, -1."""
+    kl = np.array([0.25, 0.75, -0.5, 1, 3], np.float32)
+    reference = np.arange(5, dtype=np.float32)
+    found = credit({"kl": kl, "reference_logprobs": reference}, kl_reward_coef=0.5, normalize_by_std=False)
+    assert [advantages.tolist() for advantages in found.advantages] == [[0.125, -0.125], [2, -2]]
+    assert found.tokens.advantages.tolist() == [0.125, 0.125, -0.125, -2, -2]
+    assert found.metrics == {"actor/reward_kl_penalty": pytest.approx(4.5 / 5)}
+    assert found.tokens.reference_logprobs is not None
+    assert found.tokens.reference_logprobs.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_tokens_are_selected_by_covariance_only_for_the_losses_that_ask() -> None:
+    """Logprobs 0, 0, 0, -1, -5 and advantages 0.5, 0.5, -0.5, -1, -1: the last token stands out by far."""
+    kl_cov = credit(loss="kl_cov", cov_ratio=0.2, normalize_by_std=False).tokens.selected
+    assert kl_cov is not None and kl_cov.tolist() == [False] * 4 + [True]
+    clip_cov = credit(loss="clip_cov", cov_ratio=1.0, normalize_by_std=False).tokens.selected
+    assert clip_cov is not None and clip_cov.tolist() == [False, False, False, False, True]
+    assert credit(loss="clip_cov", clip_cov_low=6.0, clip_cov_high=7.0).tokens.selected is not None
+    assert credit(loss="ppo_clip").tokens.selected is None
+
+
+def test_workers_are_asked_beforehand_only_for_a_kl() -> None:
+    assert not needs_scores(AlgorithmConfig())
+    assert needs_scores(AlgorithmConfig(kl_loss_coef=0.1))
+    assert needs_scores(AlgorithmConfig(kl_reward_coef=0.1))
+
+
+def test_gae_gives_every_token_an_advantage_and_the_critic_a_return() -> None:
+    """Rewards 1, 0, 3, 1 at last tokens; with gamma = lambda = 1 they are the return of every token."""
+    values = np.array([0.5, 0.25, 1, -1, 0], np.float32)
+    found = credit({"values": values}, advantage="gae")
+    estimates = np.array([0.5, 0.75, -1, 2, 1])
+    whitened = (estimates - estimates.mean()) / estimates.std(ddof=1)
+    assert found.tokens.returns is not None and found.tokens.values is not None
+    assert found.tokens.values.tolist() == values.tolist()
+    assert found.tokens.returns.tolist() == [1, 1, 0, 1, 1]
+    assert found.tokens.advantages.tolist() == pytest.approx(whitened.tolist(), rel=1e-5)
+    means = [whitened[:2].mean(), whitened[2], 0, whitened[3:].mean()]  # the third has no loss token
+    assert np.concatenate(found.advantages).tolist() == pytest.approx(means, rel=1e-5)
+    assert found.metrics == {
+        "critic/values/mean": pytest.approx(0.15),
+        "critic/returns/mean": pytest.approx(0.8),
+        "critic/vf_explained_var": pytest.approx(1 - estimates.var() / 0.16, rel=1e-5),
+    }
+
+
+def test_with_a_critic_the_kl_is_taken_off_token_by_token() -> None:
+    """Rewards 0, 1 | 0 | 0, 1 minus 0.5 kl; returns with gamma = lambda = 1 are the sums of what follows."""
+    kl = np.array([1, 2, 3, 4, 6], np.float32)
+    scores = {"values": np.zeros(5, np.float32), "kl": kl, "reference_logprobs": kl}
+    found = credit(scores, advantage="gae", kl_reward_coef=0.5)
+    assert found.tokens.returns is not None
+    assert found.tokens.returns.tolist() == [-0.5 + 1 - 1, 1 - 1, -1.5, -2 + 1 - 3, 1 - 3]
+    assert found.metrics["actor/reward_kl_penalty"] == pytest.approx(16 / 5)
+
+
+def test_a_critic_needs_every_trajectory() -> None:
+    assert keeps_idle(AlgorithmConfig(advantage="gae"))
+    assert needs_scores(AlgorithmConfig(advantage="gae"))
+
+
+def with_failures() -> list[TrajectoryGroup]:
+    """Eight loss tokens, two in each trajectory. The second has no reward, the third was cut off."""
+    return [
+        make_group(
+            0,
+            [
+                make_trajectory([1], [2, 3], reward=1.0, overlong_penalty=-0.5),
+                make_trajectory([1], [4, 5], error="no"),
+                make_trajectory([1], [6, 7], reward=0.5, finish_reason="length"),
+                make_trajectory([1], [8, 9], reward=3.0),
+            ],
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mask_truncated", "targets", "advantages"),
+    [
+        (False, [2, 3, 6, 7, 8, 9], [-0.5, -0.5, -1, -1, 1.5, 1.5]),
+        (True, [2, 3, 8, 9], [-0.5, -0.5, 1.5, 1.5]),
+    ],
+)
+def test_only_what_is_trained_has_tokens_and_counts_in_the_loss(
+    mask_truncated: bool, targets: list[int], advantages: list[float]
+) -> None:
+    """Rewards 0.5, none, 0.5 and 3 less the KL 0, (9), 0.5 and 0.5: 0.5, 0 and 2.5 around their mean of 1."""
+    kl = np.array([0, 0, 9, 9, 0.25, 0.25, 0.5, 0], np.float32)
+    scores = {"kl": kl, "reference_logprobs": np.arange(8, dtype=np.float32)}
+    found = credit(scores, with_failures, kl_reward_coef=1.0, normalize_by_std=False, mask_truncated=mask_truncated)
+    assert found.advantages[0].tolist() == [-0.5, 0, -1, 1.5]
+    assert found.tokens.targets.tolist() == targets
+    assert found.tokens.advantages.tolist() == advantages
+    assert found.tokens.reference_logprobs is not None
+    assert found.tokens.reference_logprobs.tolist() == [target - 2 for target in targets]
+    assert found.tokens.loss_weights.tolist() == pytest.approx([1 / len(targets)] * len(targets))
+
+
+def test_a_critic_learns_nothing_from_what_is_not_trained() -> None:
+    values = np.array([0, 0, 50, 50, 60, 60, 0, 0], np.float32)
+    found = credit({"values": values}, with_failures, advantage="gae", mask_truncated=True)
+    assert found.tokens.returns is not None
+    assert found.tokens.returns.tolist() == [0.5, 0.5, 3, 3]
+    assert found.tokens.advantages.sum() == pytest.approx(0, abs=1e-6)
+    assert found.advantages[0].tolist() == pytest.approx([-(3**0.5) / 2, 0, 0, 3**0.5 / 2])
+    assert found.metrics["critic/values/mean"] == 0

@@ -1,0 +1,251 @@
+"""Advantage estimators: numbers by hand, a slow reference written another way, and what must not change them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.built_in import GROUP_ADVANTAGES
+from configs.schema import AlgorithmConfig
+from trainer.advantages.estimators import ESTIMATORS, ScoredGroup, load_estimator
+
+PLAIN = AlgorithmConfig()
+NO_STD = AlgorithmConfig(normalize_by_std=False)
+WITHIN_GROUPS = ("grpo", "rloo", "opo", "grpo_passk", "gpg")
+"""Those whose advantage is 0 in a group of equal rewards."""
+
+
+def group(*rewards: float, lengths: Sequence[int] | None = None, greedy: float | None = None) -> ScoredGroup:
+    return ScoredGroup(
+        rewards=np.array(rewards, np.float32),
+        lengths=np.array(lengths or [5] * len(rewards), np.int32),
+        greedy_reward=greedy,
+    )
+
+
+def advantages(name: str, *groups: ScoredGroup, algorithm: AlgorithmConfig = PLAIN) -> list[list[float]]:
+    return [some.tolist() for some in ESTIMATORS[name](groups, algorithm)]
+
+
+def close(values: Sequence[float]) -> object:
+    return pytest.approx(list(values), rel=1e-6, abs=1e-7)
+
+
+# -- numbers by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_grpo() -> None:
+    # One of four: mean 0.25; unbiased std sqrt((0.75^2 + 3 * 0.25^2) / 3) = 0.5
+    # Graded: mean 0.5; unbiased std sqrt((0.5^2 + 0.25^2 + 0.25^2 + 0.5^2) / 3) = 0.4564355
+    one, graded = advantages("grpo", group(1, 0, 0, 0), group(0, 0.25, 0.75, 1))
+    assert one == close([1.499997, -0.499999, -0.499999, -0.499999])
+    assert graded == close([-1.0954427, -0.5477214, 0.5477214, 1.0954427])
+
+
+def test_dr_grpo_does_not_divide() -> None:
+    assert advantages("grpo", group(1, 0, 0, 0), algorithm=NO_STD) == [[0.75, -0.25, -0.25, -0.25]]
+
+
+def test_rloo() -> None:
+    # 1 - mean(0, 0, 0.5), 0 - mean(1, 0, 0.5) twice, 0.5 - mean(1, 0, 0)
+    assert advantages("rloo", group(1, 0, 0, 0.5)) == [close([5 / 6, -0.5, -0.5, 1 / 6])]
+
+
+def test_opo() -> None:
+    # Baseline (10 * 1 + 30 * 0 + 40 * 0.5) / 80 = 0.375
+    assert advantages("opo", group(1, 0, 0.5, lengths=[10, 30, 40])) == [close([0.625, -0.375, 0.125])]
+
+
+def test_pass_at_k() -> None:
+    # std of (1, 0.75, 0) is sqrt((0.4166667^2 + 0.1666667^2 + 0.5833333^2) / 2) = 0.5204165
+    assert advantages("grpo_passk", group(0.75, 0, 1)) == [close([0, 0, 0.25 / 0.5204175])]
+    assert advantages("grpo_passk", group(0.75, 0, 1), algorithm=NO_STD) == [[0, 0, 0.25]]
+    assert advantages("grpo_passk", group(1, 0, 1)) == [[0, 0, 0]], "a second best answer is as good: nothing to gain"
+
+
+def test_gpg() -> None:
+    # 6 of 8 responses are in groups that differ: alpha = 8 / 6
+    assert advantages("gpg", group(1, 0, 0, 0), group(1, 1), group(1, 0)) == [
+        close([1, -1 / 3, -1 / 3, -1 / 3]),
+        [0, 0],
+        close([2 / 3, -2 / 3]),
+    ]
+
+
+def test_reinforce_plus_plus() -> None:
+    # Tokens: 2 of reward 1, 6 of 0, 2 of 1: mean 0.4, variance (4 * 0.36 + 6 * 0.16) / 9 = 0.2666667
+    std = math.sqrt(2.4 / 9 + 1e-8)
+    given_groups = group(1, 0, lengths=[2, 4]), group(0, 1, lengths=[2, 2])
+    assert advantages("reinforce_plus_plus", *given_groups) == [
+        close([0.6 / std, -0.4 / std]),
+        close([-0.4 / std, 0.6 / std]),
+    ]
+
+
+def test_reinforce_plus_plus_with_a_baseline() -> None:
+    # Less its group's mean: 0.5, -0.5 and 0, 0, -> 2 tokens of 0.5, 4 of -0.5, 4 of 0: mean -0.1,
+    # variance (2 * 0.36 + 4 * 0.16 + 4 * 0.01) / 9 = 1.4 / 9
+    std = math.sqrt(1.4 / 9 + 1e-8)
+    given_groups = group(1, 0, lengths=[2, 4]), group(3, 3, lengths=[2, 2])
+    assert advantages("reinforce_plus_plus_baseline", *given_groups) == [
+        close([0.6 / std, -0.4 / std]),
+        close([0.1 / std, 0.1 / std]),
+    ]
+
+
+def test_remax() -> None:
+    assert advantages("remax", group(1, 0, greedy=1), group(1, 1, greedy=0.25), group(1, 0, greedy=None)) == [
+        [0, -1],
+        [0.75, 0.75],
+        [0, 0],
+    ]
+
+
+# -- an independent reference ------------------------------------------------------------------------------------------
+
+
+def exact(name: str, groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[list[float]]:
+    """In fractions, token by token where the definition speaks of tokens."""
+    rewards = [[Fraction(float(r)) for r in g.rewards] for g in groups]
+    lengths = [[int(n) for n in g.lengths] for g in groups]
+    if name.startswith("reinforce"):
+        if name.endswith("baseline"):
+            rewards = [[r - sum(some) / len(some) for r in some] for some in rewards]
+        pairs = zip(sum(rewards, []), sum(lengths, []), strict=True)
+        tokens = [r for r, n in pairs for _ in range(n)]
+        mean = sum(tokens) / len(tokens)
+        std = math.sqrt(sum((t - mean) ** 2 for t in tokens) / (len(tokens) - 1) + Fraction(1, 10**8))
+        return [[float(r - mean) / std for r in some] for some in rewards]
+    results = []
+    for some, sizes, g in zip(rewards, lengths, groups, strict=True):
+        mean = sum(some) / len(some)
+        std = (
+            math.sqrt(sum((r - mean) ** 2 for r in some) / (len(some) - 1)) + 1e-6 if algorithm.normalize_by_std else 1
+        )
+        if name == "grpo":
+            results.append([float(r - mean) / std for r in some])
+        elif name == "rloo":
+            others = [[r for j, r in enumerate(some) if j != i] for i in range(len(some))]
+            results.append([float(r - sum(rest) / len(rest)) for r, rest in zip(some, others, strict=True)])
+        elif name == "opo":
+            tokens = [r for r, n in zip(some, sizes, strict=True) for _ in range(n)]
+            results.append([float(r - sum(tokens) / len(tokens)) for r in some])
+        elif name == "grpo_passk":
+            best = some.index(max(some))
+            runner_up = max(some[:best] + some[best + 1 :])
+            results.append([float(r - runner_up) / std if i == best else 0.0 for i, r in enumerate(some)])
+        elif name == "gpg":
+            without = sum(len(other) for other in rewards if len(set(other)) == 1)
+            alpha = Fraction(sum(map(len, rewards)), max(1, sum(map(len, rewards)) - without))
+            results.append([float(alpha * (r - mean)) for r in some])
+        else:
+            assert name == "remax" and g.greedy_reward is not None
+            results.append([float(r - Fraction(g.greedy_reward)) for r in some])
+    return results
+
+
+def draw_group(values: list[tuple[int, int]]) -> ScoredGroup:
+    return group(*(reward / 4 for reward, _ in values), lengths=[n for _, n in values], greedy=0.25)
+
+
+some_groups = st.lists(
+    st.lists(st.tuples(st.integers(-8, 8), st.integers(1, 9)), min_size=2, max_size=9).map(draw_group),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(max_examples=25, deadline=None)
+@given(groups=some_groups, normalize=st.booleans())
+def test_every_estimator_is_what_its_definition_says(name: str, groups: list[ScoredGroup], normalize: bool) -> None:
+    algorithm = AlgorithmConfig(normalize_by_std=normalize)
+    for given_advantages, expected in zip(
+        ESTIMATORS[name](groups, algorithm), exact(name, groups, algorithm), strict=True
+    ):
+        assert given_advantages.dtype == np.float32
+        np.testing.assert_allclose(given_advantages, expected, rtol=2e-6, atol=2e-6)
+
+
+# -- invariances -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(max_examples=25, deadline=None)
+@given(groups=some_groups, data=st.data())
+def test_the_order_of_groups_and_of_trajectories_does_not_matter(
+    name: str, groups: list[ScoredGroup], data: st.DataObject
+) -> None:
+    """Except for the first of several equally good answers, which pass@k gives nothing anyhow."""
+    order = data.draw(st.permutations(range(len(groups))))
+    inner = [data.draw(st.permutations(range(len(g.rewards)))) for g in groups]
+    shuffled = [
+        replace(groups[i], rewards=groups[i].rewards[inner[i]], lengths=groups[i].lengths[inner[i]]) for i in order
+    ]
+    plain = ESTIMATORS[name](groups, PLAIN)
+    for place, i in enumerate(order):
+        np.testing.assert_allclose(ESTIMATORS[name](shuffled, PLAIN)[place], plain[i][inner[i]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WITHIN_GROUPS)
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e20])
+def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
+    for size in (2, 3, 7):
+        lengths = list(range(1, size + 1))
+        assert advantages(name, group(*[value] * size, lengths=lengths), group(1, 0))[0] == [0.0] * size
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e20])
+def test_a_batch_of_equal_rewards_gives_exactly_zero(name: str, value: float) -> None:
+    assert advantages(name, group(value, value), group(value, value, lengths=[1, 9])) == [[0, 0], [0, 0]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(some_groups, st.booleans())
+def test_centred_advantages_sum_to_zero_and_keep_the_order_of_rewards(
+    groups: list[ScoredGroup], normalize: bool
+) -> None:
+    for name in ("grpo", "rloo", "gpg"):
+        for g, given_advantages in zip(
+            groups, ESTIMATORS[name](groups, AlgorithmConfig(normalize_by_std=normalize)), strict=True
+        ):
+            assert abs(given_advantages.sum(dtype=np.float64)) < 1e-4
+            assert np.array_equal(np.argsort(given_advantages, kind="stable"), np.argsort(g.rewards, kind="stable"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(some_groups)
+def test_neither_offset_nor_scale_of_the_reward_matters_when_normalized(groups: list[ScoredGroup]) -> None:
+    moved = [replace(g, rewards=g.rewards * 8 + 16) for g in groups]
+    for name in ("grpo", "grpo_passk"):
+        for some, other in zip(ESTIMATORS[name](moved, PLAIN), ESTIMATORS[name](groups, PLAIN), strict=True):
+            np.testing.assert_allclose(some, other, atol=3e-5)
+
+
+def test_the_rewards_stay_as_they_were() -> None:
+    for name in ESTIMATORS:
+        some = group(1, 0, 1, greedy=0)
+        advantages(name, some)
+        assert some.rewards.tolist() == [1, 0, 1]
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+
+def test_configs_and_trainer_name_the_same_estimators() -> None:
+    assert tuple(ESTIMATORS) == GROUP_ADVANTAGES
+    assert all(load_estimator(name) is estimator for name, estimator in ESTIMATORS.items())
+
+
+def test_an_estimator_of_the_users_own_comes_by_dotted_path() -> None:
+    assert load_estimator("trainer.advantages.estimators:rloo") is ESTIMATORS["rloo"]
+    with pytest.raises(ValueError, match="algorithm.advantage=grop: must be one of grpo, rloo, "):
+        load_estimator("grop")
+    with pytest.raises(ValueError, match=r"must be callable with \(groups, algorithm\)"):
+        load_estimator("trainer.advantages.estimators:load_estimator")

@@ -1,0 +1,193 @@
+"""Off-policy corrections: golden numbers, what is rejected, what the presets mean, and that weights do correct."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.algorithm import Correction, Proximal, Rejection
+from configs.built_in import CorrectionSpec, Weights
+from configs.schema import AlgorithmConfig
+from tests.support.losses import make_tokens
+from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve
+from trainer.losses.policy import LossTokens, ppo_clip
+from trainer.metrics import to_floats
+
+
+def log(*probabilities: float) -> Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def ratios(*values: float, lengths: list[int] | None = None) -> LossTokens:
+    """Tokens with these r = pi / mu = w = pi_old / mu."""
+    rollout_logprobs = torch.full((len(values),), -3.0, dtype=torch.float64)
+    logprobs = rollout_logprobs + log(*values)
+    return make_tokens(logprobs, logprobs, [1.0] * len(values), lengths=lengths, rollout_logprobs=rollout_logprobs)
+
+
+# -- the proximal policy -----------------------------------------------------------------------------------------------
+
+FRESH = torch.zeros(2, dtype=torch.int64)
+
+
+def test_the_proximal_policy_is_the_rollouts_or_the_current_one_without_gradient() -> None:
+    logprobs, rollout_logprobs = log(0.5, 0.25).requires_grad_(), log(0.4, 0.3)
+    assert torch.equal(proximal_logprobs(logprobs, rollout_logprobs, FRESH, Proximal.rollout), rollout_logprobs)
+    current = proximal_logprobs(logprobs, rollout_logprobs, FRESH, Proximal.current)
+    assert torch.equal(current, logprobs)
+    assert not current.requires_grad
+
+
+def test_the_interpolated_policy_lies_one_step_before_the_current_one() -> None:
+    """On the log-linear way from mu to pi: at once there for 0 and 1 steps, half way for 2, three quarters for 4."""
+    logprobs = torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True)
+    rollout_logprobs = torch.full((5,), -3.0, dtype=torch.float64)
+    found = proximal_logprobs(logprobs, rollout_logprobs, torch.tensor([0, 1, 2, 4, 5]), Proximal.interpolated)
+    assert found.tolist() == pytest.approx([-3, -3, -2, -1.5, -1.4])
+    assert not found.requires_grad
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (Weights.none, [1, 1, 1, 1, 1]),
+        (Weights.token, [1.5, 0.25, 2, 1, 2]),
+        (Weights.sequence, [0.375, 0.375, 2, 2, 2]),  # 1.5 * 0.25 and 3 * 1 * 4 -> 2
+        (Weights.icepop, [1.5, 0, 3, 1, 0]),  # 0.25 and 4 are outside [0.5, 3]
+    ],
+)
+def test_weights_by_hand(weights: Weights, expected: list[float]) -> None:
+    algorithm = AlgorithmConfig(importance_cap=2.0, icepop_low=0.5, icepop_high=3.0 + 1e-9)
+    tokens = ratios(1.5, 0.25, 3.0, 1.0, 4.0, lengths=[2, 3])
+    assert importance_weights(tokens, weights, algorithm).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("weights", Weights)
+def test_weights_stay_finite_and_have_no_gradient(weights: Weights) -> None:
+    logprobs = torch.tensor([0.0, -2000.0], requires_grad=True)
+    old = proximal_logprobs(logprobs, torch.zeros(2), FRESH, Proximal.current)
+    tokens = make_tokens(logprobs, old, [1.0, 1.0], lengths=[1, 1], rollout_logprobs=torch.tensor([-2000.0, 0.0]))
+    found = importance_weights(tokens, weights, AlgorithmConfig())
+    assert found.isfinite().all() and (found <= 2).all()
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("weights", Weights)
+def test_with_the_rollouts_policy_as_proximal_every_weight_is_exactly_one(weights: Weights) -> None:
+    rollout_logprobs = log(0.3, 1e-9, 1.0)
+    tokens = make_tokens(log(0.9, 0.9, 0.9), rollout_logprobs, [1.0] * 3, rollout_logprobs=rollout_logprobs)
+    assert importance_weights(tokens, weights, AlgorithmConfig()).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_uncapped_weights_give_the_gradient_of_the_unclipped_ratio() -> None:
+    """d/dx [w ratio(x, x) A] with w = pi_old / mu is pi / mu A, the gradient of the plain importance-sampled loss."""
+    rollout_logprobs, advantages = log(0.5, 0.2, 0.1), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    logprobs = log(0.25, 0.3, 0.4).requires_grad_()
+    algorithm = AlgorithmConfig(importance_cap=100.0)
+    old = proximal_logprobs(logprobs, rollout_logprobs, FRESH, Proximal.current)
+    tokens = make_tokens(logprobs, old, advantages, rollout_logprobs=rollout_logprobs)
+    loss, is_clipped = ppo_clip(tokens, algorithm)
+    (loss * importance_weights(tokens, Weights.token, algorithm)).sum().backward()
+    assert not is_clipped.any()
+    expected = -advantages * torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+# -- rejection ---------------------------------------------------------------------------------------------------------
+
+# Two trajectories: r = 2, 0.5, 1.25 (product 1.25) and 4, 1 (product 4, geometric mean 2).
+# k2 of 2, 0.5, 1.25, 4: 0.2402, 0.2402, 0.0249, 0.9609. k3 = r - 1 - log r: 0.3069, 0.1931, 0.0269, 1.6137; of 1: 0.
+KEPT: dict[Rejection, list[tuple[float | None, float, list[bool]]]] = {
+    Rejection.token_k1: [(0.6, 2.5, [True, False, True, False, True]), (0.4, 1.2, [False, True, False, False, True])],
+    Rejection.token_k2: [(None, 0.25, [True, True, True, False, True]), (None, 0.1, [False, False, True, False, True])],
+    Rejection.token_k3: [(None, 0.25, [False, True, True, False, True])],
+    Rejection.seq_sum_k1: [(0.9, 1.3, [True] * 3 + [False] * 2), (0.9, 4.1, [True] * 5), (0.9, 1.2, [False] * 5)],
+    Rejection.seq_sum_k2: [(None, 0.51, [True] * 3 + [False] * 2), (None, 0.50, [False] * 5)],
+    Rejection.seq_sum_k3: [(None, 0.53, [True] * 3 + [False] * 2), (None, 0.52, [False] * 5)],
+    Rejection.seq_mean_k1: [(0.9, 1.9, [True] * 3 + [False] * 2), (1.0, 1.07, [False] * 5), (1.0, 2.1, [True] * 5)],
+    Rejection.seq_mean_k2: [(None, 0.17, [True] * 3 + [False] * 2), (None, 0.16, [False] * 5)],
+    Rejection.seq_mean_k3: [(None, 0.18, [True] * 3 + [False] * 2), (None, 0.17, [False] * 5)],
+    Rejection.seq_max_k2: [(None, 0.25, [True] * 3 + [False] * 2), (None, 0.24, [False] * 5)],
+    Rejection.seq_max_k3: [(None, 0.31, [True] * 3 + [False] * 2), (None, 0.30, [False] * 5), (None, 1.62, [True] * 5)],
+}
+
+
+@pytest.mark.parametrize("rejection", Rejection)
+def test_rejection_by_hand(rejection: Rejection) -> None:
+    tokens = ratios(2, 0.5, 1.25, 4, 1, lengths=[3, 2])
+    for low, high, expected in KEPT[rejection]:
+        spec = CorrectionSpec(Weights.none, rejection, low, high)
+        assert is_kept(tokens, spec).tolist() == expected, (low, high)
+
+
+def test_rejection_looks_at_the_policy_that_learns_whatever_the_proximal_one() -> None:
+    """With proximal=rollout all weights are 1, and r = pi / mu is rejected all the same."""
+    rollout_logprobs = log(0.2, 0.2)
+    tokens = make_tokens(log(0.2, 0.8), rollout_logprobs, [1.0, 1.0], rollout_logprobs=rollout_logprobs)
+    assert is_kept(tokens, CorrectionSpec(Weights.none, Rejection.token_k1, 0.5, 2.0)).tolist() == [True, False]
+
+
+def test_nothing_is_rejected_without_a_rejection() -> None:
+    assert is_kept(ratios(1e-6, 1e6), CorrectionSpec()).tolist() == [True, True]
+
+
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, CorrectionSpec()),
+        ({"proximal": Proximal.current}, CorrectionSpec(Weights.token)),
+        ({"proximal": Proximal.interpolated}, CorrectionSpec(Weights.token)),
+        ({"proximal": Proximal.current, "correction": Correction.none}, CorrectionSpec()),
+        ({"correction": Correction.seq_is_rs}, CorrectionSpec(Weights.sequence, Rejection.seq_sum_k1, 0.5, 2.0)),
+        ({"correction": Correction.geo_rs}, CorrectionSpec(Weights.none, Rejection.seq_mean_k1, 0.999, 1.001)),
+        (
+            {"correction": Correction.geo_rs_token_tis, "rejection_low": 0.9, "rejection_high": 1.1},
+            CorrectionSpec(Weights.token, Rejection.seq_mean_k1, 0.9, 1.1),
+        ),
+        (
+            {"correction": Correction.k3_rs_seq_tis, "rejection_high": 0.5},
+            CorrectionSpec(Weights.sequence, Rejection.seq_mean_k3, None, 0.5),
+        ),
+        (  # another rejection brings its own thresholds: none of the preset's stay
+            {"correction": Correction.geo_rs_seq_tis, "rejection": Rejection.token_k2, "rejection_high": 0.5},
+            CorrectionSpec(Weights.sequence, Rejection.token_k2, None, 0.5),
+        ),
+    ],
+)
+def test_presets_and_what_overrides_them(given: dict[str, object], expected: CorrectionSpec) -> None:
+    assert resolve(replace(AlgorithmConfig(), **given)) == expected  # pyright: ignore[reportArgumentType]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_gap_by_hand() -> None:
+    """r = 2, 0.5 in one trajectory, 4 in another."""
+    metrics = to_floats(gap_metrics(ratios(2, 0.5, 4, lengths=[2, 1]), cap=1.9))
+    assert metrics == pytest.approx(
+        {
+            "actor/rollout_kl": -2 * math.log(2) / 3,
+            "actor/rollout_logprob_diff_max": math.log(4),
+            "actor/ess": 6.5**2 / (3 * 20.25),
+            "correction/k3_kl": (6.5 - 3 - 2 * math.log(2)) / 3,
+            "correction/ppl_ratio": (1 + 0.25) / 2,
+            "correction/ratio_fraction_high": 2 / 3,
+            "correction/ratio_fraction_low": 1 / 3,
+        }
+    )
+
+
+def test_the_gap_of_far_away_policies_is_a_number() -> None:
+    """exp(60) squared is beyond float32."""
+    tokens = make_tokens(torch.zeros(3), torch.zeros(3), [1.0] * 3, rollout_logprobs=torch.tensor([-60.0, 60.0, 0.0]))
+    metrics = to_floats(gap_metrics(tokens, cap=2.0))
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["actor/ess"] == pytest.approx(1 / 3)

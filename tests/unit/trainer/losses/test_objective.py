@@ -1,0 +1,221 @@
+"""The parts of the objective put together, and that no split of a step changes loss, gradient or metrics."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from configs.algorithm import Correction, KLEstimator, LossAggregation, Proximal, Rejection
+from configs.built_in import LOSSES
+from configs.schema import AlgorithmConfig, Config, Layout
+from rollout.types import TrajectoryGroup, VersionSpan
+from tests.support.reference import make_group, make_trajectory
+from trainer.advantages.credit import assign_credit, keeps_idle
+from trainer.batch import StepBatch, assemble
+from trainer.losses.objective import Objective, load_policy_loss
+from trainer.metrics import Metric, merge_metrics, to_floats
+from trainer.tokens import TokenSignals, sampled_tokens
+
+STEP = 5
+
+
+def random_groups(seed: int) -> list[TrajectoryGroup]:
+    """Six groups of four ragged trajectories with holes in their masks, of weights 0 to 4 steps old; one all solved."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(6):
+        trajectories = []
+        for index in range(4):
+            length = int(random.integers(1, 7))
+            trajectories.append(
+                make_trajectory(
+                    [1] * int(random.integers(1, 4)),
+                    random.integers(4, 60, length).tolist(),
+                    loss_mask=random.random(length) < 0.8,
+                    rollout_logprobs=random.uniform(-3, -0.1, length),
+                    spans=(VersionSpan(0, 1, STEP - 4), VersionSpan(1, length, STEP - ordinal % 3)),
+                    reward=1.0 if ordinal == 5 else float(random.integers(0, 3)) + index,
+                )
+            )
+        groups.append(make_group(ordinal, [replace(t, prompt_ids=trajectories[0].prompt_ids) for t in trajectories]))
+    return groups
+
+
+def signals(groups: list[TrajectoryGroup], algorithm: AlgorithmConfig) -> TokenSignals:
+    tokens = sampled_tokens(groups, STEP)
+    reference = tokens.rollout_logprobs + np.float32(0.3) * np.sin(np.arange(len(tokens.targets), dtype=np.float32))
+    scores = {"reference_logprobs": reference.astype(np.float32)}
+    return assign_credit(groups, tokens, scores, Config(algorithm=algorithm), STEP).tokens
+
+
+def split(
+    groups: list[TrajectoryGroup], algorithm: AlgorithmConfig, layout: Layout, num_ranks: int, budget: int
+) -> StepBatch:
+    return assemble(
+        groups,
+        signals(groups, algorithm),
+        layout=layout,
+        num_ranks=num_ranks,
+        tokens_per_micro_batch=budget,
+        keep_idle=keeps_idle(algorithm),
+    )
+
+
+def run(
+    batch: StepBatch, algorithm: AlgorithmConfig, logprobs: Tensor, entropies: Tensor
+) -> tuple[float, Tensor, Tensor, dict[str, float]]:
+    """(objective, its gradient in the logprobs and in the entropies of the step's tokens, metrics)"""
+    objective, total = Objective(algorithm), 0.0
+    logprobs, entropies = logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()
+    parts: list[dict[str, Metric]] = []
+    for micro_batch in (b for rank in batch.micro_batches for b in rank):
+        index = torch.from_numpy(micro_batch.index)
+        loss, metrics = objective(logprobs[index], entropies[index], micro_batch)
+        loss.backward()
+        total += loss.item()
+        parts.append(metrics)
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs, entropies)]
+    return total, gradients[0], gradients[1], to_floats(merge_metrics(parts))
+
+
+def policy_outputs(groups: list[TrajectoryGroup], spread: float = 0.3) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropies) of a policy near the one that sampled."""
+    rollout_logprobs = torch.from_numpy(sampled_tokens(groups, STEP).rollout_logprobs).double()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(len(rollout_logprobs), generator=generator, dtype=torch.float64)
+    return (rollout_logprobs + spread * noise).clamp(max=-0.01), noise.abs()
+
+
+SPLITS = [(Layout.padded, 1, 1), (Layout.padded, 3, 20), (Layout.shared_prompt, 1, 40), (Layout.shared_prompt, 4, 1)]
+CASES = {
+    **{f"{loss}": AlgorithmConfig(loss=loss, cov_ratio=0.2, clip_cov_low=0.0) for loss in LOSSES},
+    **{f"{how.value}": AlgorithmConfig(loss_aggregation=how, loss_horizon=9) for how in LossAggregation},
+    "everything at once": AlgorithmConfig(
+        loss="gspo",
+        proximal=Proximal.interpolated,
+        correction=Correction.seq_is,
+        rejection=Rejection.seq_max_k2,
+        rejection_high=0.2,
+        entropy_coef=0.01,
+        kl_loss_coef=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_split_changes_the_objective_its_gradient_or_the_metrics(name: str) -> None:
+    groups, algorithm = random_groups(0), CASES[name]
+    outputs = policy_outputs(groups)
+    whole = run(split(groups, algorithm, Layout.padded, 1, 10_000), algorithm, *outputs)
+    assert whole[1].any()
+    for layout, num_ranks, budget in SPLITS:
+        batch = split(groups, algorithm, layout, num_ranks, budget)
+        assert sum(len(rank) for rank in batch.micro_batches) > 1
+        found = run(batch, algorithm, *outputs)
+        assert found[0] == pytest.approx(whole[0], rel=1e-9)
+        torch.testing.assert_close(found[1], whole[1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[2], whole[2], rtol=1e-9, atol=1e-12)
+        assert found[3] == pytest.approx(whole[3], rel=1e-6)
+
+
+def test_everything_at_once_by_the_formula() -> None:
+    """One trajectory at a time, in plain floats: seq_is_rs, ppo_clip, entropy, k2 to the reference, GRPO's mean."""
+    algorithm = AlgorithmConfig(
+        proximal=Proximal.current,
+        correction=Correction.seq_is_rs,
+        loss_aggregation=LossAggregation.seq_mean_token_mean,
+        entropy_coef=0.02,
+        kl_loss_coef=0.1,
+        kl_loss_estimator=KLEstimator.k2,
+    )
+    groups = random_groups(1)
+    logprobs, entropies = policy_outputs(groups)
+    batch = split(groups, algorithm, Layout.shared_prompt, 2, 30)
+    total, gradient, entropy_gradient, metrics = run(batch, algorithm, logprobs, entropies)
+    tokens = signals(groups, algorithm)
+    assert tokens.reference_logprobs is not None
+    expected, expected_gradient, num_rejected = 0.0, np.zeros(len(logprobs)), 0
+    present = sorted(set(tokens.trajectories.tolist()))
+    for trajectory in present:
+        mine = np.flatnonzero(tokens.trajectories == trajectory)
+        product = math.exp(sum(float(logprobs[i]) - float(tokens.rollout_logprobs[i]) for i in mine))
+        weight = min(product, 2.0) if 0.5 <= product <= 2.0 else 0.0
+        num_rejected += not 0.5 <= product <= 2.0
+        for i in mine:
+            difference = float(logprobs[i]) - float(tokens.reference_logprobs[i])
+            advantage = float(tokens.advantages[i])
+            loss = -weight * advantage - 0.02 * float(entropies[i]) + 0.1 * difference**2 / 2
+            expected += loss / len(mine) / len(present)
+            expected_gradient[i] = (-weight * advantage + 0.1 * difference) / len(mine) / len(present)
+    assert 0 < num_rejected < len(present)
+    assert total == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(gradient.numpy(), expected_gradient, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(entropy_gradient, -0.02 * torch.from_numpy(tokens.loss_weights).double())
+    assert metrics["correction/rejected_trajectories"] == pytest.approx(num_rejected / len(present))
+    assert metrics["actor/kl_loss"] * 0.1 + metrics["actor/pg_loss"] - 0.02 * float(
+        (entropies * torch.from_numpy(tokens.loss_weights)).sum()
+    ) == pytest.approx(expected, rel=1e-6)
+
+
+def test_solved_groups_are_computed_only_where_something_besides_the_advantage_teaches() -> None:
+    groups = random_groups(2)
+    for algorithm, is_kept in (
+        (AlgorithmConfig(), False),
+        (AlgorithmConfig(loss="clip_cov"), False),
+        (AlgorithmConfig(entropy_coef=0.1), True),
+        (AlgorithmConfig(kl_loss_coef=0.1), True),
+        (AlgorithmConfig(loss="kl_cov"), True),
+        (AlgorithmConfig(loss="my.module:loss"), True),
+    ):
+        tokens = sampled_tokens(groups, STEP)
+        batch = split(groups, algorithm, Layout.padded, 1, 100)
+        computed = sum(len(b.index) for b in batch.micro_batches[0])
+        assert computed == (len(tokens.targets) if is_kept else int((tokens.trajectories < 20).sum())), algorithm
+
+
+# -- a loss of the user's own ------------------------------------------------------------------------------------------
+
+OWN = """
+def twice(tokens, algorithm):
+    return -2 * tokens.advantages * tokens.logprobs, tokens.advantages > 0
+def only_loss(tokens, algorithm):
+    return -tokens.advantages * tokens.logprobs
+def mean(tokens, algorithm):
+    return tokens.logprobs.mean(), tokens.advantages > 0
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_losses_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_loss_by_dotted_path_is_used(own: str) -> None:
+    groups, algorithm = random_groups(3), AlgorithmConfig(loss=f"{own}:twice")
+    outputs = policy_outputs(groups)
+    batch = split(groups, algorithm, Layout.padded, 1, 100)
+    _, gradient, _, metrics = run(batch, algorithm, *outputs)
+    tokens = signals(groups, algorithm)
+    np.testing.assert_allclose(gradient.numpy(), -2 * tokens.advantages * tokens.loss_weights, rtol=1e-6)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx((tokens.advantages > 0).mean())
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"), [("only_loss", r"\[\[\d+\]\]"), ("mean", r"\[\[\], \[\d+\]\]")], ids=["one", "scalar"]
+)
+def test_a_loss_that_returns_something_else_is_told_what_it_must_return(own: str, function: str, returned: str) -> None:
+    groups, algorithm = random_groups(3), AlgorithmConfig(loss=f"{own}:{function}")
+    with pytest.raises(TypeError, match=rf"algorithm.loss={own}:{function}: must return .*but returned {returned}"):
+        run(split(groups, algorithm, Layout.padded, 1, 1000), algorithm, *policy_outputs(groups))
+
+
+def test_a_loss_with_another_signature_is_refused(own: str) -> None:
+    with pytest.raises(ValueError, match=r"algorithm.loss=math:sqrt: must be callable with \(tokens, algorithm\)"):
+        load_policy_loss("math:sqrt")

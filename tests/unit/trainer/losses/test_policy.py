@@ -1,0 +1,209 @@
+"""Every policy loss besides ppo_clip (test_loss.py): by hand, its gradient, and against independent formulas."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from configs.algorithm import LossAggregation
+from configs.built_in import LOSSES
+from configs.schema import AlgorithmConfig
+from tests.support.losses import evaluate, make_tokens
+from trainer.losses.objective import load_policy_loss
+from trainer.losses.policy import PolicyLoss, cispo, clip_cov, dppo_kl, dppo_tv, kl_cov, ppo_clip, reinforce, sapo
+from trainer.losses.sequence_loss import gmpo, gspo
+from trainer.tokens import aggregation_weights
+
+LOG_HALF = math.log(0.5)
+
+
+# name: loss function, pi, pi_old, advantage -> loss, d loss / d log pi, clipped. Clip 0.2 / 0.28, c = 3.
+BY_HAND: dict[str, tuple[PolicyLoss, float, float, float, float, float, bool]] = {
+    "cispo, on policy": (cispo, 0.5, 0.5, 1.0, -LOG_HALF, -1.0, False),
+    "cispo, ratio 1.5 held at 1.28, still learns": (cispo, 0.75, 0.5, 2.0, -2.56 * math.log(0.75), -2.56, True),
+    "cispo, ratio 0.5 held at 0.8, still learns": (cispo, 0.25, 0.5, -1.0, 0.8 * math.log(0.25), 0.8, True),
+    "cispo, bad and more likely is held too": (cispo, 0.75, 0.5, -1.0, 1.28 * math.log(0.75), 1.28, True),
+    "reinforce": (reinforce, 0.25, 0.5, -3.0, 3 * math.log(0.25), 3.0, False),
+    "sapo, on policy, good: -2 A / tau": (sapo, 0.5, 0.5, 3.0, -6.0, -3.0, False),
+    "sapo, on policy, bad: tau is 1.05": (sapo, 0.5, 0.5, -3.0, 6 / 1.05, 3.0, False),
+    # sigmoid(1) = 0.731058579, d sigmoid = 0.196611933
+    "sapo, ratio 2, good": (sapo, 0.5, 0.25, 1.0, -2.924234314, -1.572895466, False),
+    # sigmoid(1.05 (0.5 - 1)) = 0.371683812, d sigmoid = 0.233534956, times ratio 0.5
+    "sapo, ratio 0.5, bad": (sapo, 0.25, 0.5, -1.0, 1.415938330, 0.467069912, False),
+    "dppo_tv, good, +0.25 is inside": (dppo_tv, 0.75, 0.5, 1.0, -1.5 * math.log(0.75), -1.5, False),
+    "dppo_tv, good, +0.4 is beyond 0.28": (dppo_tv, 0.9, 0.5, 1.0, 0.0, 0.0, True),
+    "dppo_tv, bad, +0.4 moves back": (dppo_tv, 0.9, 0.5, -1.0, 1.8 * math.log(0.9), 1.8, False),
+    "dppo_tv, bad, -0.25 is beyond 0.2": (dppo_tv, 0.25, 0.5, -1.0, 0.0, 0.0, True),
+    "dppo_tv, good, -0.25 moves back": (dppo_tv, 0.25, 0.5, 1.0, -0.5 * math.log(0.25), -0.5, False),
+    "dppo_tv, ratio 5 of a rare token: capped at 3": (dppo_tv, 0.05, 0.01, 1.0, -3 * math.log(0.05), -3, False),
+    # 0.5 log(0.5 / 0.75) + 0.5 log(0.5 / 0.25) = 0.1438; with 0.9 and 0.1 it is 0.5108
+    "dppo_kl, good, 0.14 is inside 0.28": (dppo_kl, 0.75, 0.5, 1.0, -1.5 * math.log(0.75), -1.5, False),
+    "dppo_kl, good, 0.51 is beyond": (dppo_kl, 0.9, 0.5, 1.0, 0.0, 0.0, True),
+    "dppo_kl, bad, 0.51 upwards moves back": (dppo_kl, 0.9, 0.5, -1.0, 1.8 * math.log(0.9), 1.8, False),
+    "dppo_kl, bad, 0.14 is inside 0.2": (dppo_kl, 0.25, 0.5, -1.0, 0.5 * math.log(0.25), 0.5, False),
+    "dppo_kl, bad, 0.51 is beyond": (dppo_kl, 0.1, 0.5, -1.0, 0.0, 0.0, True),
+    "dppo_kl, good, 0.51 downwards moves back": (dppo_kl, 0.1, 0.5, 1.0, -0.2 * math.log(0.1), -0.2, False),
+    "kl_cov, not selected: the plain ratio": (kl_cov, 0.75, 0.25, 2.0, -6.0, -6.0, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "new", "old", "advantage", "value", "gradient", "clipped"), BY_HAND.values(), ids=BY_HAND
+)
+def test_by_hand(
+    loss: PolicyLoss, new: float, old: float, advantage: float, value: float, gradient: float, clipped: bool
+) -> None:
+    found = evaluate(loss, [new], [old], [advantage])
+    assert found == (pytest.approx([value], abs=1e-8), pytest.approx([gradient], abs=1e-8), [clipped])
+
+
+def test_gspo_by_hand() -> None:
+    """Trajectories of 2, 1 and 2 tokens; s is the geometric mean of their ratios."""
+    # ratios 2 and 1/2: s = 1. ratio 3: clipped at 1.28. ratios 0.5 and 0.98: s = 0.7, clipped at 0.8 where A < 0.
+    new, old = [0.5, 0.25, 0.75, 0.25, 0.49], [0.25, 0.5, 0.25, 0.5, 0.5]
+    losses, gradient, clipped = evaluate(gspo, new, old, [1, 1, 2, -3, -3], lengths=[2, 1, 2])
+    assert losses == pytest.approx([-1, -1, -2.56, 2.4, 2.4])
+    assert gradient == pytest.approx([-1, -1, 0, 0, 0])
+    assert clipped == [False, False, True, True, True]
+
+
+def test_gmpo_by_hand() -> None:
+    """Clip of the log ratio at -0.2 (A < 0) and 0.28 (A > 0)."""
+    old = [0.2] * 5
+    log_ratios = [0.1, 0.5, -1.0, 0.1, -0.5]
+    new = [0.2 * math.exp(x) for x in log_ratios]
+    losses, gradient, clipped = evaluate(gmpo, new, old, [1, 1, 1, -2, -2], lengths=[3, 2])
+    first, second = math.exp((0.1 + 0.28 - 1.0) / 3), math.exp((0.1 - 0.2) / 2)
+    assert losses == pytest.approx([-first] * 3 + [2 * second] * 2)
+    # Each of the n equal losses has 1 / n of the gradient in every free token: in sum once.
+    assert gradient == pytest.approx([-first, 0, -first, 2 * second, 0])
+    assert clipped == [False, True, False, False, True]
+
+
+def test_kl_cov_holds_selected_tokens_where_they_are() -> None:
+    losses, gradient, clipped = evaluate(
+        kl_cov, [0.5, 0.25, 0.5], [0.25, 0.5, 0.25], [1, 1, 1], AlgorithmConfig(kl_cov_coef=3.0),
+        selected=[True, True, False],
+    )  # fmt: skip
+    log2 = math.log(2)
+    assert losses == pytest.approx([-2 + 3 * log2, -0.5 + 3 * log2, -2])
+    assert gradient == pytest.approx([-2 + 3, -0.5 - 3, -2])
+    assert clipped == [False] * 3
+
+
+def test_clip_cov_is_ppo_clip_without_selected_tokens() -> None:
+    new, old, advantages = [0.5, 0.3, 0.9], [0.5, 0.25, 0.5], [1, -1, 1]
+    losses, gradient, clipped = evaluate(clip_cov, new, old, advantages, selected=[True, False, False])
+    expected = evaluate(ppo_clip, new, old, advantages)
+    assert losses == [0, *expected[0][1:]]
+    assert gradient == [0, *expected[1][1:]]
+    assert clipped == [True, False, True]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def random_case(seed: int, size: int = 12) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """(log pi, log pi_old, advantages, lengths): trajectories whose advantages are equal within, of either sign."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 7, size).tolist()
+    old = np.log(random.uniform(0.05, 0.9, sum(lengths)))
+    new = np.minimum(old + random.normal(0, 0.6, len(old)), -0.01)
+    advantages = np.repeat(random.normal(0, 1, size), lengths)
+    return torch.from_numpy(new), torch.from_numpy(old), torch.from_numpy(advantages), lengths
+
+
+@pytest.mark.parametrize("loss", [ppo_clip, sapo, reinforce, gmpo, clip_cov, kl_cov])
+def test_gradient_is_the_derivative_of_the_value(loss: PolicyLoss) -> None:
+    new, old, advantages, lengths = random_case(0, size=5)
+    selected = [index % 3 == 0 for index in range(len(new))]
+
+    def of(logprobs: Tensor) -> Tensor:
+        tokens = make_tokens(logprobs, old, advantages, lengths=lengths, selected=selected)
+        return loss(tokens, AlgorithmConfig(sapo_tau_negative=2.0))[0]
+
+    assert torch.autograd.gradcheck(of, new.requires_grad_())
+
+
+def sequence_objective(logprobs: np.ndarray, old: np.ndarray, advantages: np.ndarray, lengths: list[int]) -> float:
+    """GSPO, eq. 5: the mean over trajectories of -min(s A, clip(s) A), one trajectory at a time."""
+    total, start = 0.0, 0
+    for length in lengths:
+        mine = slice(start, start := start + length)
+        ratio, advantage = math.exp(np.mean(logprobs[mine] - old[mine])), advantages[mine][0]
+        total -= min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+    return total / len(lengths)
+
+
+def test_gspo_is_the_sequence_objective_in_value_and_gradient() -> None:
+    new, old, advantages, lengths = random_case(1)
+    logprobs = new.clone().requires_grad_()
+    losses, clipped = gspo(make_tokens(logprobs, old, advantages, lengths=lengths), AlgorithmConfig())
+    trajectories = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+    weights = torch.from_numpy(aggregation_weights(trajectories, LossAggregation.seq_mean_token_mean, 1)).double()
+    total = (losses * weights).sum()
+    total.backward()
+    given = (new.numpy(), old.numpy(), advantages.numpy(), lengths)
+    assert total.item() == pytest.approx(sequence_objective(*given), rel=1e-6)
+    assert 0 < clipped.double().mean() < 1
+    numeric = central_differences(lambda x: sequence_objective(x, *given[1:]), new.numpy())
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), numeric, rtol=1e-5, atol=1e-8)
+
+
+def central_differences(of: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    directions = np.eye(len(at)) * step
+    return np.array([(of(at + d) - of(at - d)) / (2 * step) for d in directions])
+
+
+# -- what holds for all of them ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    """At pi = pi_old the gradient of each token's log pi is -A."""
+    _, old, advantages, lengths = random_case(2)
+    logprobs = old.clone().requires_grad_()
+    tokens = make_tokens(logprobs, old, advantages, lengths=lengths)
+    losses, clipped = load_policy_loss(name)(tokens, AlgorithmConfig())
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, -advantages)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_order_and_company_of_trajectories_do_not_matter(name: str) -> None:
+    """Losses of a micro-batch are those of its trajectories alone, in any order."""
+    new, old, advantages, lengths = random_case(3)
+    algorithm, loss = AlgorithmConfig(), load_policy_loss(name)
+    whole, _ = loss(make_tokens(new, old, advantages, lengths=lengths), algorithm)
+    splits = [tensor.split(lengths) for tensor in (new, old, advantages)]
+    for number in range(len(lengths)):
+        mine = [split[number] for split in splits]
+        alone, _ = loss(make_tokens(*mine, lengths=[lengths[number]]), algorithm)
+        torch.testing.assert_close(alone, whole.split(lengths)[number], rtol=1e-12, atol=0)
+    backwards = [torch.cat(split[::-1]) for split in splits]
+    reverse, _ = loss(make_tokens(*backwards, lengths=lengths[::-1]), algorithm)
+    torch.testing.assert_close(torch.cat(reverse.split(lengths[::-1])[::-1]), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("log_ratio", [800.0, -800.0])
+def test_a_ratio_beyond_float_stays_finite(name: str, log_ratio: float) -> None:
+    old = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    logprobs = (old + log_ratio).requires_grad_()
+    losses, _ = load_policy_loss(name)(make_tokens(logprobs, old, [1.0, -1.0], lengths=[1, 1]), AlgorithmConfig())
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_tokens_have_no_loss(name: str) -> None:
+    nothing = torch.empty(0, dtype=torch.float64)
+    losses, clipped = load_policy_loss(name)(make_tokens(nothing, nothing, nothing, lengths=[]), AlgorithmConfig())
+    assert losses.tolist() == clipped.tolist() == []

@@ -1,0 +1,269 @@
+"""From groups to micro-batches: whatever the layout, budget and ranks, every learning token is there once, and sees
+exactly what it saw when it was sampled."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema import Layout
+from rollout.types import FloatArray, IntArray, TrajectoryGroup
+from tests.support.batches import learning
+from tests.support.reference import make_group, make_trajectory
+from trainer.batch import MicroBatch, StepBatch, assemble
+
+LAYOUTS = list(Layout)
+
+
+@dataclass(frozen=True)
+class Step:
+    groups: list[TrajectoryGroup]
+    advantages: list[FloatArray]
+
+    def assemble(self, layout: Layout, num_ranks: int, budget: int, keep_idle: bool = False) -> StepBatch:
+        return assemble(
+            self.groups,
+            learning(self.groups, self.advantages),
+            layout=layout,
+            num_ranks=num_ranks,
+            tokens_per_micro_batch=budget,
+            keep_idle=keep_idle,
+        )
+
+
+@dataclass(frozen=True)
+class LossToken:
+    """What a token of the loss needs; tokens are told apart by their ids, which are unique."""
+
+    context: tuple[int, ...]
+    advantage: float
+    rollout_logprob: float
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Up to five groups of up to four trajectories. No token id comes twice, except in the prompt of a group."""
+    groups, advantages, next_id = [], [], 1
+    for ordinal in range(draw(st.integers(0, 5))):
+        prompt_ids = list(range(next_id, next_id := next_id + draw(st.integers(1, 6))))
+        trajectories = []
+        for _ in range(draw(st.integers(1, 4))):
+            response_ids = list(range(next_id, next_id := next_id + draw(st.integers(1, 7))))
+            loss_mask = draw(st.lists(st.booleans(), min_size=len(response_ids), max_size=len(response_ids)))
+            logprobs = [-token / 64 for token in response_ids]
+            trajectories.append(
+                make_trajectory(prompt_ids, response_ids, loss_mask=loss_mask, rollout_logprobs=logprobs)
+            )
+        groups.append(make_group(ordinal, trajectories))
+        signs = st.sampled_from([-1.5, 0.0, 0.25])
+        advantages.append(np.array([draw(signs) for _ in trajectories], np.float32))
+    return Step(groups, advantages)
+
+
+def expected_tokens(step: Step, keep_idle: bool) -> dict[int, LossToken]:
+    found = {}
+    for group, advantages in zip(step.groups, step.advantages, strict=True):
+        for trajectory, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
+            for i in np.flatnonzero(trajectory.loss_mask) if advantage or keep_idle else []:
+                context = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids[:i].tolist())
+                logprob = float(trajectory.rollout_logprobs[i])
+                found[int(trajectory.response_ids[i])] = LossToken(context, advantage, logprob)
+    return found
+
+
+@dataclass
+class Seen:
+    tokens: dict[int, LossToken] = field(default_factory=dict)
+    num_targets: int = 0
+
+    def read(self, batch: MicroBatch) -> None:
+        """Looks up every target's context: what attention lets its source see, under causal or tree mask."""
+        for t, (row, source) in enumerate(zip(batch.rows.tolist(), batch.sources.tolist(), strict=True)):
+            visible = np.arange(source + 1)
+            if batch.segment_ids is not None:
+                segments = batch.segment_ids[row, : source + 1]
+                visible = visible[(segments == 0) | (segments == segments[source])]
+            # Attention knows the order from the positions alone.
+            assert batch.position_ids[row, visible].tolist() == list(range(len(visible)))
+            self.tokens[int(batch.tokens.targets[t])] = LossToken(
+                tuple(batch.input_ids[row, visible].tolist()),
+                float(batch.tokens.advantages[t]),
+                float(batch.tokens.rollout_logprobs[t]),
+            )
+            self.num_targets += 1
+
+
+def read(batch: StepBatch) -> Seen:
+    seen = Seen()
+    for micro_batches in batch.micro_batches:
+        for micro_batch in micro_batches:
+            seen.read(micro_batch)
+    return seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(step=steps(), num_ranks=st.integers(1, 4), budget=st.integers(1, 80), keep_idle=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_learning_token_is_there_once_with_its_context(
+    layout: Layout, step: Step, num_ranks: int, budget: int, keep_idle: bool
+) -> None:
+    batch = step.assemble(layout, num_ranks, budget, keep_idle)
+    seen, expected = read(batch), expected_tokens(step, keep_idle)
+    assert seen.tokens == expected
+    assert seen.num_targets == len(expected)
+    num_masked = sum(int(t.loss_mask.sum()) for group in step.groups for t in group.trajectories)
+    assert batch.num_tokens == num_masked
+    check_gather(batch, learning(step.groups, step.advantages).targets)
+
+    # Ranks run the same collectives.
+    assert len(batch.micro_batches) == num_ranks
+    assert len({len(micro_batches) for micro_batches in batch.micro_batches}) == 1
+    assert len(batch.micro_batches[0]) >= 1
+    for micro_batches in batch.micro_batches:
+        for micro_batch in micro_batches:
+            check_shapes(micro_batch, layout)
+            assert micro_batch.num_padded_tokens <= budget or len(micro_batch.input_ids) == 1
+
+
+def check_shapes(batch: MicroBatch, layout: Layout) -> None:
+    assert batch.input_ids.shape == batch.position_ids.shape
+    assert batch.num_padded_tokens == batch.input_ids.size
+    assert (batch.segment_ids is not None) == (layout is Layout.shared_prompt)
+    if batch.segment_ids is not None:
+        assert batch.segment_ids.shape == batch.input_ids.shape
+        assert (batch.input_ids[batch.segment_ids < 0] == 0).all()
+    else:  # the engine of a Hugging Face model takes any other positions for packed sequences
+        assert (batch.position_ids == np.arange(batch.input_ids.shape[1])).all()
+    check_trajectories(batch)
+
+
+def check_trajectories(batch: MicroBatch) -> None:
+    """Numbered 0 .. K - 1, and each is all the tokens of one response and prompt."""
+    numbers = batch.tokens.trajectories
+    assert np.array_equal(np.unique(numbers), np.arange(batch.num_trajectories))
+    for number in range(batch.num_trajectories):
+        mine = np.flatnonzero(numbers == number)
+        assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
+        assert len(set(batch.rows[mine])) == 1
+        assert np.array_equal(batch.index[mine], np.arange(batch.index[mine[0]], batch.index[mine[-1]] + 1))
+    if batch.segment_ids is None:
+        assert len(set(batch.rows)) == batch.num_trajectories
+
+
+def check_gather(batch: StepBatch, targets: IntArray) -> None:
+    """What workers say of their tokens finds its way back; nothing is said of those left out."""
+    answers = [[b.tokens.targets.astype(np.float32) for b in rank] for rank in batch.micro_batches]
+    computed = {int(target) for rank in answers for answer in rank for target in answer}
+    expected = [target if target in computed else 0 for target in targets.tolist()]
+    assert batch.gather(answers).tolist() == expected
+
+
+def example_step() -> Step:
+    """[p q] -> [a b], [x y z] as in the docstring of `Row`, and a third response that nothing is learned from."""
+    p, q, a, b, x, y, z = range(11, 18)
+    trajectories = [
+        make_trajectory([p, q], [a, b], rollout_logprobs=[-0.5, -0.25]),
+        make_trajectory([p, q], [99, 98, 97]),
+        make_trajectory([p, q], [x, y, z], loss_mask=[True, False, True], rollout_logprobs=[-1, 0, -3]),
+    ]
+    return Step([make_group(0, trajectories)], [np.array([1, 0, -2], np.float32)])
+
+
+def assemble_one(layout: Layout, budget: int = 100) -> MicroBatch:
+    batch = example_step().assemble(layout, 1, budget)
+    assert batch.num_tokens == 2 + 3 + 2
+    return batch.micro_batches[0][0]
+
+
+def test_shared_prompt_by_hand() -> None:
+    batch = assemble_one(Layout.shared_prompt)
+    assert batch.input_ids.tolist() == [[11, 12, 13, 15, 16]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3]]
+    assert batch.segment_ids is not None
+    assert batch.segment_ids.tolist() == [[0, 0, 1, 2, 2]]
+    assert batch.rows.tolist() == [0, 0, 0, 0]
+    assert batch.sources.tolist() == [1, 2, 1, 4]
+    assert batch.tokens.targets.tolist() == [13, 14, 15, 17]
+    assert batch.tokens.advantages.tolist() == [1, 1, -2, -2]
+    assert batch.tokens.rollout_logprobs.tolist() == [-0.5, -0.25, -1, -3]
+    assert batch.tokens.loss_weights.tolist() == [np.float32(1 / 7)] * 4
+    assert batch.tokens.trajectories.tolist() == [0, 0, 1, 1]
+    assert batch.index.tolist() == [0, 1, 5, 6]
+
+
+def test_padded_by_hand_longest_first() -> None:
+    batch = assemble_one(Layout.padded)
+    assert batch.input_ids.tolist() == [[11, 12, 15, 16], [11, 12, 13, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.segment_ids is None
+    assert batch.rows.tolist() == [0, 0, 1, 1]
+    assert batch.sources.tolist() == [1, 3, 1, 2]
+    assert batch.tokens.targets.tolist() == [15, 17, 13, 14]
+    assert batch.tokens.advantages.tolist() == [-2, -2, 1, 1]
+    assert batch.tokens.rollout_logprobs.tolist() == [-1, -3, -0.5, -0.25]
+    assert batch.tokens.trajectories.tolist() == [1, 1, 0, 0]
+    assert batch.index.tolist() == [5, 6, 0, 1]
+    assert assemble_one(Layout.padded, budget=8).input_ids.shape == (2, 4)
+    assert assemble_one(Layout.padded, budget=7).input_ids.shape == (1, 4)
+
+
+def lengths_step(*lengths: int) -> Step:
+    """One trajectory of every length, prompt included and the last token, which is no input, left out."""
+    groups = [make_group(i, [make_trajectory([1], [2] * length)]) for i, length in enumerate(lengths)]
+    return Step(groups, [np.ones(1, np.float32)] * len(groups))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_get_about_as_many_tokens(layout: Layout) -> None:
+    step = lengths_step(9, 1, 1, 1, 5, 4)
+    batch = step.assemble(layout, 2, 1000)
+    assert [sum(len(b.index) for b in micro_batches) for micro_batches in batch.micro_batches] == [11, 10]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_like_length_share_a_micro_batch(layout: Layout) -> None:
+    step = lengths_step(2, 20, 3, 19, 2)
+    batch = step.assemble(layout, 1, 40)
+    assert [b.input_ids.shape for b in batch.micro_batches[0]] == [(2, 20), (3, 3)]
+
+
+def nothing_to_learn() -> dict[str, Step]:
+    masked = make_group(0, [make_trajectory([1], [2, 3], loss_mask=[False, False])])
+    silent = make_group(0, [make_trajectory([1], [])])
+    one = np.ones(1, np.float32)
+    solved = example_step()
+    return {
+        "no groups": Step([], []),
+        "all masked": Step([masked], [one]),
+        "no tokens": Step([silent], [one]),
+        "all solved": Step(solved.groups, [np.zeros(3, np.float32)]),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "num_tokens"), [("no groups", 0), ("all masked", 0), ("no tokens", 0), ("all solved", 7)]
+)
+def test_without_anything_to_learn_every_rank_still_has_a_forward(name: str, num_tokens: int, layout: Layout) -> None:
+    batch = nothing_to_learn()[name].assemble(layout, 3, 16)
+    assert batch.num_tokens == num_tokens
+    for micro_batches in batch.micro_batches:
+        assert [b.input_ids.tolist() for b in micro_batches] == [[[0]]]
+        assert micro_batches[0].index.size == 0
+        check_shapes(micro_batches[0], layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_other_groups_are_refused(layout: Layout) -> None:
+    groups, other = example_step().groups, lengths_step(3)
+    with pytest.raises(ValueError, match="signals of 3 loss tokens, but the groups have 7"):
+        assemble(
+            groups,
+            learning(other.groups, other.advantages),
+            layout=layout,
+            num_ranks=1,
+            tokens_per_micro_batch=16,
+            keep_idle=False,
+        )

@@ -1,0 +1,128 @@
+"""TrainLoop on fakes that write down what they are asked: order, intervals, errors, metrics."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from configs.schema import AlgorithmConfig
+from rollout.types import FloatArray
+from tests.support.loop_world import World, run
+from trainer.advantages.estimators import ScoredGroup
+
+
+def test_slots_are_freed_after_the_weights_are_live_and_the_step_is_recorded_last() -> None:
+    assert run(World()).events == [
+        "next_batch 0",
+        "train_step 0",
+        "update_weights 1",
+        "advance 1",
+        "record 1",
+        "next_batch 1",
+        "train_step 1",
+        "update_weights 2",
+        "advance 2",
+        "record 2",
+    ]
+
+
+def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
+    world = run(World(), total_steps=6, interval=3)
+    changes = [event for event in world.events if event.startswith(("update", "advance"))]
+    assert changes == ["update_weights 3", "advance 3", "update_weights 6", "advance 6"]
+    assert list(world.records) == [1, 2, 3, 4, 5, 6]
+    updated = [step for step, metrics in world.records.items() if "weight_sync/pause_ms" in metrics]
+    assert updated == [step for step, metrics in world.records.items() if "timing_s/update_weights" in metrics]
+    assert updated == [3, 6]
+    # Staleness is counted in updates: the groups are of version 0, and each version lasts three steps.
+    assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "update_weights 2", "stage 2", "advance 2"])
+def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
+    world = World(fails=fails, due=(2,))
+    with pytest.raises(RuntimeError, match=f"{fails} broke"):
+        run(world, total_steps=4, eval_every=2)
+    assert world.events[-1] == fails
+    assert list(world.records) == [1]
+
+
+@pytest.mark.parametrize("total_steps", [1, 3])
+def test_every_step_has_every_family_of_metrics(total_steps: int) -> None:
+    world = run(World(), total_steps=total_steps, num_ranks=2)
+    assert list(world.records) == list(range(1, total_steps + 1))
+    for metrics in world.records.values():
+        assert metrics["critic/rewards/mean"] == 0.25
+        assert metrics["actor/pg_loss"] == -0.5
+        assert metrics["actor/ppo_kl"] == 0.25
+        assert metrics["rollout/ready_groups"] == 7
+        assert metrics["rollout/engine_requests"] == 64
+        assert metrics["weight_sync/pause_ms"] == 12
+        assert metrics["staleness/masked_tokens"] == 3
+        assert metrics["perf/tokens"] == 2 * 4 * 5
+        assert metrics["perf/replica_idle"] == 0.25
+        assert metrics["perf/trainer_idle"] == 1
+        step_s = metrics["timing_s/step"]
+        assert metrics["perf/throughput"] == pytest.approx(40 / step_s)
+        assert metrics["perf/groups_per_second"] == pytest.approx(2 / step_s)
+        parts = [metrics[f"timing_s/{part}"] for part in ("wait_batch", "assemble", "train_step", "update_weights")]
+        assert all(part > 0 for part in parts)
+        assert sum(parts) <= step_s <= metrics["timing_s/elapsed"]
+        assert {"staleness/mean", "staleness/max", "response_length/mean"} <= metrics.keys()
+        assert all(type(value) is float for value in metrics.values())
+
+
+OWN = "tests.unit.trainer.test_loop:twice_the_reward_less_one"
+
+
+def twice_the_reward_less_one(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[FloatArray]:
+    return [2 * group.rewards - 1 for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "advantages"),
+    [
+        (AlgorithmConfig(), [1.499997] + [-0.499999] * 3),
+        (AlgorithmConfig(normalize_by_std=False), [0.75] + [-0.25] * 3),
+        (AlgorithmConfig(advantage="rloo"), [1.0] + [-1 / 3] * 3),
+        (AlgorithmConfig(advantage=OWN), [1.0] + [-1.0] * 3),
+    ],
+)
+def test_workers_train_on_the_groups_advantages(algorithm: AlgorithmConfig, advantages: list[float]) -> None:
+    world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
+    assert world.recorded_advantages[0] == [pytest.approx(advantages)] * 2
+    (batch,) = world.batches
+    assert batch.num_tokens == 2 * 4 * 3
+    weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
+    assert weights == pytest.approx([1 / 24] * 24)
+    # Eight rows of four tokens, two to a micro-batch, on two ranks.
+    assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(2, 4)] * 2] * 2
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
+    assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))
+
+
+def test_truncated_trajectories_are_neither_computed_nor_counted_when_they_are_masked() -> None:
+    world = World(finish_reasons=["length", "stop", "stop", "length"])
+    run(world, total_steps=1, algorithm=AlgorithmConfig(mask_truncated=True))
+    (batch,) = world.batches
+    assert batch.num_tokens == 2 * 2 * 3
+    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
+    assert trained == pytest.approx([-0.499999] * 2 * 2 * 3), "the reward of the first is still in the baseline"
+
+
+def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns_from_their_answer() -> None:
+    """Rewards 1, 0, 0, 0 minus 0.5 times 0, 1, 2, 3 and then 4, 5, 6, 7."""
+    algorithm = AlgorithmConfig(normalize_by_std=False, kl_reward_coef=0.5)
+    world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
+    assert world.events == ["next_batch 0", "score", "train_step 0", "update_weights 1", "advance 1", "record 1"]
+    expected = [1.5, 0, -0.5, -1]
+    assert world.recorded_advantages[0] == [pytest.approx(expected)] * 2
+    (asked,), (trained,) = world.scored, world.batches
+    assert asked.num_tokens == sum(len(b.index) for rank in asked.micro_batches for b in rank) == 24
+    for micro_batch in (b for rank in trained.micro_batches for b in rank):
+        tokens = micro_batch.tokens
+        assert tokens.reference_logprobs is not None
+        assert tokens.reference_logprobs.tolist() == (-micro_batch.index).tolist()
+        assert tokens.advantages.tolist() == pytest.approx([expected[index // 3 % 4] for index in micro_batch.index])
+    assert sum(len(b.index) for rank in trained.micro_batches for b in rank) == 18, "without the advantage of 0"
+    assert world.records[1]["actor/reward_kl_penalty"] == pytest.approx(28 / 24)
+    assert world.records[1]["timing_s/score"] > 0

@@ -1,0 +1,100 @@
+"""The flat tokens of a step, and the weights that make a sum over them the mean that a user asked for."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.algorithm import LossAggregation
+from rollout.types import VersionSpan
+from tests.support.reference import make_group, make_trajectory
+from trainer.advantages.covariance import clip_cov_tokens, covariances, kl_cov_tokens
+from trainer.tokens import aggregation_weights, sampled_tokens
+
+
+def test_sampled_tokens_by_hand() -> None:
+    crossing = make_trajectory(
+        [1],
+        [7, 8, 9],
+        loss_mask=[True, False, True],
+        rollout_logprobs=[-0.5, 0, -0.25],
+        spans=(VersionSpan(0, 2, 3), VersionSpan(2, 3, 5)),
+    )
+    masked = make_trajectory([1], [4], loss_mask=[False])
+    other = make_trajectory([2], [6], rollout_logprobs=[-1], spans=(VersionSpan(0, 1, 6),))
+    tokens = sampled_tokens([make_group(0, [crossing, masked]), make_group(1, [other])], global_steps=6)
+    assert tokens.targets.tolist() == [7, 9, 6]
+    assert tokens.trajectories.tolist() == [0, 0, 2]
+    assert tokens.staleness.tolist() == [3, 1, 0]
+    assert tokens.rollout_logprobs.tolist() == [-0.5, -0.25, -1]
+    assert tokens.advantages.tolist() == tokens.loss_weights.tolist() == [0, 0, 0]
+    part = tokens.take(np.array([2, 0]))
+    assert (part.targets.tolist(), part.staleness.tolist(), part.reference_logprobs) == ([6, 7], [0, 3], None)
+
+
+# Trajectories of 1, 0, 3 and 2 tokens: N = 6, B = 3.
+TRAJECTORIES = np.array([0, 2, 2, 2, 3, 3], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (LossAggregation.token_mean, [1 / 6] * 6),
+        (LossAggregation.token_sum, [1] * 6),
+        (LossAggregation.seq_mean_token_sum, [1 / 3] * 6),
+        (LossAggregation.seq_mean_token_mean, [1 / 3, 1 / 9, 1 / 9, 1 / 9, 1 / 6, 1 / 6]),
+        (LossAggregation.seq_mean_token_sum_norm, [1 / 30] * 6),
+    ],
+)
+def test_weights_by_hand(aggregation: LossAggregation, expected: list[float]) -> None:
+    weights = aggregation_weights(TRAJECTORIES, aggregation, horizon=10)
+    assert weights.tolist() == pytest.approx(expected)
+    assert weights.dtype == np.float32
+    assert aggregation_weights(TRAJECTORIES[:0], aggregation, horizon=10).tolist() == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(-4, 4), max_size=5), min_size=1, max_size=6), st.sampled_from(LossAggregation))
+def test_the_weighted_sum_is_the_mean_that_the_name_says(losses: list[list[float]], how: LossAggregation) -> None:
+    trajectories = np.repeat(np.arange(len(losses)), [len(one) for one in losses]).astype(np.int32)
+    flat = [loss for one in losses for loss in one]
+    kept = [one for one in losses if one]
+    if not kept:
+        return
+    mean = {
+        LossAggregation.token_mean: np.mean(flat),
+        LossAggregation.token_sum: np.sum(flat),
+        LossAggregation.seq_mean_token_sum: np.mean([np.sum(one) for one in kept]),
+        LossAggregation.seq_mean_token_mean: np.mean([np.mean(one) for one in kept]),
+        LossAggregation.seq_mean_token_sum_norm: np.mean([np.sum(one) / 7 for one in kept]),
+    }[how]
+    assert np.dot(aggregation_weights(trajectories, how, 7), flat) == pytest.approx(mean, rel=1e-5, abs=1e-5)
+
+
+# -- covariances -------------------------------------------------------------------------------------------------------
+
+
+def test_covariances_by_hand() -> None:
+    """Means -2 and 1."""
+    found = covariances(np.array([-1, -3, -2, -2], np.float32), np.array([3, -1, 1, 1], np.float32))
+    assert found.tolist() == [2, 2, 0, 0]
+    assert covariances(np.array([-1, -3], np.float32), np.array([-1, 3], np.float32)).tolist() == [-2, -2]
+
+
+SOME = np.array([5, 1, 3, 2, 4, 3, 0, -9], np.float32)
+
+
+def test_clip_cov_draws_from_between_its_bounds() -> None:
+    drawn = [clip_cov_tokens(SOME, 0.25, 1.0, 5.0, np.random.default_rng(seed)) for seed in range(40)]
+    assert {int(tokens.sum()) for tokens in drawn} == {2}
+    assert {int(i) for tokens in drawn for i in np.flatnonzero(tokens)} == {2, 3, 4, 5}
+    few = clip_cov_tokens(SOME, 1.0, 2.5, 3.5, np.random.default_rng(0))
+    assert np.flatnonzero(few).tolist() == [2, 5]
+    assert not clip_cov_tokens(SOME, 1.0, 7.0, 9.0, np.random.default_rng(0)).any()
+    assert clip_cov_tokens(SOME, 1e-9, 1.0, 5.0, np.random.default_rng(0)).sum() == 1
+
+
+def test_kl_cov_takes_the_largest() -> None:
+    assert np.flatnonzero(kl_cov_tokens(SOME, 0.4)).tolist() == [0, 2, 4]
+    assert np.flatnonzero(kl_cov_tokens(SOME, 1e-9)).tolist() == [0]
+    assert kl_cov_tokens(SOME, 1.0).all()

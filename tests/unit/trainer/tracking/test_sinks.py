@@ -1,0 +1,218 @@
+"""Metrics on disk survive a crash, and every sink gets everything."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+from trainer.tracking.files import FailedWrites
+from trainer.tracking.sinks import JsonlSink, Tracker, cut_metrics, read_metrics
+
+
+class RecordingSink:
+    """Keeps what it is given; takes nothing while it has an OSError, and closes with any error."""
+
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name = name
+        self.events: list[tuple[object, ...]] = []
+        self._error = error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._error is not None:
+            raise self._error
+        self.events.append(("log", step, dict(metrics)))
+
+    def close(self, exit_code: int) -> None:
+        self.events.append(("close", exit_code))
+        if self._error is not None:
+            raise self._error
+
+
+def log_steps(path: Path, *steps: int) -> None:
+    sink = JsonlSink(path)
+    for step in steps:
+        sink.log(step, {"critic/rewards/mean": step / 10})
+    sink.close(0)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(path)]
+
+
+def test_records_are_on_disk_before_the_sink_is_closed(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink.log(3, {"critic/rewards/mean": 0.41})
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert record["step"] == 3
+    assert record["critic/rewards/mean"] == 0.41
+    assert record["time"] > 1.7e9
+    sink.close(0)
+    sink.close(0)
+
+
+def test_non_finite_values_are_valid_json_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "fine": 1.0})
+    sink.close(0)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (record,) = read_metrics(path)
+    assert math.isnan(record["nan"])
+    assert (record["up"], record["down"], record["fine"]) == (math.inf, -math.inf, 1.0)
+
+
+def test_a_torn_last_line_is_dropped_and_cut_before_the_next_append(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert steps_of(path) == [1]
+    with caplog.at_level(logging.WARNING):
+        log_steps(path, 2, 3)
+    assert "torn last line" in caplog.text
+    assert steps_of(path) == [1, 2, 3]
+
+
+def test_a_file_without_a_whole_line_has_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step"')
+    assert read_metrics(path) == []
+    log_steps(path, 1)
+    assert steps_of(path) == [1]
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 2, "ti\n', b"\n", b"[2]\n", b"\x00\x00\xff\n"])
+def test_damage_in_the_middle_names_file_and_line(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize("key", ["step", "time"])
+def test_a_metric_cannot_overwrite_the_records_own_fields(tmp_path: Path, key: str) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=f"'{key}'"):
+        sink.log(1, {key: 1.0})
+    sink.close(0)
+
+
+def test_tracker_gives_everything_to_every_sink() -> None:
+    sinks = [RecordingSink("a"), RecordingSink("b")]
+    tracker = Tracker(sinks)
+    tracker.log(4, {"a": 1.0})
+    tracker.close(3)
+    assert [sink.events for sink in sinks] == [[("log", 4, {"a": 1.0}), ("close", 3)]] * 2
+
+
+def test_what_a_sink_cannot_take_is_counted_and_said_once_and_the_others_get_it() -> None:
+    said: list[str] = []
+    first, broken, last = RecordingSink("a"), RecordingSink("b", OSError("no space left")), RecordingSink("c")
+    tracker = Tracker([first, broken, last], FailedWrites(said.append))
+    tracker.log(1, {"a": 1.0})
+    tracker.log(2, {"a": 2.0})
+    tracker.close(0)
+    assert first.events == last.events == [("log", 1, {"a": 1.0}), ("log", 2, {"a": 2.0}), ("close", 0)]
+    assert said == ["b cannot be written, the training goes on: no space left"]
+    assert (tracker.failed.counts, tracker.failed.total) == ({"b": 3}, 3)
+
+
+def test_tracker_closes_the_rest_when_one_sink_breaks() -> None:
+    sinks = [RecordingSink("a"), RecordingSink("b", ValueError("a bug")), RecordingSink("c")]
+    with pytest.raises(ValueError, match="a bug"):
+        Tracker(sinks).close(0)
+    assert [sink.events for sink in sinks] == [[("close", 0)]] * 3
+
+
+# -- a disk that fails -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_an_error_of_every_call(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    sink = JsonlSink(path)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left on device"):
+            sink.log(step, {"a": 1.0})
+    path.unlink()  # the disk has room again
+    sink.log(3, {"a": 1.0})
+    assert steps_of(path) == [3]
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error_until_it_is_gone(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "run"
+    in_the_way.write_text("")
+    sink = JsonlSink(in_the_way / "metrics.jsonl")
+    with pytest.raises(OSError, match="File exists|Not a directory"):
+        sink.log(1, {"a": 1.0})
+    in_the_way.unlink()
+    sink.log(2, {"a": 1.0})
+    assert steps_of(in_the_way / "metrics.jsonl") == [2]
+
+
+LIMIT = """
+import resource, signal, sys
+from pathlib import Path
+from trainer.tracking.files import FailedWrites, write_atomically
+from trainer.tracking.sinks import JsonlSink, Tracker, cut_metrics, read_metrics
+
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+tracker = Tracker([JsonlSink(folder / "metrics.jsonl")], FailedWrites(print))
+tracker.log(1, {"a": 1.0})
+size = (folder / "metrics.jsonl").stat().st_size
+for limit in (size + 9, size + 20, resource.RLIM_INFINITY):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    tracker.log(2 if limit == size + 9 else 3 if limit == size + 20 else 4, {"a": 1.0})
+    with tracker.failed.tolerated("trajectories"):
+        write_atomically(folder / "trajectories" / "step_000001.jsonl", b"x" * 10 * size)
+    print([record["step"] for record in read_metrics(folder / "metrics.jsonl")],
+          [path.name for path in (folder / "trajectories").iterdir()])
+print(tracker.failed.counts)
+"""
+
+
+def test_a_disk_that_fills_up_within_a_line_leaves_no_half_line_or_file_and_what_comes_later_is_written(
+    tmp_path: Path,
+) -> None:
+    """The limit on file sizes stands for the disk: a write ends in the middle, as on a full one."""
+    command = [sys.executable, "-c", LIMIT, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "metrics.jsonl cannot be written, the training goes on: "
+        f"[Errno 28] No space left on device: '{tmp_path}/metrics.jsonl'",
+        "trajectories cannot be written, the training goes on: [Errno 27] File too large",
+        "[1] []",
+        "[1] []",
+        "[1, 4] ['step_000001.jsonl']",
+        "{'metrics.jsonl': 2, 'trajectories': 2}",
+    ]
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+def test_cutting_leaves_the_records_of_steps_up_to_the_checkpoint_wherever_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 0, 1, 2, 3, 4, 2, 5)  # an evaluation of version 2 came late
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(path.read_bytes() + b'{"step": 1, "ti')
+    cut_metrics(path, 3)
+    assert path.read_bytes() == b"".join([*whole[:4], whole[5]])
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    cut_metrics(tmp_path / "other.jsonl", 3)  # nothing was logged before the kill

@@ -1,0 +1,298 @@
+"""Lost train workers: what is trained again, what is done again, and when the run ends instead."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.checkpoint import CheckpointConfig
+from configs.schema import Config, TrainerConfig
+from tests.support.fakes import settle
+from tests.support.recoveries import Group, Scene, run
+from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers, TrainWorkersLostError
+
+
+def test_after_a_death_the_same_batches_are_trained_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Group(deaths=["train 4"]))
+
+    async def scenario() -> None:
+        assert await scene.train(0, 1) == [1, 2]
+        await scene.save(2)
+        assert await scene.train(2, 3) == [3, 4]
+        scene.group.events.clear()
+        assert await scene.train(4) == [5]
+        assert scene.group.events == ["train 4", "start from step_000002", "train 2", "train 3", "train 4"]
+        assert scene.group.weights == ["b0", "b1", "b2", "b3", "b4"]
+        assert scene.workers.gauges() == {"trainer/restarts": 1}
+        assert await scene.train(5) == [6]
+
+    run(scenario())
+    assert scene.reports == [
+        "train worker 1 died: the train workers start again (1 of at most 3)",
+        "the train workers are back at step 4, 0 s later: from step_000002, with 2 step(s) trained again",
+    ]
+
+
+def test_before_the_first_checkpoint_they_start_from_the_first_policy(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Group(deaths=["score b2"]))
+
+    async def scenario() -> None:
+        await scene.train(0, 1)
+        batch: Any = "b2"
+        assert await scene.workers.score(batch) == {"values": ["b0", "b1"]}
+        assert scene.group.events == ["train 0", "train 1", "score b2", "start", "train 0", "train 1", "score b2"]
+
+    run(scenario())
+
+
+def test_a_resumed_run_starts_again_from_what_it_resumed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "before")
+
+    async def scenario() -> None:
+        await scene.train(0, 1)
+        checkpoint = await scene.save(2)
+        resumed = Scene(tmp_path / "after", Group(deaths=["train 3"]))
+        await resumed.workers.resume(checkpoint)
+        await resumed.train(2, 3)
+        assert resumed.group.weights == ["b0", "b1", "b2", "b3"]
+        assert resumed.group.events == ["train 2", "train 3", "start from step_000002", "train 2", "train 3"]
+
+    run(scenario())
+
+
+def test_a_broken_newest_checkpoint_is_reported_and_what_cannot_be_made_up_for_ends_the_run(tmp_path: Path) -> None:
+    """The batches before the broken checkpoint are forgotten, so the one before it does not help this run."""
+    scene = Scene(tmp_path, Group(deaths=["train 4"]))
+
+    async def scenario() -> None:
+        await scene.train(0)
+        await scene.save(1)
+        await scene.train(1, 2)
+        path = (await scene.save(3)).path
+        (path / "train" / "weights").unlink()
+        await scene.train(3)
+        with pytest.raises(TrainWorkersLostError, match="cannot go on from .*step_000001 to step 4: the batches betw"):
+            await scene.train(4)
+        assert "step_000003/train/weights cannot be read" in scene.reports[1]
+        assert scene.group.events.count("start from step_000001") == 0
+
+    run(scenario())
+
+
+def test_hanging_past_the_deadline_is_as_good_as_dead(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    async def scenario() -> None:
+        await scene.train(0)
+        scene.group.errors["train 1"] = TimeoutError("optimizer step 1 took longer than trainer.step_timeout_s=5")
+        started = scene.group.start_again
+
+        async def start_again(checkpoint: Path | None) -> None:
+            scene.group.errors.clear()
+            await started(checkpoint)
+
+        scene.group.start_again = start_again
+        await scene.train(1)
+        assert scene.group.weights == ["b0", "b1"]
+        assert scene.reports[0].startswith("optimizer step 1 took longer than trainer.step_timeout_s=5: the train w")
+
+    run(scenario())
+
+
+def test_an_error_of_living_workers_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Group(errors={"train 1": FloatingPointError("gradient norm nan")}))
+
+    async def scenario() -> None:
+        await scene.train(0)
+        with pytest.raises(FloatingPointError, match="gradient norm nan"):
+            await scene.train(1)
+        assert scene.group.events == ["train 0", "train 1"]
+
+    run(scenario())
+    assert scene.reports == []
+
+
+@pytest.mark.parametrize("deaths", [["train 2", "start"], ["train 2", "train 1"]])
+def test_a_death_while_they_start_again_is_the_next_restart(tmp_path: Path, deaths: list[str]) -> None:
+    scene = Scene(tmp_path)
+
+    async def scenario() -> None:
+        await scene.train(0, 1)
+        scene.group.deaths = deaths
+        await scene.train(2)
+        assert scene.group.weights == ["b0", "b1", "b2"]
+        assert scene.workers.gauges() == {"trainer/restarts": 2}
+
+    run(scenario())
+
+
+def test_a_save_that_commits_while_they_train_again_takes_no_batch_from_them(tmp_path: Path) -> None:
+    """It was waiting for the lock that the restart holds while it looks for a checkpoint."""
+    scene = Scene(tmp_path, Group(deaths=["train 4"], gate=asyncio.Event()))
+
+    async def commit() -> None:
+        async with scene.store.busy:
+            scene.workers.forget_before(4)
+            scene.group.events.append("commit 4")
+
+    async def scenario() -> None:
+        assert scene.group.gate is not None
+        await scene.train(0, 1, 2, 3)
+        training = asyncio.create_task(scene.train(4))
+        await settle()
+        committing = asyncio.create_task(commit())
+        await settle()
+        scene.group.events.clear()
+        scene.group.gate.set()
+        await training
+        assert scene.group.events.index("commit 4") < scene.group.events.index("train 1")
+        assert scene.group.weights == ["b0", "b1", "b2", "b3", "b4"]
+        await committing
+
+    run(scenario())
+
+
+def test_restarts_are_bounded(tmp_path: Path) -> None:
+    config = Config(trainer=TrainerConfig(max_restarts=2))
+    scene = Scene(tmp_path, Group(deaths=["train 1"] * 5), config)
+
+    async def scenario() -> None:
+        await scene.train(0)
+        with pytest.raises(TrainWorkersLostError) as caught:
+            await scene.train(1)
+        expected = "train worker 1 died; all restarts of trainer.max_restarts=2 are used up"
+        assert str(caught.value) == expected
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        assert scene.group.events.count("start") == 2
+
+    run(scenario())
+
+
+def test_without_checkpoints_a_death_ends_the_run_and_no_batch_is_kept(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Group(deaths=["train 1"]), replace(Config(), checkpoint=CheckpointConfig(every=0)))
+
+    async def scenario() -> None:
+        await scene.train(0)
+        assert scene.workers._trained == {}
+        with pytest.raises(TrainWorkersLostError, match=r"train worker 1 died; without checkpoints \(checkpoint.every"):
+            await scene.train(1)
+        assert scene.group.events == ["train 0", "train 1"]
+
+    run(scenario())
+
+
+class Manager:
+    """Publishes and sends, and wraps what goes wrong. Publishing has a deadline."""
+
+    def __init__(self, workers: RecoveringWorkers):
+        self._workers = workers
+        self.publishing = asyncio.Lock()
+        self.updates: list[Any] = []
+
+    async def update_weights(self, global_steps: int) -> Any:
+        try:
+            async with self.publishing:
+                async with asyncio.timeout(0.05):
+                    manifest = await self._workers.publish(global_steps, {}, None)
+                await self._workers.send(manifest)
+        except Exception as error:
+            raise RuntimeError(f"publish on trainer failed: {error}") from error
+        self.updates.append(manifest)
+
+    async def catch_up(self, names: Collection[str]) -> Any:
+        await self.update_weights(self._workers.global_steps)
+
+
+@pytest.mark.parametrize("dies_in", ["publish 2", "send"])
+def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(tmp_path: Path, dies_in: str) -> None:
+    scene = Scene(tmp_path)
+    manager = Manager(scene.workers)
+
+    async def scenario() -> None:
+        updater = RecoveringUpdater(manager, scene.workers)
+        await scene.train(0)
+        await updater.update_weights(1)
+        await scene.train(1)
+        scene.group.deaths = [dies_in]
+        await updater.update_weights(2)
+        assert manager.updates == [
+            {"global_steps": 1, "weights": ["b0"]},
+            {"global_steps": 2, "weights": ["b0", "b1"]},
+        ]
+        scene.group.errors["publish 3"] = OSError("no room in /dev/shm")
+        with pytest.raises(RuntimeError, match="publish on trainer failed: no room in /dev/shm"):
+            await updater.update_weights(3)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("dies_in", ["publish 1", "send"])
+def test_so_is_catching_up(tmp_path: Path, dies_in: str) -> None:
+    scene = Scene(tmp_path, Group(deaths=[dies_in]))
+    manager = Manager(scene.workers)
+
+    async def scenario() -> None:
+        await scene.train(0)
+        await RecoveringUpdater(manager, scene.workers).catch_up(["replica-1"])
+        assert manager.updates == [{"global_steps": 1, "weights": ["b0"]}]
+
+    run(scenario())
+    assert scene.workers.gauges() == {"trainer/restarts": 1}
+
+
+def test_a_restart_that_outlasts_the_deadline_of_publishing_is_waited_for(tmp_path: Path) -> None:
+    """It begins, for a batch that is scored, between the update's beginning and its publishing."""
+    scene = Scene(tmp_path, Group(gate=asyncio.Event()))
+    manager = Manager(scene.workers)
+
+    async def scenario() -> None:
+        assert scene.group.gate is not None
+        await scene.train(0)
+        async with manager.publishing:
+            catching_up = asyncio.create_task(RecoveringUpdater(manager, scene.workers).catch_up(["replica-1"]))
+            await settle()
+            scene.group.lost = "train worker 0 died"
+            batch: Any = "b1"
+            scoring = asyncio.create_task(scene.workers.score(batch))
+            await settle()
+        await asyncio.sleep(0.1)
+        assert not catching_up.done()
+        scene.group.gate.set()
+        await asyncio.gather(catching_up, scoring)
+        assert manager.updates == [{"global_steps": 1, "weights": ["b0"]}]
+
+    run(scenario())
+    assert scene.workers.gauges() == {"trainer/restarts": 1}
+
+
+def test_nothing_is_published_from_half_started_workers_and_two_callers_start_them_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Group(gate=asyncio.Event()))
+    finished: list[str] = []
+
+    def note(name: str) -> Callable[[Any], None]:
+        return lambda task: finished.append(name)
+
+    async def scenario() -> None:
+        assert scene.group.gate is not None
+        await scene.train(0, 1)
+        scene.group.lost = "train worker 0 died"
+        batch: Any = "b2"
+        calls = [
+            asyncio.create_task(scene.workers.score(batch)),
+            asyncio.create_task(scene.workers.score(batch)),
+        ]
+        await settle()
+        publishing = asyncio.create_task(scene.workers.publish(2, {}, None))
+        publishing.add_done_callback(note("publish"))
+        await settle()
+        assert finished == []
+        scene.group.gate.set()
+        assert (await publishing)["weights"] == ["b0", "b1"]
+        assert await asyncio.gather(*calls) == [{"values": ["b0", "b1"]}] * 2
+        assert scene.group.events.count("start") == 1
+
+    run(scenario())
+    assert scene.workers.gauges() == {"trainer/restarts": 1}

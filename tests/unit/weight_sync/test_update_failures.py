@@ -1,0 +1,250 @@
+"""What fails in an update, who is taken out of service for it, tried once more, brought back or given up."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from configs.schema import WeightSyncConfig
+from rollout.fleet.members import TooFewReplicasError
+from tests.support.fakes import run_virtual
+from tests.unit.weight_sync.test_checkpoint_manager import HANGS, WHOLE, Scene
+from weight_sync.checkpoint_manager import WeightUpdateError
+
+DEADLINE_OF = {
+    "publish": "weight_sync.stage_timeout_s=100.0",
+    "send": "weight_sync.stage_timeout_s=100.0",
+    "stage": "weight_sync.stage_timeout_s=100.0",
+    "commit": "weight_sync.pause_timeout_s=10.0 and weight_sync.swap_timeout_s=50.0",
+    "status": "weight_sync.pause_timeout_s=10.0",
+}
+REASONS: list[tuple[Any, str]] = [
+    (ValueError("no such tensor"), "failed: ValueError: no such tensor"),
+    (TimeoutError("no route"), "failed: TimeoutError: no route"),
+    (HANGS, "took longer than "),
+]
+BROKEN = OSError("broken")
+
+
+def reason_of(phase: str, fault: Any) -> str:
+    name = "trainer" if phase in ("publish", "send") else "b"
+    return f"{phase} on {name} {dict(REASONS)[fault]}{DEADLINE_OF[phase] if fault is HANGS else ''}"
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def of_fleet(scene: Scene) -> list[str]:
+    """What the fleet told, and whom it killed."""
+    return [event for event in scene.events if " " in event.replace(" done", "").replace(" cancelled", "")]
+
+
+# -- one replica -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in REASONS], ids=["raises", "times out inside", "hangs"])
+@pytest.mark.parametrize("phase", ["stage", "commit"])
+def test_a_replica_that_fails_once_is_tried_again_alone_and_costs_a_count(phase: str, fault: Any, scene: Scene) -> None:
+    scene.b.faults[phase] = [fault]
+    [report] = scene.update(1)
+    assert (report.failures, {update.name for update in report.replicas}) == (1, {"a", "b"})
+    assert report.gauges()["weight_sync/failures"] == 1
+    assert of_fleet(scene) == [f"b is out of service: {reason_of(phase, fault)}", "b is back in service"]
+    assert scene.router.healthy == ["a", "b"] and scene.b.state.global_steps == 1
+    assert scene.of("a") == WHOLE
+    ended = [f"{phase} cancelled"] if fault is HANGS else []
+    assert scene.of("b") == WHOLE[: WHOLE.index(phase) + 1] + ended + WHOLE
+    assert scene.source.orders == [({"a": 1, "b": 1}, None), ({"b": 1}, None)]
+
+
+@pytest.mark.parametrize("phase", ["stage", "commit"])
+def test_a_whole_replica_that_fails_twice_stays_out_and_comes_back_with_the_next_update(
+    phase: str, scene: Scene
+) -> None:
+    async def main() -> None:
+        scene.b.faults[phase] = [BROKEN, BROKEN]
+        report = await scene.manager.update_weights(1)
+        assert ([update.name for update in report.replicas], report.failures) == (["a"], 2)
+        assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
+        assert of_fleet(scene) == [f"b is out of service: {phase} on b failed: OSError: broken"]
+        report = await scene.manager.update_weights(2)
+        assert ({update.name for update in report.replicas}, report.failures) == ({"a", "b"}, 0)
+        assert of_fleet(scene)[1:] == ["b is back in service"] and scene.router.healthy == ["a", "b"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("misses", [(1, 2), (1, 3)], ids=["in a row", "with one between"])
+def test_a_whole_replica_that_misses_two_updates_in_a_row_is_given_up(misses: tuple[int, int], scene: Scene) -> None:
+    async def main() -> None:
+        for version in (1, 2, 3):
+            scene.b.faults["stage"] = [BROKEN, BROKEN] if version in misses else []
+            await scene.manager.update_weights(version)
+        given_up = "b is given up: stage on b failed: OSError: broken"
+        assert (given_up in of_fleet(scene)) == (misses == (1, 2))
+        assert scene.fleet.targets == ([scene.a] if misses == (1, 2) else [scene.a, scene.b])
+
+    run_virtual(main())
+
+
+def test_a_torn_replica_is_given_up(scene: Scene) -> None:
+    scene.b.tears, scene.b.faults["commit"] = True, [BROKEN, BROKEN]
+    [report] = scene.update(1)
+    assert [update.name for update in report.replicas] == ["a"]
+    error = "commit on b failed: OSError: broken"
+    assert of_fleet(scene) == [f"b is out of service: {error}", f"b is given up: {error}"]
+    assert scene.events[-1] == "b.kill" and scene.fleet.targets == [scene.a] and scene.router.healthy == ["a"]
+
+
+def test_a_torn_replica_whose_second_try_is_whole_serves_again(scene: Scene) -> None:
+    scene.b.tears, scene.b.faults["commit"] = True, [BROKEN]
+    [report] = scene.update(1)
+    assert report.failures == 1 and scene.router.healthy == ["a", "b"] and not scene.b.state.torn
+
+
+@pytest.mark.parametrize("fault", [BROKEN, HANGS], ids=["raises", "hangs"])
+def test_a_replica_that_does_not_even_tell_its_state_is_given_up(fault: Any, scene: Scene) -> None:
+    async def main() -> None:
+        scene.b.faults = {"stage": [BROKEN, BROKEN], "status": [fault]}
+        await scene.manager.update_weights(1)
+        assert scene.fleet.targets == [scene.a]
+        error = scene.router._loads["b"].error
+        reason = "failed: OSError: broken" if fault is BROKEN else f"took longer than {DEADLINE_OF['status']}"
+        assert error is not None and str(error) == "stage on b failed: OSError: broken"
+        assert error.__notes__ == [f"then: status on b {reason}"]
+
+    run_virtual(main())
+
+
+def test_a_replica_that_stays_out_after_a_loss_of_the_others_ends_the_run(scene: Scene) -> None:
+    """The message tells replica, phase and reason, and the key that says how many are enough."""
+    scene.a.faults["stage"] = [HANGS, HANGS]
+    scene.b.tears, scene.b.faults["commit"] = True, [HANGS, HANGS]
+    with pytest.raises(TooFewReplicasError) as raised:
+        scene.update(1)
+    assert str(raised.value) == (
+        "0 replicas are left in service, rollout.min_replicas=1: "
+        "stage on a took longer than weight_sync.stage_timeout_s=100.0"
+    )
+    assert isinstance(raised.value.__cause__, WeightUpdateError)
+    assert scene.fleet.targets == [scene.a]
+
+
+@pytest.mark.parametrize(("pause_mode", "is_given_up"), [(None, True), ("keep", False)])
+def test_a_replica_that_does_not_go_on_is_given_up_unless_a_client_paused_it(
+    pause_mode: str | None, is_given_up: bool, scene: Scene
+) -> None:
+    scene.b.frozen, scene.b.pause_mode, scene.b.faults["commit"] = True, pause_mode, [BROKEN, BROKEN]
+    scene.update(1)
+    assert ("b.kill" in scene.events) is is_given_up and scene.router.healthy == ["a"]
+
+
+def test_with_nobody_left_to_try_again_nothing_is_published(scene: Scene) -> None:
+    async def main() -> None:
+        scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]
+        updating = asyncio.create_task(scene.manager.update_weights(1))
+        await asyncio.sleep(2)
+        await scene.fleet.lose("b", RuntimeError("b died"))
+        await updating
+        assert scene.source.orders == [({"a": 1, "b": 1}, None)]
+
+    run_virtual(main())
+
+
+def test_a_replica_that_died_meanwhile_is_not_tried_again_and_not_brought_back(scene: Scene) -> None:
+    async def main() -> None:
+        scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]
+        updating = asyncio.create_task(scene.manager.update_weights(1))
+        await asyncio.sleep(2)
+        await scene.fleet.lose("b", RuntimeError("b died"))
+        assert [update.name for update in (await updating).replicas] == ["a"]
+        assert scene.of("b") == ["stage", "kill"] and scene.router.healthy == ["a"]
+
+    run_virtual(main())
+
+
+def test_a_replica_that_died_after_its_commit_is_not_said_to_be_back(scene: Scene) -> None:
+    async def main() -> None:
+        scene.a.seconds["commit"] = 5
+        updating = asyncio.create_task(scene.manager.update_weights(1))
+        await asyncio.sleep(2)
+        await scene.fleet.lose("b", RuntimeError("b died"))
+        await updating
+        assert of_fleet(scene) == ["b is given up: b died"] and scene.router.healthy == ["a"]
+
+    run_virtual(main())
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in REASONS], ids=["raises", "times out inside", "hangs"])
+def test_without_published_weights_no_replica_is_touched(fault: Any, scene: Scene) -> None:
+    async def main() -> None:
+        scene.source.faults["publish"] = [fault]
+        with pytest.raises(WeightUpdateError) as raised:
+            await scene.manager.update_weights(1)
+        assert str(raised.value) == reason_of("publish", fault)
+        assert all(event.startswith("trainer.publish") for event in scene.events)
+        assert (await scene.manager.update_weights(2)).failures == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in REASONS], ids=["raises", "times out inside", "hangs"])
+def test_weights_that_were_not_sent_are_not_committed_and_are_sent_again_to_all(fault: Any, scene: Scene) -> None:
+    scene.source.faults["send"] = [fault]
+    [report] = scene.update(1)
+    assert report.failures == 2 and scene.router.healthy == ["a", "b"]
+    out = [f"{name} is out of service: {reason_of('send', fault)}" for name in "ab"]
+    assert of_fleet(scene) == [*out, "a is back in service", "b is back in service"]
+    assert scene.of("a") == scene.of("b") == ["stage", "stage done", *WHOLE]
+
+
+def test_a_replica_that_holds_other_bytes_than_were_sent_does_not_serve_them(scene: Scene) -> None:
+    scene.source.checksum = 5
+    with pytest.raises(TooFewReplicasError, match="commit on a failed: ValueError: published was 5"):
+        scene.update(1)
+    assert scene.router.healthy == []
+
+
+def test_a_trainer_that_cannot_publish_again_for_the_replica_that_failed_ends_the_update(scene: Scene) -> None:
+    async def main() -> None:
+        scene.b.faults["stage"], scene.source.faults["publish"] = [BROKEN], [None, BROKEN]
+        with pytest.raises(WeightUpdateError, match="publish on trainer failed: OSError: broken"):
+            await scene.manager.update_weights(1)
+        assert scene.router.healthy == ["a"] and scene.a.state.global_steps == 1
+        assert (await scene.manager.update_weights(2)).failures == 0
+        assert scene.router.healthy == ["a", "b"]
+
+    run_virtual(main())
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_update_leaves_nothing_under_way(scene: Scene) -> None:
+    async def main() -> None:
+        scene.a.seconds["commit"] = scene.b.seconds["stage"] = scene.source.seconds["send"] = 50
+        task = asyncio.create_task(scene.manager.update_weights(1))
+        await asyncio.sleep(20)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert scene.of("trainer")[-1] == "send cancelled" and scene.of("b")[-1] == "stage cancelled"
+        for each in (scene.a, scene.b, scene.source):
+            each.seconds.clear()
+        await scene.manager.update_weights(2)
+        assert scene.source.orders[-1] == ({"a": 1, "b": 1}, None), "nobody knows what they hold"
+
+    run_virtual(main())
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_deadline_of_the_config_is_tested_here() -> None:
+    tested = {name.partition("=")[0] for deadlines in DEADLINE_OF.values() for name in deadlines.split(" and ")}
+    assert tested == {f"weight_sync.{key}" for key in WeightSyncConfig.__dataclass_fields__ if key.endswith("_s")}

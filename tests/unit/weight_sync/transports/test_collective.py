@@ -1,0 +1,271 @@
+"""Weights by broadcast over gloo: every trainer rank and every worker is a thread, with a process group of its own."""
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.transport_cases import Fleet, Weights, local_store, weights  # noqa: F401
+from weight_sync.transports import process_group as group
+from weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
+from weight_sync.transports.process_group import Transfer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The members of every process group that was made, once for each of them."""
+    groups: list[list[str]] = []
+    make = group.Membership._make_group
+
+    def counted(self: group.Membership, kept: Any, location: dict[str, Any], rank: int, seconds: float) -> Any:
+        groups.append(location["members"])
+        return make(self, kept, location, rank, seconds)
+
+    monkeypatch.setattr(group.Membership, "_make_group", counted)
+    return groups
+
+
+def fleet(num_ranks: int = 1, bucket_bytes: int = 1024) -> Fleet:
+    return Fleet(
+        lambda rank, num_ranks: CollectiveSender(rank, num_ranks, bucket_bytes, CPU), CollectiveReceiver, num_ranks
+    )
+
+
+@pytest.mark.usefixtures("local_store")
+def test_more_ranks_than_rows_and_buckets_of_one_word() -> None:
+    trainer = fleet(num_ranks=3, bucket_bytes=1)
+    new = {"two_rows": torch.randn(2, 9), "none": torch.empty(0, 2), "scalar": torch.tensor(2.5)}
+    trainer.update(new, 1, {"a": 1}).assert_received(new)
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_the_group_is_kept_while_its_members_are_the_same_and_made_again_when_they_change(
+    made: list[list[str]],
+) -> None:
+    trainer = fleet()
+    for receivers in ({"a": 1}, {"a": 1}, {"a": 2, "b": 1}, {"a": 2, "b": 1}, {"b": 1}):
+        trainer.update(weights(1), 1, receivers).assert_received(weights(1))
+    assert made == [
+        *2 * [["trainer rank 0", "a worker 0"]],
+        *4 * [["trainer rank 0", "a worker 0", "a worker 1", "b worker 0"]],
+        *2 * [["trainer rank 0", "b worker 0"]],
+    ]
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_new_group_is_made_over_the_connections_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each new one torch's store looks up a name, one after the other: 5 s each while a name server is silent."""
+    connect, connections = group.connect_store, []
+
+    def counted(host: str, port: int, timeout_s: float) -> Any:
+        connections.append(port)
+        return connect(host, port, timeout_s)
+
+    monkeypatch.setattr(group, "connect_store", counted)
+    trainer = fleet()
+    for receivers in ({"a": 1}, {"a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1}):
+        trainer.update(weights(1), 1, receivers).assert_received(weights(1))
+    assert len(connections) == 2 * 3, "one to meet and one to make groups over, of the trainer and two workers"
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_replica_that_began_anew_gets_a_new_group(made: list[list[str]]) -> None:
+    trainer = fleet()
+    trainer.update(weights(1), 1, {"a": 1, "b": 1})
+    trainer.receivers["a", 0] = CollectiveReceiver()
+    trainer.update(weights(2), 2, {"a": 1, "b": 1}).assert_received(weights(2))
+    assert len(made) == 6
+    trainer.close()
+
+
+def test_a_member_that_dies_before_it_has_connected_is_heard_of_at_once() -> None:
+    """All have met, and the others are making the group, which waits for everybody."""
+    store = group.serve_store()
+    location = {
+        "host": "localhost",
+        "port": store.port,
+        "nonce": "0001",
+        "timeout_s": 60.0,
+        "members": ["trainer rank 0", "a worker 0"],
+    }
+    errors: list[str] = []
+
+    def join() -> None:
+        try:
+            with group.Membership(CPU).joined(location, 0):
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    began = time.monotonic()
+    joining = threading.Thread(target=join)
+    joining.start()
+    other = group.connect_store("localhost", store.port, 60.0)
+    Transfer(other, location, 1).meet("")
+    time.sleep(0.3)
+    assert joining.is_alive()
+    group.tell_failure(other, "0001", "a worker 0 is gone")
+    joining.join(60)
+    assert errors == ["a worker 0 is gone"] and time.monotonic() - began < 10
+
+
+@pytest.mark.usefixtures("local_store")
+def test_with_nobody_to_receive_there_are_checksums_and_no_group(made: list[list[str]]) -> None:
+    trainer = fleet(num_ranks=2)
+    nobody = trainer.update(weights(1), 1, {})
+    somebody = trainer.update(weights(1), 1, {"a": 1})
+    assert nobody.sent == somebody.sent and nobody.errors == []
+    assert len(made) == 3
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_who_does_not_come_is_named_on_both_sides_at_the_deadline() -> None:
+    trainer = fleet(num_ranks=2)
+    began = time.monotonic()
+    update = trainer.update(weights(1), 1, {"a": 1, "late": 1}, absent="late", timeout_s=0.2)
+    assert time.monotonic() - began < 2
+    assert len(update.errors) == 3
+    assert all("late worker 0 did not come within 0.2 s" in error for error in update.errors)
+    trainer.update(weights(2), 2, {"a": 1}).assert_received(weights(2))
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_when_one_cannot_come_any_more_a_stop_ends_the_wait_on_both_sides_at_once() -> None:
+    trainer = fleet(num_ranks=2)
+    began = time.monotonic()
+    update = trainer.update(weights(1), 1, {"a": 1, "gone": 1}, absent="gone", stop=True, timeout_s=60.0)
+    assert time.monotonic() - began < 5
+    assert update.errors == 3 * ["the trainer stopped sending"]
+    trainer.update(weights(2), 2, {"a": 1}).assert_received(weights(2))
+    trainer.close()
+    trainer.senders[0].stop(update.manifest)  # too late, and harmless
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_trainer_that_does_not_send_ends_the_receiving_at_the_deadline() -> None:
+    trainer = fleet()
+    manifest = trainer.publish(weights(1), 1, {"a": 1}, timeout_s=0.1)
+    with pytest.raises(RuntimeError, match=r"trainer rank 0 did not come within 0\.1 s"):
+        trainer.receive(("a", 0), manifest)
+    trainer.close()
+
+
+class Failing:
+    """A receiver that has room for no more than one tensor of version 2."""
+
+    def __init__(self) -> None:
+        self._receiver = CollectiveReceiver()
+
+    def tensors(self, manifest: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in self._receiver.tensors(manifest):
+            yield named
+            if manifest["global_steps"] == 2:
+                raise MemoryError("no room")
+
+
+@pytest.mark.usefixtures("local_store")
+def test_one_that_fails_half_way_ends_the_transfer_for_all_at_once_and_the_next_one_works(
+    made: list[list[str]],
+) -> None:
+    trainer = fleet(num_ranks=2)
+    trainer.receivers["b", 0] = Failing()
+    trainer.update(weights(1), 1, {"a": 1, "b": 1}).assert_received(weights(1))
+    began = time.monotonic()
+    update = trainer.update(weights(2), 2, {"a": 1, "b": 1}, timeout_s=60.0)
+    assert time.monotonic() - began < 5
+    assert sorted(update.errors) == 3 * ["b worker 0 stopped receiving"] + ["no room"]
+    trainer.update(weights(3), 3, {"a": 1, "b": 1}).assert_received(weights(3))
+    assert len(made) == 8
+    trainer.close()
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_group_that_broke_leaves_neither_threads_nor_connections() -> None:
+    """gloo ends no broadcast that it has begun before that one's deadline, or the end of the other side."""
+    connections = open_files()
+    trainer = fleet(num_ranks=2)
+    trainer.receivers["b", 0] = Failing()
+    update = trainer.update(weights(2), 2, {"a": 1, "b": 1}, timeout_s=60.0)
+    assert len(update.errors) == 4  # whose tracebacks are still here
+    for thread in threading.enumerate():
+        if thread.name == "end-of-weight-group":
+            thread.join(5)
+            assert not thread.is_alive()
+    assert open_files() == connections
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.usefixtures("local_store")
+def test_a_trainer_that_fails_says_so_to_the_replicas() -> None:
+    trainer = fleet(num_ranks=2)
+    shards = trainer.shards
+
+    def broken(new: Weights, rank: int) -> Any:
+        return shards({"embed": new["embed"]} if rank == 1 else new, rank)
+
+    trainer.shards = broken  # type: ignore[method-assign]
+    update = trainer.update(weights(1), 1, {"a": 1}, timeout_s=60.0)
+    assert str(update.received["a", 0]).startswith("trainer rank 1 failed: ValueError: zip() argument 2 is shorter")
+    trainer.close()
+
+
+@pytest.mark.parametrize(("byte", "name"), [(3, "embed"), (130, "large"), (3330, "one_row")])
+@pytest.mark.usefixtures("local_store")
+def test_a_byte_that_changed_on_the_way_names_its_tensor(
+    byte: int, name: str, made: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fleet()
+    broadcast = Transfer.broadcast
+    window = itertools.count()
+
+    def disturbed(self: Transfer, tensor: torch.Tensor, root: int) -> Any:
+        if self._rank == root and tensor.dtype == torch.uint8 and next(window) == byte // 1024:
+            tensor[byte % 1024] ^= 1
+        return broadcast(self, tensor, root)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "broadcast", disturbed)
+        update = trainer.update(weights(1), 1, {"a": 1})
+    assert isinstance(update.sent[0], list)
+    assert str(update.received["a", 0]).startswith(f"{name} came with checksums")
+    trainer.update(weights(2), 2, {"a": 1}).assert_received(weights(2))
+    assert len(made) == 2
+    trainer.close()
+
+
+def test_what_cannot_be_received_is_refused_by_name() -> None:
+    location = {"backend": "nccl", "first_rank": {"a": 1}, "bucket_bytes": 1024}
+    manifest = {"locations": [location], "replica": "a", "worker": 0, "device": "cpu", "tensors": [], "num_ranks": 1}
+    with pytest.raises(RuntimeError, match=r"weight_sync\.transport=collective: .* this replica is on cpu"):
+        next(CollectiveReceiver().tensors(manifest))
+    location["backend"] = "gloo"
+    with pytest.raises(RuntimeError, match=r"c is not among the receivers of this version: \['a'\]"):
+        next(CollectiveReceiver().tensors(manifest | {"replica": "c"}))
+
+
+def test_over_tcp_and_closing_ends_the_service() -> None:
+    trainer = fleet()
+    update = trainer.update(weights(1), 1, {"a": 1}, timeout_s=60.0)
+    update.assert_received(weights(1))
+    location = update.manifest["locations"][0]
+    with socket.create_connection((location["host"], location["port"]), timeout=5):
+        pass
+    trainer.close()
+    with pytest.raises(OSError):
+        socket.create_connection((location["host"], location["port"]), timeout=5)

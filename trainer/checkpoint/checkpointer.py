@@ -1,0 +1,176 @@
+"""Saves the run while it goes on: what must be of one moment is taken at once, and written in the background."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from configs.checkpoint import CheckpointConfig
+from configs.runtime.deadline import within
+from trainer.checkpoint.store import CheckpointError, CheckpointStore
+from trainer.worker.recovery import TRAIN_FOLDER
+
+T = TypeVar("T")
+MODEL_FOLDER = "model"
+"""Of a checkpoint: config and tokenizer."""
+SNAPSHOT_SUFFIX = ".bin"
+SAVE_ERRORS = (CheckpointError, OSError, TimeoutError)
+"""What a save may fail of, while training goes on. Anything else is an error of ours."""
+
+Snapshots = Mapping[str, Callable[[], Awaitable[bytes]]]
+
+
+class CheckpointWorkers(Protocol):
+    """The train workers, as the checkpointer sees them."""
+
+    async def stage_checkpoint(self, folder: Path) -> None:
+        """Returns when training may go on."""
+        ...
+
+    async def finish_checkpoint(self) -> None:
+        """Returns when what was staged is written."""
+        ...
+
+    async def model_files(self) -> dict[str, bytes]: ...
+
+    def forget_before(self, global_steps: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    global_steps: int
+    aside: Path
+    files: dict[str, bytes]
+    started: float
+
+
+class Checkpointer:
+    """One save at a time: `stage`, while nothing trains, then `commit`, which returns at once.
+
+    A save that fails is reported and counted, and leaves nothing that could be taken for a checkpoint. As a context:
+    entering it removes what a crash left, leaving it waits for the last save, or gives it up when the run has failed.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        store: CheckpointStore,
+        workers: CheckpointWorkers,
+        snapshots: Snapshots,
+        config: CheckpointConfig,
+        total_steps: int,
+        update_interval: int,
+        report: Callable[[str], None],
+    ):
+        """`snapshots`: by name, what gives the state of other parts. Taken while staging. `update_interval`:
+        weight_sync.interval; a checkpoint follows an update."""
+        self._store = store
+        self._workers = workers
+        self._snapshots = snapshots
+        self._config = config
+        self._total_steps, self._update_interval = total_steps, update_interval
+        self._report = report
+        self._model_files: dict[str, bytes] | None = None
+        self._staged: _Save | None = None
+        self._committing: asyncio.Task[None] | None = None
+        self._failures = 0
+        self._last: dict[str, float] = {}
+
+    def is_due(self, global_steps: int) -> bool:
+        every, interval = self._config.every, self._update_interval
+        if every == 0 or global_steps % interval:
+            return False
+        return global_steps // every > (global_steps - interval) // every or global_steps == self._total_steps
+
+    async def stage(self, global_steps: int) -> None:
+        """Takes the snapshots and copies the workers' state. Waits for the save before. Raises what a snapshot raises,
+        and what broke in the save before other than the saving."""
+        await self._until_committed()
+        started = time.perf_counter()
+        files = {f"{name}{SNAPSHOT_SUFFIX}": await take() for name, take in self._snapshots.items()}
+        try:
+            if self._model_files is None:
+                self._model_files = await self._workers.model_files()
+            aside = await self._in_thread(self._store.begin, global_steps)
+            try:
+                await self._workers.stage_checkpoint(aside / TRAIN_FOLDER)
+            except SAVE_ERRORS:
+                await self._remove(f"what is left of step {global_steps}", self._store.abandon, aside)
+                raise
+        except SAVE_ERRORS as error:
+            self._failed(global_steps, error)
+            return
+        files |= {f"{MODEL_FOLDER}/{name}": data for name, data in self._model_files.items()}
+        self._staged = _Save(global_steps, aside, files, started)
+
+    def commit(self, files: Mapping[str, bytes]) -> None:
+        """Writes what is staged, and makes it count, in the background. `files`: snapshots that could only be taken
+        now, by name. Does nothing when staging failed."""
+        if self._staged is None:
+            return
+        self._staged.files.update({f"{name}{SNAPSHOT_SUFFIX}": data for name, data in files.items()})
+        self._committing = asyncio.create_task(self._commit(self._staged), name="checkpoint")
+        self._staged = None
+
+    def gauges(self) -> dict[str, float]:
+        """Failures so far; seconds (from its start) and megabytes of the last save that ended well. Raises what broke
+        in the background other than the saving."""
+        if self._committing is not None and self._committing.done():
+            self._committing.result()
+        return {"checkpoint/failures": float(self._failures), **self._last}
+
+    async def __aenter__(self) -> Self:
+        await self._remove("what an interrupted save left", self._store.remove_leftovers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self._until_committed()
+        elif self._committing is not None:
+            self._committing.cancel()
+            await asyncio.gather(self._committing, return_exceptions=True)
+
+    async def _until_committed(self) -> None:
+        if self._committing is not None:
+            await self._committing
+            self._committing = None
+
+    async def _commit(self, save: _Save) -> None:
+        try:
+            await self._workers.finish_checkpoint()
+            marker = await self._in_thread(self._store.seal, save.aside, save.global_steps, save.files)
+            async with self._store.busy:
+                checkpoint = await self._in_thread(self._store.publish, save.aside, save.global_steps, marker)
+                self._workers.forget_before(save.global_steps)
+        except SAVE_ERRORS as error:
+            self._failed(save.global_steps, error)
+            await self._remove(f"what is left of step {save.global_steps}", self._store.abandon, save.aside)
+            return
+        self._last = {
+            "checkpoint/seconds": time.perf_counter() - save.started,
+            "checkpoint/megabytes": checkpoint.nbytes / 1e6,
+        }
+        keep_last, keep_every = self._config.keep_last, self._config.keep_every
+        async with self._store.busy:
+            await self._remove("an older checkpoint", self._store.prune, keep_last, keep_every, checkpoint)
+
+    async def _remove(self, what: str, function: Callable[..., None], *args: object) -> None:
+        try:
+            await self._in_thread(function, *args)
+        except (OSError, TimeoutError) as error:
+            self._report(f"{what} could not be removed: {error}")
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
+        async with within(
+            self._config.timeout_s, "checkpoint.timeout_s", f"storing a checkpoint ({function.__name__})"
+        ):
+            return await asyncio.to_thread(function, *args)
+
+    def _failed(self, global_steps: int, error: BaseException) -> None:
+        self._failures += 1
+        self._report(f"the checkpoint of step {global_steps} failed: {error}; training goes on")

@@ -1,0 +1,129 @@
+"""Off-policy corrections: the tokens were sampled by older weights than those that learn from them.
+
+Three policies: mu sampled the token (`rollout_logprobs`), pi_old is the proximal policy the loss takes its ratio
+against (`old_logprobs`), pi is the one being optimised (`logprobs`). The loss covers the way from pi_old to pi;
+importance weights w = pi_old / mu cover the rest; rejection looks at the whole way, r = pi / mu. Nothing here has a
+gradient. With one optimizer step per batch, proximal=current makes w = r.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from configs.algorithm import Correction, Proximal
+from configs.built_in import CORRECTIONS, CorrectionSpec, Weights
+from configs.schema import AlgorithmConfig
+from trainer.losses.per_trajectory import maxima, means, sums
+from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens
+from trainer.metrics import EffectiveSampleSize, Max, Mean, Metric
+
+
+def proximal_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor, proximal: Proximal) -> Tensor:
+    """[T] log pi_old.
+
+    rollout: mu itself. current: the policy before this step, which with one optimizer step per batch is the forward
+    pass at hand (decoupled PPO, arXiv:2505.24298). interpolated: the policy one step before, taken to lie on the
+    log-linear way from mu, d steps back, to pi: log mu + (d - 1) / d (log pi - log mu), and mu for d = 0 (A-3PO,
+    arXiv:2512.06547).
+    """
+    current = logprobs.detach()
+    if proximal is Proximal.rollout:
+        return rollout_logprobs
+    if proximal is Proximal.current:
+        return current
+    steps = staleness.to(current.dtype).clamp(min=1)
+    return rollout_logprobs + (steps - 1) / steps * (current - rollout_logprobs)
+
+
+def resolve(algorithm: AlgorithmConfig) -> CorrectionSpec:
+    """The correction of this config: the preset's, with the rejection of the config's own in its place."""
+    correction = algorithm.correction
+    if correction is Correction.auto:
+        correction = Correction.none if algorithm.proximal is Proximal.rollout else Correction.token_is
+    spec = CORRECTIONS[correction]
+    if algorithm.rejection is not None:
+        spec = CorrectionSpec(spec.weights, algorithm.rejection)
+    return replace(
+        spec,
+        low=spec.low if algorithm.rejection_low is None else algorithm.rejection_low,
+        high=spec.high if algorithm.rejection_high is None else algorithm.rejection_high,
+    )
+
+
+def importance_weights(tokens: LossTokens, weights: Weights, algorithm: AlgorithmConfig) -> Tensor:
+    """[T] of w = pi_old / mu.
+
+    token: min(w, importance_cap), truncated importance sampling (Ionides, 2008). sequence: min(product of w over the
+    trajectory, importance_cap) for each of its tokens. icepop: w, and 0 outside [icepop_low, icepop_high]
+    (arXiv:2510.18855).
+    """
+    log_weights = tokens.old_logprobs - tokens.rollout_logprobs
+    match weights:
+        case Weights.none:
+            return torch.ones_like(log_weights)
+        case Weights.token:
+            return _ratio(log_weights).clamp(max=algorithm.importance_cap)
+        case Weights.sequence:
+            log_product = sums(log_weights, tokens.trajectories, tokens.num_trajectories)
+            return _ratio(log_product).clamp(max=algorithm.importance_cap)[tokens.trajectories]
+        case Weights.icepop:
+            ratio = _ratio(log_weights)
+            return ratio.where((ratio >= algorithm.icepop_low) & (ratio <= algorithm.icepop_high), 0)
+
+
+def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
+    """[T] bool: what rejection leaves, of r = pi / mu and the estimators of http://joschu.net/blog/kl-approx.html.
+
+    k1 = log r is kept within [log low, log high] (of a mean: the geometric mean of r within [low, high]),
+    k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to high; per token, or per trajectory by sum, mean or maximum.
+    """
+    log_ratio = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if spec.rejection is None or spec.high is None:
+        return torch.ones_like(log_ratio, dtype=torch.bool)
+    level, _, estimator = spec.rejection.value.rpartition("_")
+    values = {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": log_ratio.expm1() - log_ratio}[estimator]
+    if level != "token":
+        reduce = {"seq_sum": sums, "seq_mean": means, "seq_max": maxima}[level]
+        values = reduce(values, tokens.trajectories, tokens.num_trajectories)[tokens.trajectories]
+    if estimator != "k1":
+        return values <= spec.high
+    assert spec.low is not None, "validated with the config"
+    return (values >= math.log(spec.low)) & (values <= math.log(spec.high))
+
+
+def gap_metrics(tokens: LossTokens, cap: float) -> dict[str, Metric]:
+    """How far pi is from mu: over tokens, and over trajectories where it says so. Names as in verl's rollout_corr."""
+    log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
+    ratio = _ratio(log_ratio)
+    # perplexity of pi / perplexity of mu, per trajectory
+    perplexity_ratio = (-means(log_ratio, tokens.trajectories, tokens.num_trajectories)).exp()
+    high, low = ratio > cap, ratio < 1 / cap
+    weights = ratio.double()
+    k1, k3, sum_ppl, num_high, num_low, total, total_squared, largest = torch.stack(
+        [
+            -log_ratio.sum(dtype=torch.float64),
+            (ratio - 1 - log_ratio).sum(dtype=torch.float64),
+            perplexity_ratio.sum(dtype=torch.float64),
+            high.sum(dtype=torch.float64),
+            low.sum(dtype=torch.float64),
+            weights.sum(),
+            weights.square().sum(),
+            log_ratio.abs().max().double(),
+        ]
+    ).tolist()
+    num_tokens = len(log_ratio)
+    return {
+        "actor/rollout_kl": Mean(k1, num_tokens),
+        "actor/rollout_logprob_diff_max": Max(largest),
+        "actor/ess": EffectiveSampleSize(total, total_squared, num_tokens),
+        "correction/k3_kl": Mean(k3, num_tokens),
+        "correction/ppl_ratio": Mean(sum_ppl, tokens.num_trajectories),
+        "correction/ratio_fraction_high": Mean(num_high, num_tokens),
+        "correction/ratio_fraction_low": Mean(num_low, num_tokens),
+    }
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -1,0 +1,116 @@
+"""What a step minimises: policy loss, off-policy correction, entropy bonus and KL to the reference, put together."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.built_in import LOSS_PARAMETERS, LOSSES, loss_spec
+from configs.runtime.dotted import find
+from configs.schema import AlgorithmConfig
+from trainer.batch import MicroBatch
+from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve
+from trainer.losses.kl import kl_estimate
+from trainer.losses.per_trajectory import sums
+from trainer.losses.policy import LossTokens, PolicyLoss
+from trainer.metrics import Mean, Metric, Sum
+
+
+class Objective:
+    """sum over the step's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref))
+
+    L is the policy loss, w the importance weight and `kept` what rejection leaves: both belong to the policy loss, so
+    that entropy and KL are of all tokens. A rejected token still counts in loss_weight's means.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig):
+        self._algorithm = algorithm
+        self._correction = resolve(algorithm)
+        self._policy_loss = load_policy_loss(algorithm.loss)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """(the micro-batch's share of the objective, metrics) from the policy's logprobs [T] and entropy [T]."""
+        algorithm = self._algorithm
+        tokens = loss_tokens(logprobs, batch, algorithm)
+        loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
+        losses, is_clipped = self._policy_loss(tokens, algorithm)
+        weights = importance_weights(tokens, self._correction.weights, algorithm)
+        kept = is_kept(tokens, self._correction)
+        policy_loss = (losses * weights * kept * loss_weights).sum()
+        total = policy_loss
+        metrics: dict[str, Metric] = {"actor/pg_loss": Sum(policy_loss.item())}
+        if algorithm.entropy_coef:
+            total = total - algorithm.entropy_coef * (entropy * loss_weights).sum()
+        if algorithm.kl_loss_coef:
+            assert batch.tokens.reference_logprobs is not None
+            reference_logprobs = _as_tensor(batch.tokens.reference_logprobs, logprobs)
+            divergence = kl_estimate(logprobs, reference_logprobs, algorithm.kl_loss_estimator)
+            kl_loss = (divergence * loss_weights).sum()
+            total = total + algorithm.kl_loss_coef * kl_loss
+            metrics |= {"actor/kl_loss": Sum(kl_loss.item())}
+        if batch.num_trajectories:
+            metrics |= _token_means(tokens, is_clipped, entropy, weights)
+            metrics |= gap_metrics(tokens, algorithm.importance_cap)
+            if self._correction.rejection is not None:
+                metrics |= _rejected(tokens, kept)
+        return total, metrics
+
+
+def load_policy_loss(loss: str) -> PolicyLoss:
+    """The function behind `algorithm.loss`. Raises ValueError if there is none that takes (tokens, algorithm)."""
+    function = find("algorithm.loss", loss_spec(loss).path, LOSS_PARAMETERS)
+    if loss in LOSSES:
+        return function
+
+    def checked(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+        returned, shape = function(tokens, algorithm), list(tokens.logprobs.shape)
+        if _shapes(returned) != [shape, shape]:
+            expected = f"(loss, is_clipped), two tensors of shape {shape}"
+            raise TypeError(f"algorithm.loss={loss}: must return {expected}, but returned {_shapes(returned)}")
+        return returned
+
+    return checked
+
+
+def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig) -> LossTokens:
+    """What a policy loss reads, as tensors beside `logprobs`."""
+    tokens, device = batch.tokens, logprobs.device
+    rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
+    staleness = torch.as_tensor(tokens.staleness, device=device)
+    selected = torch.zeros_like(staleness) if tokens.selected is None else torch.as_tensor(tokens.selected)
+    return LossTokens(
+        logprobs=logprobs,
+        old_logprobs=proximal_logprobs(logprobs, rollout_logprobs, staleness, algorithm.proximal),
+        rollout_logprobs=rollout_logprobs,
+        advantages=_as_tensor(tokens.advantages, logprobs),
+        trajectories=torch.as_tensor(tokens.trajectories, dtype=torch.int64, device=device),
+        num_trajectories=batch.num_trajectories,
+        staleness=staleness,
+        selected=selected.to(device, torch.bool),
+    )
+
+
+def _token_means(tokens: LossTokens, is_clipped: Tensor, entropy: Tensor, weights: Tensor) -> dict[str, Metric]:
+    log_ratio = tokens.old_logprobs - tokens.logprobs.detach()
+    values = torch.stack([is_clipped.to(weights.dtype), log_ratio, entropy.detach(), weights])
+    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/importance_weight")
+    return {name: Mean(total, values.shape[1]) for name, total in zip(names, values.sum(1).tolist(), strict=True)}
+
+
+def _rejected(tokens: LossTokens, kept: Tensor) -> dict[str, Metric]:
+    rejected = (~kept).double()
+    trajectories = sums(rejected, tokens.trajectories, tokens.num_trajectories) > 0
+    return {
+        "correction/rejected_fraction": Mean(rejected.sum().item(), len(kept)),
+        "correction/rejected_trajectories": Mean(trajectories.sum().item(), tokens.num_trajectories),
+    }
+
+
+def _as_tensor(array: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(array, dtype=like.dtype, device=like.device)
+
+
+def _shapes(returned: Any) -> list[Any]:
+    """Of each tensor; of anything else its type."""
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    return [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]

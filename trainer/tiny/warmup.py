@@ -1,0 +1,178 @@
+"""The supervised warm-up that gives a tiny model its first policy, and a cache of the models it made.
+
+Reinforcement learning needs a policy that is sometimes right. A cached model is named by the content of everything that
+made it (settings, demonstrations, code, library versions), so a stale one can never be picked up.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from trainer.tiny import model as tiny_model
+
+LR_WARMUP_STEPS = 20
+FINAL_LR_FRACTION = 0.05
+MAX_GRAD_NORM = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSpec:
+    """How to warm a model up; its demonstrations come separately.
+
+    Example:
+        WarmupSpec(seed=0)
+    """
+
+    seed: int
+    """Of the initial weights."""
+    size: tiny_model.ModelSize = tiny_model.TINY
+    batch_size: int = 16
+    """Demonstrations per optimizer step."""
+    prompt_template: str
+    """What the model reads before it answers."""
+
+    def prompt(self, question: str) -> str:
+        """The template with `question` in it."""
+        return self.prompt_template.replace("{question}", question)  # not format(): it may have other braces
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate of AdamW, which falls with the width: 4e-3 at 64, 1e-3 at 256."""
+        return 0.256 / self.size.hidden_size
+
+
+def ensure_warm_model(
+    cache_dir: Path,
+    spec: WarmupSpec,
+    demonstrations: Sequence[tuple[str, str]],
+    *,
+    progress: Callable[[int, float], None] | None = None,
+) -> Path:
+    """The Hugging Face folder of a model warmed up on `demonstrations`: made at the first call, found at later ones.
+
+    Args:
+        cache_dir: where such folders live; made if missing.
+        spec: how to train.
+        demonstrations: (question, answer) texts, trained on once, in this order, an incomplete last batch left out.
+        progress: as in `warm_up`; not called when the folder is found.
+
+    Raises:
+        ValueError: there are fewer demonstrations than one batch, or the template lacks `{question}`.
+    """
+    steps = len(demonstrations) // spec.batch_size
+    if steps == 0:
+        raise ValueError(f"{len(demonstrations)} demonstrations: must be >= batch_size={spec.batch_size}")
+    if "{question}" not in spec.prompt_template:
+        raise ValueError(f"prompt_template={spec.prompt_template!r}: must contain '{{question}}'")
+    directory = cache_dir / f"warm-{_content_key(spec, demonstrations)}"
+    if directory.exists():
+        return directory
+    prompts = [spec.prompt(question) for question, _ in demonstrations]
+    answers = [answer for _, answer in demonstrations]
+    tokenizer = tiny_model.build_tokenizer(prompt + answer for prompt, answer in zip(prompts, answers, strict=True))
+    model = tiny_model.build_model(len(tokenizer), spec.seed, spec.size)
+    examples = tokenized_examples(tokenizer, prompts, answers)
+    warm_up(model, examples, steps=steps, batch_size=spec.batch_size, lr=spec.lr, progress=progress)
+    with contextlib.suppress(FileExistsError):  # a concurrent run made the same content first: either copy will do
+        tiny_model.write_model_directory(directory, model, tokenizer)
+    return directory
+
+
+def _content_key(spec: WarmupSpec, demonstrations: Sequence[tuple[str, str]]) -> str:
+    """24 hex digits of the hash over everything that decides the trained weights."""
+    parts = [
+        dataclasses.asdict(spec),
+        demonstrations,
+        [Path(source).read_text() for source in (tiny_model.__file__, __file__)],
+        [torch.__version__, transformers.__version__, tokenizers.__version__],
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def tokenized_examples(
+    tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], answers: Sequence[str]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (prompt ids, answer ids + eos), tokenized apart as in a rollout."""
+    prompt_ids: list[list[int]] = tokenizer(list(prompts))["input_ids"]
+    answer_ids: list[list[int]] = tokenizer(list(answers))["input_ids"]
+    for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
+        yield prompt, [*answer, tiny_model.EOS_TOKEN_ID]
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    examples: Iterator[tuple[list[int], list[int]]],
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    progress: Callable[[int, float], None] | None = None,
+) -> float:
+    """Trains `model` in place by cross-entropy on the answer tokens; returns the loss of the last step.
+
+    Args:
+        model: what to train.
+        examples: (prompt ids, answer ids ending with eos); `steps * batch_size` are taken.
+        steps: optimizer steps, >= 1; the learning rate rises for 20 of them and then falls linearly to 5%.
+        batch_size: examples per step.
+        lr: peak learning rate.
+        progress: called as `progress(steps_done, loss)` after every step.
+
+    Raises:
+        ValueError: `steps` or `batch_size` is below 1, or the examples run out.
+    """
+    if steps < 1 or batch_size < 1:
+        raise ValueError(f"steps={steps} and batch_size={batch_size}: both must be >= 1")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_fraction(step, steps))
+    model.train()
+    loss_value = float("nan")
+    for step in range(steps):
+        batch = list(islice(examples, batch_size))
+        if len(batch) < batch_size:
+            given = step * batch_size + len(batch)
+            raise ValueError(f"{given} examples: {steps} steps of batch_size={batch_size} need {steps * batch_size}")
+        loss = _answer_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        loss_value = loss.item()
+        if progress is not None:
+            progress(step + 1, loss_value)
+    return loss_value
+
+
+def _lr_fraction(step: int, steps: int) -> float:
+    """The part of the peak learning rate used at `step`, counted from 0."""
+    rising = (step + 1) / LR_WARMUP_STEPS
+    falling = max(FINAL_LR_FRACTION, 1 - step / steps)
+    return min(rising, falling)
+
+
+def _answer_loss(model: Qwen3ForCausalLM, batch: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """Mean cross-entropy over all answer tokens of the batch, a scalar.
+
+    Padding is on the right, where causal attention never looks from a real token: no attention mask is needed.
+    """
+    longest = max(len(prompt) + len(answer) for prompt, answer in batch)
+    input_ids = torch.full((len(batch), longest), tiny_model.PAD_TOKEN_ID)  # [B, T]
+    is_answer = torch.zeros((len(batch), longest), dtype=torch.bool)  # [B, T]
+    for row, (prompt, answer) in enumerate(batch):
+        end = len(prompt) + len(answer)
+        input_ids[row, :end] = torch.tensor(prompt + answer)
+        is_answer[row, len(prompt) : end] = True
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+    logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]])  # [answer tokens, V]: a position predicts the next one
+    return F.cross_entropy(logits, input_ids[is_answer])

@@ -1,0 +1,75 @@
+"""The critic: what a token's trajectory will be worth, learned beside the policy in the same worker."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from configs.schema import Config
+from trainer.batch import MicroBatch
+from trainer.metrics import Mean, Metric, Sum
+from trainer.worker.model import load_causal_lm, shard, target_states
+from trainer.worker.optimizer import Optimizer
+from trainer.worker.state import Trained
+
+
+class ValueModel(nn.Module):
+    """The policy's architecture and first weights, with a value head in the place of the LM head."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int):
+        super().__init__()
+        self.backbone: Any = backbone
+        self.value_head = nn.Linear(hidden_size, 1, bias=False)
+        nn.init.zeros_(self.value_head.weight)  # the first values are 0, on every rank
+
+    def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
+        """[T] the value of the state in which each target was sampled."""
+        return self.value_head(target_states(self.backbone, batch, device)).float().sum(-1)
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """[T] each: L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, and whether the clip was active
+    (PPO's code, arXiv:2005.12729). With one optimizer step per batch V is V_old, and the clip is never active."""
+    clipped = values.clamp(old_values - clip, old_values + clip)
+    free_loss, clipped_loss = (values - returns).square() / 2, (clipped - returns).square() / 2
+    return free_loss.maximum(clipped_loss), clipped_loss > free_loss
+
+
+class Critic:
+    """One rank's shard of the value model, and its optimizer."""
+
+    def __init__(
+        self, config: Config, model_path: str, mesh: DeviceMesh, compute_dtype: torch.dtype, device: torch.device
+    ):
+        causal_lm = load_causal_lm(model_path, config.trainer.gradient_checkpointing)
+        self._model: Any = ValueModel(causal_lm.model, causal_lm.config.hidden_size).to(device).train()
+        shard(self._model, self._model.backbone.layers, mesh, compute_dtype)
+        self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)
+        self._clip = config.critic.value_clip
+        self._device = device
+        self._world_size = mesh.size()
+
+    @property
+    def trained(self) -> Trained:
+        return Trained(self._model, self.optimizer.adamw)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """[T], without gradient."""
+        with torch.no_grad():
+            return self._model(batch, self._device)
+
+    def forward_backward(self, batch: MicroBatch, is_last: bool) -> dict[str, Metric]:
+        """Accumulates the gradient; `is_last` of the step reduces it over the ranks."""
+        assert batch.tokens.values is not None and batch.tokens.returns is not None
+        self._model.set_requires_gradient_sync(is_last)
+        values = self._model(batch, self._device)
+        old_values = torch.as_tensor(batch.tokens.values, device=self._device)
+        returns = torch.as_tensor(batch.tokens.returns, device=self._device)
+        losses, is_clipped = clipped_value_loss(values, old_values, returns, self._clip)
+        loss = (losses * torch.as_tensor(batch.tokens.loss_weights, device=self._device)).sum()
+        (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
+        return {
+            "critic/vf_loss": Sum(loss.item()),
+            "critic/vf_clipfrac": Mean(is_clipped.sum().item(), len(values)),
+        }

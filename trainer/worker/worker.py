@@ -1,0 +1,231 @@
+"""One FSDP rank: forward and backward, optimizer step, publication of weights. `worker_group.py` puts it into Ray."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from configs.schema import Config
+from rollout.types import FloatArray
+from trainer.batch import MicroBatch
+from trainer.losses.kl import kl_estimate
+from trainer.losses.objective import Objective
+from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
+from trainer.worker.critic import Critic
+from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, shard
+from trainer.worker.optimizer import Optimizer
+from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
+
+Specs = list[tuple[str, torch.dtype, list[int]]]
+Shards = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+class WeightSender(Protocol):
+    """How a transport takes this rank's part of the weights: see weight_sync.transports.base."""
+
+    def publish(self, specs: Specs, shards: Shards, order: dict[str, Any]) -> dict[str, Any]: ...
+
+    def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]: ...
+
+    def stop(self, manifest: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeSender = Callable[[int, int, torch.device], WeightSender]
+"""(rank, number of ranks, device of the parameters) -> this rank's sender."""
+
+
+class TrainWorker:
+    """Calls come one at a time, so publishing can never overlap an optimizer step."""
+
+    def __init__(self, *, config: Config, device: str, make_sender: MakeSender):
+        self._config = config
+        self._device_type = device
+        self._make_sender = make_sender
+        self._global_steps = 0
+        self._writer = StateWriter(config.checkpoint.timeout_s)
+        self._is_finite = True  # loss and logprobs of the step so far
+
+    def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
+        """Joins the process group at `master` (host:port), loads and shards the model. Returns its parameter count."""
+        trainer = self._config.trainer
+        self._rank, self._world_size = rank, world_size
+        self._model_path = model_path
+        if self._device_type == "cpu":
+            torch.set_num_threads(1)
+        self._device = torch.device("cuda", 0) if self._device_type == "cuda" else torch.device("cpu")
+        host, _, port = master.partition(":")
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        if self._device_type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._sender = self._make_sender(rank, world_size, self._device)
+        dist.init_process_group(
+            "nccl" if self._device_type == "cuda" else "gloo",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=trainer.step_timeout_s),
+        )
+        mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
+        compute_dtype = _torch_dtype(trainer.dtype.value)
+        self._policy = self._load_policy(model_path, trainable=True)
+        num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+        shard(self._policy, self._policy.causal_lm.model.layers, mesh, compute_dtype)
+        self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
+        self._objective = Objective(self._config.algorithm)
+        self._reference = self._critic = None
+        if self._config.algorithm.needs_reference:
+            self._reference = self._load_policy(model_path, trainable=False)
+            shard(self._reference, self._reference.causal_lm.model.layers, mesh, compute_dtype)
+        if self._config.algorithm.needs_critic:
+            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device)
+        return num_parameters
+
+    def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
+        """What the driver needs to know of the tokens before their advantages: per name, [T] per micro-batch.
+
+        reference_logprobs: log pi_ref. kl: the estimate of KL(mu || pi_ref) that may be taken off the rewards. values:
+        the critic's. All ranks must call with equally many micro-batches.
+        """
+        scores: dict[str, list[FloatArray]] = {}
+        for batch in micro_batches:
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference_logprobs, _ = self._reference(batch, self._device)
+                rollout_logprobs = torch.as_tensor(batch.tokens.rollout_logprobs, device=self._device)
+                kl = kl_estimate(rollout_logprobs, reference_logprobs, self._config.algorithm.kl_reward_estimator)
+                scores.setdefault("reference_logprobs", []).append(reference_logprobs.cpu().numpy())
+                scores.setdefault("kl", []).append(kl.cpu().numpy())
+            if self._critic is not None:
+                scores.setdefault("values", []).append(self._critic.values(batch).cpu().numpy())
+        if self._reference is not None:
+            self._reference.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
+        return scores
+
+    def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
+        """One optimizer step over this rank's micro-batches. `global_steps`: optimizer steps taken before it.
+
+        Metrics are this rank's, to be merged over ranks. All ranks must call with equally many micro-batches.
+        """
+        started = time.perf_counter()
+        parts = []
+        for index, batch in enumerate(micro_batches):
+            self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)  # pyright: ignore
+            parts.append(self.forward_backward(batch))
+            if self._critic is not None:
+                parts.append(self._critic.forward_backward(batch, is_last=index == len(micro_batches) - 1))
+                self._is_finite &= math.isfinite(parts[-1]["critic/vf_loss"].value)
+        parts.append(self.optim_step(global_steps))
+        parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
+        return merge_metrics(parts)
+
+    def forward_backward(self, batch: MicroBatch) -> dict[str, Metric]:
+        """Accumulates the gradient of the micro-batch's share of the objective; over all ranks they add up to it."""
+        logprobs, entropy = self._policy(batch, self._device)
+        loss, metrics = self._objective(logprobs, entropy, batch)
+        self._is_finite &= bool(loss.isfinite() & logprobs.isfinite().all())
+        (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
+        return metrics | {"perf/padded_tokens": Sum(float(batch.num_padded_tokens))}
+
+    def optim_step(self, global_steps: int) -> dict[str, Metric]:
+        """Clips the gradient, steps AdamW, clears the gradient; with a critic, its too.
+
+        Where a loss, a logprob or a norm was NaN or infinite on any rank, no rank steps, and only the version goes up.
+        """
+        optimizers = {"actor": self._optimizer}
+        if self._critic is not None:
+            optimizers["critic"] = self._critic.optimizer
+        metrics: dict[str, Metric] = {}
+        for name, optimizer in optimizers.items():
+            metrics[f"{name}/grad_norm"] = Last(optimizer.clip())
+        is_finite = self._on_all_ranks(self._is_finite and all(math.isfinite(norm.value) for norm in metrics.values()))
+        for name, optimizer in optimizers.items():
+            if is_finite:
+                optimizer.step(global_steps)
+            else:
+                optimizer.discard()
+            metrics[f"{name}/lr"] = Last(optimizer.lr)
+        self._is_finite = True
+        self._global_steps = global_steps + 1
+        return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
+
+    def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        """Only the version goes up."""
+        self._global_steps = global_steps + 1
+        return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+
+    def _on_all_ranks(self, condition: bool) -> bool:
+        """Whether it holds on every rank."""
+        count = torch.tensor(float(condition), device=self._device)
+        dist.all_reduce(count)
+        return count.item() == self._world_size
+
+    def publish(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base.
+        Returns the manifest, with this rank's checksums."""
+        specs = parameter_specs(self._policy, self._rollout_dtype)
+        return self._sender.publish(specs, self._shards, order)
+
+    def send(self, manifest: dict[str, Any]) -> list[int]:
+        return self._sender.send(self._shards, manifest)
+
+    def stop_sending(self, manifest: dict[str, Any]) -> None:
+        """Lets `send` fail. May run beside it."""
+        self._sender.stop(manifest)
+
+    def stage_checkpoint(self, folder: str) -> None:
+        """Copies all that training needs to go on from here into host memory, and begins to write it. All ranks call.
+
+        The reference is not in it: it is the first policy, which `setup` loads.
+        """
+        self._writer.stage(Path(folder), self._trained, self._global_steps)
+
+    def finish_checkpoint(self) -> None:
+        """Waits until all ranks have written what is staged. May run beside the others."""
+        self._writer.finish()
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Returns its global_steps. All ranks must call; it does not matter how many wrote it."""
+        self._global_steps = load(Path(folder), self._trained)
+        return self._global_steps
+
+    def model_files(self) -> dict[str, bytes]:
+        """Config and tokenizer of the policy, by file name."""
+        return model_files(self._model_path)
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return local_shards(self._policy, self._rollout_dtype)
+
+    @property
+    def _trained(self) -> dict[str, Trained]:
+        critic = {} if self._critic is None else {CRITIC: self._critic.trained}
+        return {POLICY: Trained(self._policy, self._optimizer.adamw), **critic}
+
+    @property
+    def _rollout_dtype(self) -> torch.dtype:
+        return _torch_dtype(self._config.rollout.dtype.value)
+
+    def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
+        """The first policy: to train, or to keep as the reference."""
+        trainer, algorithm = self._config.trainer, self._config.algorithm
+        policy = load_policy(
+            model_path,
+            self._config.rollout.temperature,
+            gradient_checkpointing=trainable and trainer.gradient_checkpointing,
+            entropy_has_gradient=trainable and algorithm.entropy_coef != 0,
+        )
+        return policy.to(self._device).requires_grad_(trainable)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,186 @@
+"""The worker-side half of a weight update: vLLM mixes this class into every worker (`worker_extension_cls`).
+
+Runs inside vLLM's worker process. On CPU, importing it also changes two things of vLLM before the model is loaded:
+- Linear layers keep their plain weights. By default vLLM repacks them for oneDNN and empties the originals, after which
+  in-place loading fails, and a tied lm_head silently keeps its old values. Plain F.linear is as fast in float32.
+- A seeded request whose prefill is split kills the engine (the generator of a discarded row is rolled back with a call
+  that CPU generators do not have). Generators of discarded rows are hidden from that loop.
+"""
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+import vllm._custom_ops as vllm_ops
+from safetensors.torch import save_file
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from weight_sync.protocol import combine
+from weight_sync.receiver.shadow import Shadow, load_weights
+from weight_sync.transports.registry import receive
+
+
+def _keep_plain_linears() -> None:
+    vllm_ops._supports_onednn = False
+
+
+def _hide_generators_of_discarded_rows() -> None:
+    original = GPUModelRunner._bookkeeping_sync
+
+    def bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
+        hidden = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    GPUModelRunner._bookkeeping_sync = bookkeeping_sync
+
+
+if current_platform.is_cpu():
+    _keep_plain_linears()
+    _hide_generators_of_discarded_rows()
+
+
+MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON")
+
+
+class WeightReceiver:
+    """Stage, swap, tag. Method names must not clash with those of vLLM's worker, hence the prefix."""
+
+    receiver_shadow: Shadow | None = None
+    receiver_staging: "Staging | None" = None
+    receiver_stream: torch.cuda.Stream | None = None
+    """One for all versions: memory that was freed on one stream is not used again on another."""
+
+    def receiver_stage(self, manifest: dict[str, Any], on_device: bool) -> None:
+        """Begins to take the weights in, in a thread of its own: this call must not keep the engine from its steps."""
+        self._receiver_refuse_transformed()
+        if self.receiver_shadow is None:
+            self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
+            if self._receiver_device(True).type == "cuda":
+                torch.cuda.synchronize()  # the copies are made on the engine's stream, and staged over on another
+                self.receiver_stream = torch.cuda.Stream()
+        located, before = self._receiver_locate(manifest), self.receiver_staging
+        self.receiver_staging = Staging(located, self.receiver_shadow, self.receiver_stream, before)
+
+    def receiver_staged(self) -> int | None:
+        """The checksum of what was staged, None while it is under way. Raises what went wrong."""
+        assert self.receiver_staging is not None
+        try:
+            return self.receiver_staging.result()
+        except RuntimeError:
+            self.receiver_staging = None
+            raise
+
+    def receiver_swap(self, global_steps: int) -> tuple[int, int]:
+        """While paused: the staged weights over the live ones. Returns (global_steps, checksum)."""
+        staging = self.receiver_staging
+        checksum = None if staging is None else staging.result()
+        if staging is None or checksum is None or staging.manifest["global_steps"] != global_steps:
+            found = None if checksum is None or staging is None else staging.manifest["global_steps"]
+            raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
+        assert self.receiver_shadow is not None
+        self.receiver_staging = None
+        with torch.inference_mode():
+            self.receiver_shadow.swap_in()
+        return self._receiver_done(global_steps, checksum)
+
+    def receiver_load(self, manifest: dict[str, Any]) -> tuple[int, int]:
+        """While paused, and without staging memory: from the transport straight into the live parameters."""
+        self._receiver_refuse_transformed()
+        manifest = self._receiver_locate(manifest)
+        with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
+            load_weights(self._receiver_model(), receive(manifest), len(manifest["tensors"]))
+        return self._receiver_done(manifest["global_steps"], combine(manifest["checksums"]))
+
+    def receiver_dump(self, folder: str) -> None:
+        """Every live parameter, as the engine lays it out, into <folder>/<worker>.safetensors."""
+        tensors = {name: parameter.detach().cpu() for name, parameter in self._receiver_model().named_parameters()}
+        save_file(tensors, f"{folder}/{self._receiver_index()}.safetensors")
+
+    def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
+        if self._receiver_device(True).type == "cuda":
+            torch.cuda.synchronize()
+        return global_steps, checksum
+
+    def _receiver_refuse_transformed(self) -> None:
+        """Some models keep their weights in another form than they are loaded in: copies of those would be wrong."""
+        model = self.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue]
+        if model.quantization is not None or model.use_mla:
+            what = "multi-head latent attention" if model.use_mla else f"quantization={model.quantization}"
+            raise RuntimeError(f"weights of a model with {what} cannot be updated: it transforms them after loading")
+        for module in self._receiver_model().modules():
+            if isinstance(module, UnquantizedFusedMoEMethod):
+                backend = module.unquantized_backend.name
+                if backend not in MOE_BACKENDS_THAT_KEEP_WEIGHTS:
+                    what = f"experts cannot be updated with vLLM's MoE backend {backend}: it transforms their weights"
+                    raise RuntimeError(f"{what}; {' and '.join(MOE_BACKENDS_THAT_KEEP_WEIGHTS)} do not")
+
+    def _receiver_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _receiver_device(self, on_device: bool) -> torch.device:
+        return self.device if on_device else torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _receiver_locate(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """With what this worker adds: which of its replica's workers it is, and where its parameters live."""
+        return {**manifest, "worker": self._receiver_index(), "device": str(self._receiver_device(True))}
+
+    def _receiver_index(self) -> int:
+        parallel = self.parallel_config  # pyright: ignore[reportAttributeAccessIssue]
+        # Not data_parallel_rank: vLLM sets that to 0 in every engine of a dense model.
+        return parallel.data_parallel_index * parallel.world_size + self.rank  # pyright: ignore
+
+
+STAGE_WAIT_S = 0.005
+"""So long does the call that begins to stage wait for its end: a small model is staged in one call."""
+
+
+class Staging:
+    """One version on its way into the shadow."""
+
+    def __init__(
+        self, manifest: dict[str, Any], shadow: Shadow, stream: torch.cuda.Stream | None, before: "Staging | None"
+    ):
+        """`stream`: None on CPU; else one beside the engine's. `before`: writes into the same shadow, maybe still: of a
+        transfer that was given up it hears a moment later."""
+        self.manifest = manifest
+        self._shadow = shadow
+        self._stream = stream
+        self._before = None if before is None else before.thread
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
+        self.thread.start()
+        self.thread.join(STAGE_WAIT_S)
+
+    def result(self) -> int | None:
+        if self.thread.is_alive():
+            return None
+        if self._error is not None:
+            raise RuntimeError(f"staging failed: {type(self._error).__name__}: {self._error}") from self._error
+        return combine(self.manifest["checksums"])
+
+    def _load(self) -> None:
+        self._shadow.load(receive(self.manifest), len(self.manifest["tensors"]))
+
+    def _run(self) -> None:
+        try:
+            if self._before is not None:
+                self._before.join()
+                self._before = None
+            with torch.inference_mode():
+                if self._stream is None:
+                    self._load()
+                else:
+                    with torch.cuda.stream(self._stream):
+                        self._load()
+                        self._stream.synchronize()
+        except BaseException as error:  # a thread has nobody above it: `result` raises it
+            self._error = error

@@ -157,7 +157,7 @@ class TrajectoryBuffer:
         window, masked_tokens = self.ledger.window, 0
         fresh_groups = []
         for group in groups:
-            fresh = [mask_stale(trajectory, lambda v: window.last_step(v) >= step) for trajectory in group.trajectories]
+            fresh = [mask_stale(trajectory, lambda v: window.is_fresh(v, step)) for trajectory in group.trajectories]
             masked_tokens += sum(
                 int(old.loss_mask.sum() - new.loss_mask.sum())
                 for old, new in zip(group.trajectories, fresh, strict=True)

@@ -18,6 +18,7 @@ claimed later and so due no earlier: that keeps every inequality.
 from dataclasses import dataclass
 
 from configs.schema import StalePolicy
+from rollout.types import staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,9 @@ class StalenessWindow:
         """The last optimizer step that may train a token of `version`."""
         return version + self.horizon - 1
 
-    def staleness(self, version: int, step: int) -> int:
-        """Versions between the weights that sampled a token and those that step `step` trains."""
-        return (step - version) // self.update_interval
+    def is_fresh(self, version: int, step: int) -> bool:
+        """Whether optimizer step `step` may train a token of `version`."""
+        return staleness(version, step, self.update_interval) <= self.max_staleness
 
 
 @dataclass(frozen=True, slots=True)

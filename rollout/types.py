@@ -173,3 +173,16 @@ class TrajectoryGroup:
     def num_tokens(self) -> int:
         """Response tokens of the group."""
         return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
+
+
+def staleness(version: int, global_steps: int, interval: int = 1) -> int:
+    """Versions between the weights that sampled a token and the weights that train it. The one meaning of staleness.
+
+    Example: with an update every 3 steps, versions 0, 3, 6, ... are live: staleness(0, 5, interval=3) == 1.
+
+    Args:
+        version: tag of the weights that sampled the token.
+        global_steps: optimizer steps taken before the step that trains it.
+        interval: weight_sync.interval, optimizer steps per version.
+    """
+    return (global_steps - version) // interval

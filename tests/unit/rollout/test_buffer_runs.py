@@ -92,7 +92,7 @@ def test_every_prompt_is_trained_exactly_once(policy: StalePolicy, data: st.Data
         assert ordinals(batch) == sorted(ordinals(batch))
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
             versions = trajectory.token_versions()[trajectory.loss_mask]
-            assert all(window.staleness(version, step) <= window.max_staleness for version in versions)
+            assert all(window.is_fresh(version, step) for version in versions)
             assert trajectory.loss_mask.all() or policy is StalePolicy.mask
 
 
@@ -104,7 +104,7 @@ def test_drop_trains_nothing_stale_and_counts_what_it_drops(data: st.DataObject)
     assert all(len(batch.groups) == window.groups_per_step for batch in batches)
     assert ledger.num_claimed == ledger.total_groups + ledger.num_dropped
     for step, batch in enumerate(batches):
-        assert all(window.staleness(group.min_version, step) <= window.max_staleness for group in batch.groups)
+        assert all(window.is_fresh(group.min_version, step) for group in batch.groups)
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,7 +126,7 @@ def test_filtered_groups_are_refilled_exactly(policy: StalePolicy, flat: list[bo
         assert len(batch.groups) == window.groups_per_step
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
             versions = trajectory.token_versions()[trajectory.loss_mask]
-            assert all(window.staleness(version, step) <= window.max_staleness for version in versions)
+            assert all(window.is_fresh(version, step) for version in versions)
 
 
 @settings(max_examples=20, deadline=None)

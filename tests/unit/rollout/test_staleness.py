@@ -6,6 +6,7 @@ import pytest
 
 from configs.schema import StalePolicy
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
+from rollout.types import staleness
 
 
 def make_ledger(
@@ -39,7 +40,8 @@ def test_window_in_versions_and_in_steps() -> None:
     assert window.horizon == 9
     assert window.capacity == 36
     assert window.last_step(6) == 14
-    assert [window.staleness(6, step) for step in (6, 8, 9, 12, 14, 15)] == [0, 0, 1, 2, 2, 3]
+    assert [staleness(6, step, interval=3) for step in (6, 8, 9, 12, 14, 15)] == [0, 0, 1, 2, 2, 3]
+    assert [window.is_fresh(6, step) for step in (6, 14, 15)] == [True, True, False]
 
 
 def test_staleness_0_is_synchronous() -> None:

@@ -93,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for slot_id in chosen:
             min_version = self.ready.pop(slot_id)
             if self.policy is not StalePolicy.mask:
-                assert self.window.staleness(min_version, self.step) <= self.window.max_staleness
+                assert self.window.is_fresh(min_version, self.step)
             self.trained[slot_id] = self.step
         self.num_filtered_since_batch = 0
         self.step += 1
@@ -133,7 +133,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.num_dropped = self.num_filtered = self.num_filtered_since_batch = 0
 
     def drop(self) -> None:
-        expired = [i for i, v in self.ready.items() if self.window.staleness(v, self.step) > self.window.max_staleness]
+        expired = [i for i, v in self.ready.items() if not self.window.is_fresh(v, self.step)]
         if self.policy is not StalePolicy.drop:
             expired = []
         assert self.ledger.drop_expired(self.step) == expired

@@ -124,7 +124,7 @@ class AlgorithmConfig:
     """Do not train on responses that were cut off; their rewards stay in the baseline of their group."""
     loss: str = "ppo_clip"
     """ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, clip_cov, kl_cov, or your own:
-    `package.module:function` taking (tokens, algorithm) as those in trainer/loss.py do."""
+    `package.module:function` taking (tokens, algorithm) as those in trainer/losses/policy.py do."""
     loss_aggregation: LossAggregation | None = None
     """token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or seq_mean_token_sum_norm; null is token_mean,
     and seq_mean_token_mean for gspo, sapo and gmpo."""

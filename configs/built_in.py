@@ -18,35 +18,39 @@ ADVANTAGE_PARAMETERS = ("groups", "algorithm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """What the driver has to know of a policy loss. The function itself runs in the workers."""
+    """What the driver has to know of a policy loss. The function itself runs in the train workers."""
 
-    path: str
-    """package.module:function"""
     aggregation: LossAggregation = LossAggregation.token_mean
-    """Where algorithm.loss_aggregation is null."""
+    """Used where algorithm.loss_aggregation is null."""
     learns_without_advantage: bool = False
     """Whether a token of advantage 0 can have a gradient."""
 
 
 LOSSES = {
-    "ppo_clip": LossSpec(path="trainer.losses.policy:ppo_clip"),
-    "gspo": LossSpec(path="trainer.losses.sequence_loss:gspo", aggregation=LossAggregation.seq_mean_token_mean),
-    "cispo": LossSpec(path="trainer.losses.policy:cispo"),
-    "sapo": LossSpec(path="trainer.losses.policy:sapo", aggregation=LossAggregation.seq_mean_token_mean),
-    "gmpo": LossSpec(path="trainer.losses.sequence_loss:gmpo", aggregation=LossAggregation.seq_mean_token_mean),
-    "dppo_tv": LossSpec(path="trainer.losses.policy:dppo_tv"),
-    "dppo_kl": LossSpec(path="trainer.losses.policy:dppo_kl"),
-    "reinforce": LossSpec(path="trainer.losses.policy:reinforce"),
-    "clip_cov": LossSpec(path="trainer.losses.policy:clip_cov"),
-    "kl_cov": LossSpec(path="trainer.losses.policy:kl_cov", learns_without_advantage=True),
+    "ppo_clip": LossSpec(),
+    "gspo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
+    "cispo": LossSpec(),
+    "sapo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
+    "gmpo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
+    "dppo_tv": LossSpec(),
+    "dppo_kl": LossSpec(),
+    "reinforce": LossSpec(),
+    "clip_cov": LossSpec(),
+    "kl_cov": LossSpec(learns_without_advantage=True),
 }
+"""The functions of these names in trainer.losses.policy."""
 LOSS_PARAMETERS = ("tokens", "algorithm")
-"""What a loss of the user's own is called with."""
+"""What a user's own loss is called with."""
 
 
 def loss_spec(loss: str) -> LossSpec:
-    """Of a built-in name, or of the user's own dotted path."""
-    return LOSSES.get(loss, LossSpec(path=loss, learns_without_advantage=True))
+    """Return the spec of a built-in name. A user's own loss may learn from tokens of advantage 0."""
+    return LOSSES.get(loss, LossSpec(learns_without_advantage=True))
+
+
+def loss_path(loss: str) -> str:
+    """Return `package.module:function` of a built-in name, or the user's own path as it is."""
+    return f"trainer.losses.policy:{loss}" if loss in LOSSES else loss
 
 
 class Weights(Enum):

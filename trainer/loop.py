@@ -9,8 +9,7 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
-from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores
-from trainer.advantages.scores import trainable
+from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores, trainable
 from trainer.batch import StepBatch, assemble
 from trainer.metrics import Metric, timed, to_floats
 from trainer.tokens import TokenSignals, sampled_tokens

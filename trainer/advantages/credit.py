@@ -1,4 +1,7 @@
-"""From the rewards of a step to what each of its tokens learns. The driver does this, over the whole step."""
+"""Credit assignment: from a step's rewards to the advantage and the loss weight of each of its tokens.
+
+The driver does this over the whole step, before the step is split into micro-batches.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +10,13 @@ import numpy as np
 
 from configs.built_in import loss_spec
 from configs.schema import AlgorithmConfig, Config
-from rollout.types import BoolArray, FloatArray, TrajectoryGroup
-from trainer.advantages.covariance import clip_cov_tokens, covariances, kl_cov_tokens
-from trainer.advantages.estimators import load_estimator
+from rollout.types import BoolArray, FloatArray, Trajectory, TrajectoryGroup
+from trainer.advantages.estimators import group_advantages, load_estimator
 from trainer.advantages.gae import gae, token_rewards, whiten
-from trainer.advantages.scores import advantages_of, is_trainable
 from trainer.tokens import TokenSignals, aggregation_weights, join
 
 Scores = Mapping[str, FloatArray]
-"""Per name [T], what the workers said of the step's tokens (`TrainWorker.score`)."""
+"""Arrays [T] by name, over the step's tokens: the result of `TrainWorker.score`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,19 +24,19 @@ class Credit:
     """What the tokens of a step learn."""
 
     tokens: TokenSignals
-    """Of the trajectories that are trained, see `trainer.advantages.scores.trainable`."""
+    """Of the trajectories that are trained (`is_trainable`), with advantages and loss weights."""
     advantages: list[FloatArray]
-    """Per group [G]: of every trajectory, the mean over its tokens; 0 where it has no reward."""
+    """Per group [G]: the mean advantage of each trajectory's tokens; 0 where it has no reward."""
     metrics: dict[str, float]
 
 
 def needs_scores(algorithm: AlgorithmConfig) -> bool:
-    """Whether the workers have to look at the tokens before their advantages can be known."""
+    """Whether the advantages depend on a forward pass of the reference or the critic."""
     return algorithm.needs_reference or algorithm.needs_critic
 
 
 def keeps_idle(algorithm: AlgorithmConfig) -> bool:
-    """Whether trajectories whose advantages are all 0 have a gradient nevertheless."""
+    """Whether trajectories whose advantages are all 0 can still have a gradient."""
     return (
         algorithm.entropy_coef != 0
         or algorithm.kl_loss_coef != 0
@@ -44,10 +45,31 @@ def keeps_idle(algorithm: AlgorithmConfig) -> bool:
     )
 
 
+def is_trainable(trajectory: Trajectory, mask_truncated: bool) -> bool:
+    """Whether the trajectory takes part in the loss: it has a reward and, with `mask_truncated`, ended by itself.
+
+    `mask_truncated` is overlong filtering (DAPO, arXiv:2503.14476, sec. 3.4). The reward of a truncated trajectory
+    stays in its group's baseline, as in SkyRL and TRL (the paper does not say); its tokens leave the denominator of the
+    loss too.
+    """
+    return trajectory.is_scored and not (mask_truncated and trajectory.finish_reason == "length")
+
+
+def trainable(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[TrajectoryGroup]:
+    """Return copies of the groups in which trajectories that are not trainable have an empty loss mask."""
+
+    def masked(trajectory: Trajectory) -> Trajectory:
+        if is_trainable(trajectory, mask_truncated):
+            return trajectory
+        return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
+
+    return [replace(group, trajectories=tuple(map(masked, group.trajectories))) for group in groups]
+
+
 def assign_credit(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, scores: Scores, config: Config, global_steps: int
 ) -> Credit:
-    """`tokens`: of `groups`, as sampled. `scores` is empty where `needs_scores` is false."""
+    """Return the credit of `groups`. `tokens` are their tokens as sampled; `scores` is empty unless `needs_scores`."""
     algorithm = config.algorithm
     tokens = replace(tokens, reference_logprobs=scores.get("reference_logprobs"), values=scores.get("values"))
     kl = scores["kl"] if algorithm.kl_reward_coef else np.zeros_like(tokens.advantages)
@@ -75,11 +97,11 @@ def assign_credit(
 def _by_group(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
 ) -> Credit:
-    """One advantage for all tokens of a trajectory. `penalties` [T] are summed over it and taken off its reward."""
+    """One advantage for all tokens of a trajectory. Its reward is reduced by the sum of its tokens' penalties [T]."""
     sizes = [len(group.trajectories) for group in groups]
     lost = np.bincount(tokens.trajectories, weights=penalties, minlength=sum(sizes)).astype(np.float32)
     rewards = _split(_rewards(groups) - lost, groups)
-    advantages = advantages_of(groups, rewards, load_estimator(algorithm.advantage), algorithm)
+    advantages = group_advantages(groups, rewards, load_estimator(algorithm.advantage), algorithm)
     of_tokens = join(advantages, np.float32)[tokens.trajectories]
     return Credit(tokens=replace(tokens, advantages=of_tokens), advantages=advantages, metrics={})
 
@@ -90,9 +112,9 @@ def _by_critic(
     penalties: FloatArray,
     algorithm: AlgorithmConfig,
 ) -> Credit:
-    """An advantage for every token, whitened over the step, and the return that the critic learns."""
+    """An advantage for each token by GAE, whitened over the step, and the return that the critic learns."""
     values = tokens.values
-    assert values is not None, "the critic's"
+    assert values is not None
     rewards = token_rewards(_rewards(groups), tokens.trajectories) - penalties
     estimates = gae(rewards, values, tokens.trajectories, algorithm.gamma, algorithm.gae_lambda)
     advantages, returns = whiten(estimates), estimates + values
@@ -116,7 +138,7 @@ def _value_metrics(values: FloatArray, returns: FloatArray) -> dict[str, float]:
 
 
 def _rewards(groups: Sequence[TrajectoryGroup]) -> FloatArray:
-    """[B] of all trajectories: what is learned, before a KL."""
+    """[B] shaped rewards of all trajectories, before a KL penalty."""
     return np.array([trajectory.shaped_reward for group in groups for trajectory in group.trajectories], np.float32)
 
 
@@ -125,8 +147,13 @@ def _split(values: FloatArray, groups: Sequence[TrajectoryGroup]) -> list[FloatA
     return np.split(values, np.cumsum([len(group.trajectories) for group in groups])[:-1])
 
 
+# -- clip_cov and kl_cov -----------------------------------------------------------------------------------------------
+# Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv:2505.22617): a few
+# tokens, those with the largest covariance of logprob and advantage, change the policy's entropy the most.
+
+
 def _selected(tokens: TokenSignals, algorithm: AlgorithmConfig, seed: tuple[int, int]) -> BoolArray | None:
-    """What clip_cov and kl_cov treat, and None for other losses."""
+    """Return the tokens [T] that clip_cov and kl_cov treat, None for other losses."""
     if algorithm.loss not in ("clip_cov", "kl_cov") or not len(tokens.targets):
         return None
     values = covariances(tokens.rollout_logprobs, tokens.advantages)
@@ -134,3 +161,36 @@ def _selected(tokens: TokenSignals, algorithm: AlgorithmConfig, seed: tuple[int,
         return kl_cov_tokens(values, algorithm.cov_ratio)
     low, high = algorithm.clip_cov_low, algorithm.clip_cov_high
     return clip_cov_tokens(values, algorithm.cov_ratio, low, high, np.random.default_rng(seed))
+
+
+def covariances(rollout_logprobs: FloatArray, advantages: FloatArray) -> FloatArray:
+    """[T], [T] -> [T]: cov_t = (log mu_t - mean log mu)(A_t - mean A), over all tokens of the step.
+
+    The paper takes log pi. log mu is known before the step, so that no split of the step changes the choice.
+    """
+    centered = rollout_logprobs - rollout_logprobs.mean(dtype=np.float64)
+    return (centered * (advantages - advantages.mean(dtype=np.float64))).astype(np.float32)
+
+
+def clip_cov_tokens(
+    covariances: FloatArray, ratio: float, low: float, high: float, random: np.random.Generator
+) -> BoolArray:
+    """Draw a share `ratio` of all tokens (at least one) from those with low < covariance < high, or all of these."""
+    candidates = np.flatnonzero((covariances > low) & (covariances < high))
+    count = min(_share(covariances, ratio), len(candidates))
+    return _marked(random.choice(candidates, count, replace=False), len(covariances))
+
+
+def kl_cov_tokens(covariances: FloatArray, ratio: float) -> BoolArray:
+    """Choose the share `ratio` of all tokens (at least one) with the largest covariances."""
+    return _marked(np.argsort(-covariances, kind="stable")[: _share(covariances, ratio)], len(covariances))
+
+
+def _share(values: FloatArray, ratio: float) -> int:
+    return max(1, int(ratio * len(values)))
+
+
+def _marked(index: np.ndarray, length: int) -> BoolArray:
+    marked = np.zeros(length, np.bool_)
+    marked[index] = True
+    return marked

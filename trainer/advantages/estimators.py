@@ -1,8 +1,8 @@
-"""Advantage estimators: from the rewards of a step's groups to one number per trajectory, which all its tokens get.
+"""Group-relative advantage estimators: from the rewards of a step's groups to one number per trajectory.
 
-All have one signature, because some look at the whole batch: `(groups, algorithm) -> [G] per group`. They are chosen
-by `algorithm.advantage`, by name or as `package.module:function`. Formulas are of outcome rewards, without discount.
-Where rewards do not differ the advantage is exactly 0, so that such a trajectory is not computed at all.
+All have one signature, because some look at the whole batch: `(groups, algorithm) -> [G] per group`.
+`algorithm.advantage` chooses one, by name or as `package.module:function`. The formulas take outcome rewards, without
+discount. Where rewards do not differ the advantage is exactly 0, so that such a trajectory need not be computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.built_in import ADVANTAGE_PARAMETERS
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
-from rollout.types import FloatArray, IntArray
+from rollout.types import BoolArray, FloatArray, IntArray, TrajectoryGroup
 
 EPSILON = 1e-6
 Float64Array = NDArray[np.float64]
@@ -21,15 +22,15 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredGroup:
-    """The trajectories of one prompt that have a reward, two or more.
+    """The trajectories of one prompt that have a reward: at least two.
 
     Example: ScoredGroup(rewards=[1, 0, 0], lengths=[12, 40, 7])
     """
 
     rewards: FloatArray  # [G]
-    lengths: IntArray  # [G] tokens of the policy, 1 or more
+    lengths: IntArray  # [G] tokens that the policy sampled, at least 1
     greedy_reward: float | None = None
-    """Of a greedy response to the prompt, with algorithm.advantage=remax; None where that has no reward."""
+    """Reward of a greedy response to the prompt (algorithm.advantage=remax); None where it failed."""
 
 
 Estimator = Callable[[Sequence[ScoredGroup], AlgorithmConfig], Sequence[FloatArray]]
@@ -96,14 +97,8 @@ def remax(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[Fl
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "grpo_passk": grpo_passk,
-    "gpg": gpg,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
+    estimator.__name__: estimator
+    for estimator in (grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax)
 }
 
 
@@ -111,11 +106,54 @@ def load_estimator(name: str) -> Estimator:
     """Raises ValueError when `name` is neither built in nor a function `package.module:function` of two arguments."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    return find("algorithm.advantage", name, ("groups", "algorithm"), known=tuple(ESTIMATORS))
+    return find("algorithm.advantage", name, ADVANTAGE_PARAMETERS, known=tuple(ESTIMATORS))
+
+
+def group_advantages(
+    groups: Sequence[TrajectoryGroup],
+    rewards: Sequence[FloatArray],
+    estimator: Estimator,
+    algorithm: AlgorithmConfig,
+) -> list[FloatArray]:
+    """Return one array [G] per group, with 0 for trajectories without a reward and for groups with fewer than two.
+
+    Args:
+        rewards: per group [G]; entries of trajectories without a reward are not read.
+
+    Raises:
+        ValueError: a user's own estimator returned another shape, or a number that is not finite.
+    """
+    advantages = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+    scored = [np.array([trajectory.is_scored for trajectory in group.trajectories]) for group in groups]
+    usable = [index for index, has_reward in enumerate(scored) if has_reward.sum() >= 2]
+    if not usable:
+        return advantages
+    scored_groups = [_scored_group(groups[index], rewards[index], scored[index]) for index in usable]
+    estimates = list(estimator(scored_groups, algorithm))
+    shapes = [np.shape(estimate) for estimate in estimates]
+    expected = [(int(scored[index].sum()),) for index in usable]
+    if shapes != expected:
+        raise ValueError(f"algorithm.advantage={algorithm.advantage}: gave arrays of shape {shapes}, not {expected}")
+    for index, estimate in zip(usable, estimates, strict=True):
+        if not np.all(np.isfinite(estimate)):
+            ordinal = groups[index].prompt.ordinal
+            raise ValueError(f"algorithm.advantage={algorithm.advantage}: gave {estimate} for prompt {ordinal}")
+        advantages[index][scored[index]] = estimate
+    return advantages
+
+
+def _scored_group(group: TrajectoryGroup, rewards: FloatArray, has_reward: BoolArray) -> ScoredGroup:
+    scored = [trajectory for trajectory, has in zip(group.trajectories, has_reward, strict=True) if has]
+    greedy = group.greedy
+    return ScoredGroup(
+        rewards=rewards[has_reward],
+        lengths=np.array([max(1, trajectory.loss_mask.sum()) for trajectory in scored], np.int32),
+        greedy_reward=None if greedy is None or not greedy.is_scored else greedy.shaped_reward,
+    )
 
 
 def _centered(rewards: FloatArray, weights: IntArray | None = None) -> Float64Array:
-    """Minus the (weighted) mean; exactly 0 where all are equal, since float32 numbers add up in float64 exactly."""
+    """Subtract the (weighted) mean. Equal rewards give exactly 0: float64 adds up float32 numbers without rounding."""
     exact = rewards.astype(np.float64)
     return exact - np.average(exact, weights=weights)
 
@@ -125,8 +163,7 @@ def _scale(rewards: FloatArray, algorithm: AlgorithmConfig) -> float:
 
 
 def _whitened(values: list[Float64Array], groups: Sequence[ScoredGroup]) -> list[FloatArray]:
-    """(v - mean) / sqrt(var + 1e-8) over all tokens of the batch, each of which has its trajectory's value; var is
-    unbiased, with the number of tokens."""
+    """(v - mean) / sqrt(var + 1e-8) over all tokens of the batch, each with its trajectory's value; var is unbiased."""
     flat = np.concatenate(values)
     lengths = np.concatenate([g.lengths for g in groups])
     mean = np.average(flat, weights=lengths)

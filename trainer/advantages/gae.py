@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: an advantage for every token, from a critic's values."""
+"""Generalised advantage estimation (GAE): an advantage for each token, from a critic's values."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ def gae(rewards: FloatArray, values: FloatArray, trajectories: IntArray, gamma: 
     """[T] each -> advantages [T] (Schulman et al., arXiv:1506.02438, eq. 16).
 
     A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. After a trajectory's last token V and A
-    are 0, also where it was cut off at its length limit. `trajectories` numbers the tokens' trajectories in ascending
-    order; tokens that the policy did not sample are not among them, so the next token is the next sampled one.
+    are 0, also where the length limit cut it off. The arrays hold sampled tokens only, so t + 1 is the next sampled
+    token. `trajectories` numbers the tokens' trajectories in ascending order.
     """
     lengths = np.bincount(trajectories)
     ends = np.cumsum(lengths) - 1
@@ -27,7 +27,7 @@ def gae(rewards: FloatArray, values: FloatArray, trajectories: IntArray, gamma: 
 
 
 def token_rewards(trajectory_rewards: FloatArray, trajectories: IntArray) -> FloatArray:
-    """[B], [T] -> [T]: the reward of a trajectory at its last token, 0 at the others."""
+    """[B], [T] -> [T]: each trajectory's reward at its last token, 0 at the others."""
     rewards = np.zeros(len(trajectories), np.float32)
     is_last = np.append(trajectories[1:] != trajectories[:-1], [True])[: len(trajectories)]
     rewards[is_last] = trajectory_rewards[trajectories[is_last]]

@@ -15,8 +15,7 @@ from torch import Tensor
 from configs.algorithm import Correction, Proximal
 from configs.built_in import CORRECTIONS, CorrectionSpec, Weights
 from configs.schema import AlgorithmConfig
-from trainer.losses.per_trajectory import maxima, means, sums
-from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens
+from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, maxima, means, sums
 from trainer.metrics import EffectiveSampleSize, Max, Mean, Metric
 
 

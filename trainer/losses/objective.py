@@ -1,26 +1,33 @@
-"""What a step minimises: policy loss, off-policy correction, entropy bonus and KL to the reference, put together."""
+"""The objective of an optimizer step: policy loss, off-policy correction, entropy bonus and KL to the reference."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.built_in import LOSS_PARAMETERS, LOSSES, loss_spec
+from configs.algorithm import KLEstimator
+from configs.built_in import LOSS_PARAMETERS, LOSSES, loss_path
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
 from trainer.batch import MicroBatch
 from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve
-from trainer.losses.kl import kl_estimate
-from trainer.losses.per_trajectory import sums
-from trainer.losses.policy import LossTokens, PolicyLoss
+from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, PolicyLoss, sums
 from trainer.metrics import Mean, Metric, Sum
+
+LARGEST_K3 = 10.0
 
 
 class Objective:
-    """sum over the step's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref))
+    """Sum over the step's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
 
-    L is the policy loss, w the importance weight and `kept` what rejection leaves: both belong to the policy loss, so
-    that entropy and KL are of all tokens. A rejected token still counts in loss_weight's means.
+    L is the policy loss, w the importance weight, and `kept` is 0 where the token is rejected. Both apply to the policy
+    loss only: entropy and KL are of all tokens. A rejected token still counts in the means of loss_weight.
+
+    Example:
+        objective = Objective(config.algorithm)
+        logprobs, entropy = policy(micro_batch)
+        loss, metrics = objective(logprobs, entropy, micro_batch)
+        loss.backward()
     """
 
     def __init__(self, algorithm: AlgorithmConfig):
@@ -29,7 +36,7 @@ class Objective:
         self._policy_loss = load_policy_loss(algorithm.loss)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """(the micro-batch's share of the objective, metrics) from the policy's logprobs [T] and entropy [T]."""
+        """Return the micro-batch's share of the objective, and its metrics. `logprobs` and `entropy` are [T]."""
         algorithm = self._algorithm
         tokens = loss_tokens(logprobs, batch, algorithm)
         loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
@@ -57,8 +64,12 @@ class Objective:
 
 
 def load_policy_loss(loss: str) -> PolicyLoss:
-    """The function behind `algorithm.loss`. Raises ValueError if there is none that takes (tokens, algorithm)."""
-    function = find("algorithm.loss", loss_spec(loss).path, LOSS_PARAMETERS)
+    """Return the function that `algorithm.loss` names.
+
+    Raises:
+        ValueError: the name is neither built in nor `package.module:function` taking (tokens, algorithm).
+    """
+    function = find("algorithm.loss", loss_path(loss), LOSS_PARAMETERS)
     if loss in LOSSES:
         return function
 
@@ -73,7 +84,7 @@ def load_policy_loss(loss: str) -> PolicyLoss:
 
 
 def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig) -> LossTokens:
-    """What a policy loss reads, as tensors beside `logprobs`."""
+    """Return the micro-batch's tokens as tensors on the device of `logprobs`."""
     tokens, device = batch.tokens, logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
     staleness = torch.as_tensor(tokens.staleness, device=device)
@@ -88,6 +99,23 @@ def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig)
         staleness=staleness,
         selected=selected.to(device, torch.bool),
     )
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate KL(pi || pi_ref) from the sampled tokens alone, [T] (J. Schulman, http://joschu.net/blog/kl-approx.html).
+
+    With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. For k3, d is clamped to +-20 and the
+    estimate to at most 10, beyond which it has no gradient (verl's low_var_kl).
+    """
+    difference = logprobs - reference_logprobs
+    match estimator:
+        case KLEstimator.k1:
+            return difference
+        case KLEstimator.k2:
+            return difference.square() / 2
+        case KLEstimator.k3:
+            difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            return ((-difference).exp() - 1 + difference).clamp(max=LARGEST_K3)
 
 
 def _token_means(tokens: LossTokens, is_clipped: Tensor, entropy: Tensor, weights: Tensor) -> dict[str, Metric]:
@@ -111,6 +139,6 @@ def _as_tensor(array: Any, like: Tensor) -> Tensor:
 
 
 def _shapes(returned: Any) -> list[Any]:
-    """Of each tensor; of anything else its type."""
+    """Return the shape of each tensor, and the type of anything else."""
     parts = returned if isinstance(returned, tuple) else (returned,)
     return [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]

@@ -1,8 +1,11 @@
-"""Policy losses, per token. The caller sums them with the weight that the aggregation gives each token.
+"""Policy losses, each as formula, paper and a few lines.
 
-Every loss takes (tokens, algorithm), algorithm being the config section, and returns its loss [T] and whether the
-token's clip was active [T]. pi is the policy that learns, pi_old the proximal policy, A the advantage,
-ratio = pi / pi_old, and sg() stops the gradient. Losses of whole trajectories are in sequence_loss.py.
+Every loss takes (tokens, algorithm), algorithm being the config section, and returns two tensors [T]: the loss of each
+token, and whether the token's clip was active. `objective.py` multiplies the losses by the tokens' weights and adds
+them up.
+
+Notation: pi is the policy that learns, pi_old the proximal policy, mu the policy that sampled, A the advantage,
+ratio = pi / pi_old. sg() stops the gradient.
 """
 
 from collections.abc import Callable
@@ -19,20 +22,21 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossTokens:
-    """The loss tokens of a micro-batch, [T] each. It has trajectories as a whole; only `logprobs` has a gradient."""
+    """The loss tokens of a micro-batch, [T] each. A micro-batch never splits a trajectory. Only `logprobs` has a
+    gradient."""
 
     logprobs: Tensor
     """log pi."""
     old_logprobs: Tensor
-    """log pi_old, of the proximal policy."""
+    """log pi_old."""
     rollout_logprobs: Tensor
-    """log mu, of the policy that sampled the token."""
+    """log mu."""
     advantages: Tensor
     trajectories: Tensor
     """int64, 0 .. num_trajectories - 1: which trajectory the token belongs to."""
     num_trajectories: int
     staleness: Tensor
-    """int64: optimizer steps between the weights that sampled the token and those it trains."""
+    """int64: versions between the weights that sampled the token and those that it trains."""
     selected: Tensor
     """bool: tokens whose covariance stands out in the step (clip_cov and kl_cov; false for every other loss)."""
 
@@ -43,6 +47,8 @@ class LossTokens:
 
 
 PolicyLoss = Callable[[LossTokens, AlgorithmConfig], tuple[Tensor, Tensor]]
+
+# -- losses of single tokens -------------------------------------------------------------------------------------------
 
 
 def ppo_clip(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -68,7 +74,7 @@ def cispo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tenso
 
 
 def sapo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """SAPO (arXiv:2511.20347): a soft gate instead of a clip, with tau by the sign of the advantage.
+    """SAPO (arXiv:2511.20347): a soft gate instead of a clip, with tau chosen by the sign of the advantage.
 
     L = -A (4 / tau) sigmoid(tau (ratio - 1)); at ratio = 1 its gradient is -A, as without a gate.
     """
@@ -106,22 +112,76 @@ def dppo_kl(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Ten
 
 
 def reinforce(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """REINFORCE (Williams, 1992): L = -A log pi. What is off-policy is left to algorithm.correction."""
+    """REINFORCE (Williams, 1992): L = -A log pi. algorithm.correction alone corrects for off-policy tokens."""
     return -tokens.advantages * tokens.logprobs, _none(tokens)
 
 
 def clip_cov(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Clip-Cov (arXiv:2505.22617): ppo_clip without the tokens that `covariance.clip_cov_tokens` selects."""
+    """Clip-Cov (arXiv:2505.22617): ppo_clip without the tokens that `credit.clip_cov_tokens` selects."""
     loss, is_clipped = ppo_clip(tokens, algorithm)
     return loss.masked_fill(tokens.selected, 0), is_clipped | tokens.selected
 
 
 def kl_cov(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """KL-Cov (arXiv:2505.22617): L = -A ratio, plus kl_cov_coef |log ratio| for the tokens that
-    `covariance.kl_cov_tokens` selects."""
+    `credit.kl_cov_tokens` selects."""
     log_ratio = tokens.log_ratio
     loss = -tokens.advantages * log_ratio.exp()
     return loss + algorithm.kl_cov_coef * log_ratio.abs() * tokens.selected, _none(tokens)
+
+
+# -- losses of whole trajectories, one value for each of their tokens --------------------------------------------------
+
+
+def gspo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """GSPO (arXiv:2507.18071, in its token form): one ratio for a trajectory, s = exp(mean log ratio).
+
+    L = max(-A s', -A clip(s', 1 - clip_ratio_low, 1 + clip_ratio_high)) with s' = sg(s) pi / sg(pi), whose value is s
+    for every token and whose gradient is s times that of the token's log pi. The paper's clip is 3e-4 and 4e-4.
+    """
+    logprobs = tokens.logprobs
+    log_sequence_ratio = _trajectory_means(tokens.log_ratio.detach(), tokens)
+    ratio = (log_sequence_ratio + logprobs - logprobs.detach()).exp()
+    unclipped = -tokens.advantages * ratio
+    clipped = -tokens.advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+    return unclipped.maximum(clipped), clipped > unclipped
+
+
+def gmpo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """GMPO (arXiv:2507.20673), verl's geo_mean: a trajectory's geometric mean of token-wise clipped ratios.
+
+    L = -A exp(mean of l) for all tokens of a trajectory, l being the log ratio, clipped to at most clip_ratio_high
+    where A > 0 and to at least -clip_ratio_low where A < 0, and A the trajectory's mean advantage. The paper clips at
+    0.4.
+    """
+    log_ratio, sign = tokens.log_ratio, tokens.advantages.sign()
+    clipped = log_ratio.clamp(-algorithm.clip_ratio_low, algorithm.clip_ratio_high)
+    is_clipped = sign * clipped < sign * log_ratio
+    ratio = _trajectory_means(torch.where(is_clipped, clipped, log_ratio), tokens).exp()
+    return -_trajectory_means(tokens.advantages, tokens) * ratio, is_clipped
+
+
+# -- reductions over the tokens of each trajectory: [T] values, [T] trajectory numbers 0 .. K - 1 -> [K] ---------------
+
+
+def sums(values: Tensor, trajectories: Tensor, num_trajectories: int) -> Tensor:
+    return values.new_zeros(num_trajectories).index_add(0, trajectories, values)
+
+
+def means(values: Tensor, trajectories: Tensor, num_trajectories: int) -> Tensor:
+    """Every trajectory must have a token."""
+    counts = sums(torch.ones_like(values), trajectories, num_trajectories)
+    return sums(values, trajectories, num_trajectories) / counts
+
+
+def maxima(values: Tensor, trajectories: Tensor, num_trajectories: int) -> Tensor:
+    lowest = values.new_full((num_trajectories,), -torch.inf)
+    return lowest.scatter_reduce(0, trajectories, values, "amax")
+
+
+def _trajectory_means(values: Tensor, tokens: LossTokens) -> Tensor:
+    """[T] -> [T]: the mean over the token's trajectory."""
+    return means(values, tokens.trajectories, tokens.num_trajectories)[tokens.trajectories]
 
 
 def _divergence_bounded(tokens: LossTokens, cap: float, is_held: Tensor) -> tuple[Tensor, Tensor]:

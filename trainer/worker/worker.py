@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import MicroBatch
-from trainer.losses.kl import kl_estimate
-from trainer.losses.objective import Objective
+from trainer.losses.objective import Objective, kl_estimate
 from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
 from trainer.worker.critic import Critic
 from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, shard

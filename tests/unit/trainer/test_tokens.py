@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from configs.algorithm import LossAggregation
 from rollout.types import VersionSpan
 from tests.support.reference import make_group, make_trajectory
-from trainer.advantages.covariance import clip_cov_tokens, covariances, kl_cov_tokens
 from trainer.tokens import aggregation_weights, sampled_tokens
 
 
@@ -69,32 +68,3 @@ def test_the_weighted_sum_is_the_mean_that_the_name_says(losses: list[list[float
         LossAggregation.seq_mean_token_sum_norm: np.mean([np.sum(one) / 7 for one in kept]),
     }[how]
     assert np.dot(aggregation_weights(trajectories, how, 7), flat) == pytest.approx(mean, rel=1e-5, abs=1e-5)
-
-
-# -- covariances -------------------------------------------------------------------------------------------------------
-
-
-def test_covariances_by_hand() -> None:
-    """Means -2 and 1."""
-    found = covariances(np.array([-1, -3, -2, -2], np.float32), np.array([3, -1, 1, 1], np.float32))
-    assert found.tolist() == [2, 2, 0, 0]
-    assert covariances(np.array([-1, -3], np.float32), np.array([-1, 3], np.float32)).tolist() == [-2, -2]
-
-
-SOME = np.array([5, 1, 3, 2, 4, 3, 0, -9], np.float32)
-
-
-def test_clip_cov_draws_from_between_its_bounds() -> None:
-    drawn = [clip_cov_tokens(SOME, 0.25, 1.0, 5.0, np.random.default_rng(seed)) for seed in range(40)]
-    assert {int(tokens.sum()) for tokens in drawn} == {2}
-    assert {int(i) for tokens in drawn for i in np.flatnonzero(tokens)} == {2, 3, 4, 5}
-    few = clip_cov_tokens(SOME, 1.0, 2.5, 3.5, np.random.default_rng(0))
-    assert np.flatnonzero(few).tolist() == [2, 5]
-    assert not clip_cov_tokens(SOME, 1.0, 7.0, 9.0, np.random.default_rng(0)).any()
-    assert clip_cov_tokens(SOME, 1e-9, 1.0, 5.0, np.random.default_rng(0)).sum() == 1
-
-
-def test_kl_cov_takes_the_largest() -> None:
-    assert np.flatnonzero(kl_cov_tokens(SOME, 0.4)).tolist() == [0, 2, 4]
-    assert np.flatnonzero(kl_cov_tokens(SOME, 1e-9)).tolist() == [0]
-    assert kl_cov_tokens(SOME, 1.0).all()

@@ -9,7 +9,16 @@ from configs.algorithm import LossAggregation
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory
-from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores
+from trainer.advantages.credit import (
+    Credit,
+    assign_credit,
+    clip_cov_tokens,
+    covariances,
+    keeps_idle,
+    kl_cov_tokens,
+    needs_scores,
+    trainable,
+)
 from trainer.tokens import sampled_tokens
 
 
@@ -170,3 +179,49 @@ def test_a_critic_learns_nothing_from_what_is_not_trained() -> None:
     assert found.tokens.advantages.sum() == pytest.approx(0, abs=1e-6)
     assert found.advantages[0].tolist() == pytest.approx([-(3**0.5) / 2, 0, 0, 3**0.5 / 2])
     assert found.metrics["critic/values/mean"] == 0
+
+
+@pytest.mark.parametrize(("mask_truncated", "kept"), [(False, [2, 2, 0, 0, 0]), (True, [2, 0, 0, 0, 0])])
+def test_truncated_failed_and_aborted_trajectories_leave_the_loss(mask_truncated: bool, kept: list[int]) -> None:
+    group = make_group(
+        0,
+        [
+            make_trajectory([1], [2, 3], reward=1.0),
+            make_trajectory([1], [2, 3], reward=0.0, finish_reason="length"),
+            make_trajectory([1], [2, 3], error="no"),
+            make_trajectory([1], [2, 3], reward=9.0, finish_reason="abort"),
+            make_trajectory([1], [], spans=(), finish_reason="abort"),
+        ],
+    )
+    (masked,) = trainable([group], mask_truncated)
+    assert [int(trajectory.loss_mask.sum()) for trajectory in masked.trajectories] == kept
+    assert [int(trajectory.loss_mask.sum()) for trajectory in group.trajectories] == [2, 2, 2, 2, 0], "the input stays"
+
+
+# -- covariances -------------------------------------------------------------------------------------------------------
+
+
+def test_covariances_by_hand() -> None:
+    """Means -2 and 1."""
+    found = covariances(np.array([-1, -3, -2, -2], np.float32), np.array([3, -1, 1, 1], np.float32))
+    assert found.tolist() == [2, 2, 0, 0]
+    assert covariances(np.array([-1, -3], np.float32), np.array([-1, 3], np.float32)).tolist() == [-2, -2]
+
+
+SOME = np.array([5, 1, 3, 2, 4, 3, 0, -9], np.float32)
+
+
+def test_clip_cov_draws_from_between_its_bounds() -> None:
+    drawn = [clip_cov_tokens(SOME, 0.25, 1.0, 5.0, np.random.default_rng(seed)) for seed in range(40)]
+    assert {int(tokens.sum()) for tokens in drawn} == {2}
+    assert {int(i) for tokens in drawn for i in np.flatnonzero(tokens)} == {2, 3, 4, 5}
+    few = clip_cov_tokens(SOME, 1.0, 2.5, 3.5, np.random.default_rng(0))
+    assert np.flatnonzero(few).tolist() == [2, 5]
+    assert not clip_cov_tokens(SOME, 1.0, 7.0, 9.0, np.random.default_rng(0)).any()
+    assert clip_cov_tokens(SOME, 1e-9, 1.0, 5.0, np.random.default_rng(0)).sum() == 1
+
+
+def test_kl_cov_takes_the_largest() -> None:
+    assert np.flatnonzero(kl_cov_tokens(SOME, 0.4)).tolist() == [0, 2, 4]
+    assert np.flatnonzero(kl_cov_tokens(SOME, 1e-9)).tolist() == [0]
+    assert kl_cov_tokens(SOME, 1.0).all()

@@ -1,4 +1,4 @@
-"""Every policy loss besides ppo_clip (test_loss.py): by hand, its gradient, and against independent formulas."""
+"""Every policy loss: values and gradients by hand, against independent formulas, and what holds for all of them."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,19 @@ from configs.built_in import LOSSES
 from configs.schema import AlgorithmConfig
 from tests.support.losses import evaluate, make_tokens
 from trainer.losses.objective import load_policy_loss
-from trainer.losses.policy import PolicyLoss, cispo, clip_cov, dppo_kl, dppo_tv, kl_cov, ppo_clip, reinforce, sapo
-from trainer.losses.sequence_loss import gmpo, gspo
+from trainer.losses.policy import (
+    PolicyLoss,
+    cispo,
+    clip_cov,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    gspo,
+    kl_cov,
+    ppo_clip,
+    reinforce,
+    sapo,
+)
 from trainer.tokens import aggregation_weights
 
 LOG_HALF = math.log(0.5)
@@ -22,6 +33,18 @@ LOG_HALF = math.log(0.5)
 
 # name: loss function, pi, pi_old, advantage -> loss, d loss / d log pi, clipped. Clip 0.2 / 0.28, c = 3.
 BY_HAND: dict[str, tuple[PolicyLoss, float, float, float, float, float, bool]] = {
+    # Every region of the ratio: d loss / d log pi is -A ratio where the ratio is free, and 0 where it is held.
+    "ppo_clip, on policy, good": (ppo_clip, 0.5, 0.5, 1.0, -1.0, -1.0, False),
+    "ppo_clip, on policy, bad": (ppo_clip, 0.5, 0.5, -1.0, 1.0, 1.0, False),
+    "ppo_clip, good, ratio 1.25 is inside": (ppo_clip, 0.25, 0.2, 2.0, -2.5, -2.5, False),
+    "ppo_clip, good, ratio 1.5 is clipped at 1.28": (ppo_clip, 0.3, 0.2, 2.0, -2.56, 0.0, True),
+    "ppo_clip, good, ratio 0.1 is never clipped": (ppo_clip, 0.02, 0.2, 2.0, -0.2, -0.2, False),
+    "ppo_clip, bad, ratio 0.85 is inside": (ppo_clip, 0.17, 0.2, -2.0, 1.7, 1.7, False),
+    "ppo_clip, bad, ratio 0.75 is clipped at 0.8": (ppo_clip, 0.15, 0.2, -2.0, 1.6, 0.0, True),
+    "ppo_clip, bad, ratio 2.9 is free up to c": (ppo_clip, 0.58, 0.2, -2.0, 5.8, 5.8, False),
+    "ppo_clip, bad, ratio 4: dual clip at c": (ppo_clip, 0.8, 0.2, -2.0, 6.0, 0.0, False),
+    "ppo_clip, good, ratio 4: c plays no part": (ppo_clip, 0.8, 0.2, 2.0, -2.56, 0.0, True),
+    "ppo_clip, no advantage": (ppo_clip, 1.0, 0.2, 0.0, 0.0, 0.0, False),
     "cispo, on policy": (cispo, 0.5, 0.5, 1.0, -LOG_HALF, -1.0, False),
     "cispo, ratio 1.5 held at 1.28, still learns": (cispo, 0.75, 0.5, 2.0, -2.56 * math.log(0.75), -2.56, True),
     "cispo, ratio 0.5 held at 0.8, still learns": (cispo, 0.25, 0.5, -1.0, 0.8 * math.log(0.25), 0.8, True),
@@ -58,6 +81,38 @@ def test_by_hand(
 ) -> None:
     found = evaluate(loss, [new], [old], [advantage])
     assert found == (pytest.approx([value], abs=1e-8), pytest.approx([gradient], abs=1e-8), [clipped])
+
+
+def test_ppo_clip_has_separate_bounds_below_and_above() -> None:
+    for low, high, clipped in ((0.5, 0.1, [False, True]), (0.1, 0.6, [True, False])):
+        algorithm = AlgorithmConfig(clip_ratio_low=low, clip_ratio_high=high)
+        assert evaluate(ppo_clip, [0.11, 0.31], [0.2, 0.2], [-1.0, 1.0], algorithm)[2] == clipped
+
+
+def test_ppo_clip_without_any_room_still_has_the_on_policy_gradient() -> None:
+    algorithm = AlgorithmConfig(clip_ratio_low=0.0, clip_ratio_high=0.0, clip_ratio_c=1.0)
+    losses, gradient, clipped = evaluate(ppo_clip, [1.0, 1.0], [1.0, 1.0], [1.0, -1.0], algorithm)
+    assert (losses, gradient[0], clipped) == ([-1.0, 1.0], -1.0, [False, False])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
+def test_a_ratio_beyond_float_is_bounded_and_teaches_ppo_clip_nothing(log_ratio: float, advantage: float) -> None:
+    logprobs = torch.tensor([log_ratio], requires_grad=True)
+    loss, _ = ppo_clip(make_tokens(logprobs, torch.zeros(1), [advantage]), AlgorithmConfig())
+    loss.sum().backward()
+    expected = {(1000.0, 1.0): -1.28, (1000.0, -1.0): 3.0, (-1000.0, 1.0): -math.exp(-20), (-1000.0, -1.0): 0.8}
+    assert loss.item() == pytest.approx(expected[log_ratio, advantage])
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("broken", ["logprobs", "advantages"])
+def test_nan_is_not_hidden_by_a_clip(broken: str) -> None:
+    nan, one = torch.tensor([math.nan]), torch.tensor([-1.0])
+    logprobs, advantages = (nan, one) if broken == "logprobs" else (one, nan)
+    loss, _ = ppo_clip(make_tokens(logprobs, one, advantages), AlgorithmConfig())
+    assert loss.isnan().all()
 
 
 def test_gspo_by_hand() -> None:
@@ -160,6 +215,12 @@ def central_differences(of: Callable[[np.ndarray], float], at: np.ndarray, step:
 
 
 # -- what holds for all of them ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_built_in_name_is_the_function_of_that_name(name: str) -> None:
+    function = load_policy_loss(name)
+    assert (function.__module__, function.__name__) == ("trainer.losses.policy", name)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -1,42 +1,31 @@
-"""Keys of checkpoints on disk."""
+"""Keys of checkpoints on disk, and how a checkpoint folder is recognised."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 CHECKPOINTS = "checkpoints"
-"""Of a run folder: where its checkpoints are."""
+"""Folder of a run's checkpoints, in its run folder."""
 MARKER = "COMPLETE.json"
-"""Of a checkpoint: written last."""
+"""File of a checkpoint that is written last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     every: int = 20
-    """Optimizer steps between checkpoints: each comes with the first update at or after a multiple, and one with
-    the last step. 0: none."""
+    """Optimizer steps between checkpoints; 0 saves none. Each is saved with the first update at or after a multiple,
+    and one with the last step."""
     keep_last: int = 2
-    """Newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int | None = None
-    """Checkpoints of steps that are multiples of this, itself one of `every`, are kept for good; null: none."""
+    """Checkpoints of steps that are multiples of this are kept for good; itself a multiple of `every`, null: none."""
     timeout_s: float = 1800.0
-    """Deadline of each part of a save. Past that of staging the train workers start again; past that of the workers'
-    writing, or of what the driver adds, the save has failed and training goes on."""
+    """Deadline in seconds for each part of a save. If staging exceeds it, the train workers restart; if writing does,
+    the save has failed and training continues."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint of ours, or a run folder, which stands for its newest one; a Hugging Face folder, of
-    other trainers too, is neither."""
+    """Whether `path` is a checkpoint of this project, or a run folder, which stands for its newest checkpoint.
+
+    A Hugging Face folder is neither, even when another trainer keeps its own checkpoints in it.
+    """
     return not (path / "config.json").is_file() and ((path / MARKER).is_file() or (path / CHECKPOINTS).is_dir())
-
-
-def checkpoint_problems(checkpoint: CheckpointConfig, update_interval: int) -> list[tuple[str, object, str]]:
-    """(key, value, what is allowed) of what cannot work."""
-    problems: list[tuple[str, object, str]] = []
-    every, keep_every = checkpoint.every, checkpoint.keep_every
-    if every > 0 and update_interval > 0 and keep_every is not None and every % update_interval:
-        allowed = f"with checkpoint.keep_every, must be a multiple of weight_sync.interval={update_interval}"
-        problems.append(("checkpoint.every", every, allowed))
-    if every > 0 and keep_every is not None and keep_every % every:
-        allowed = f"must be a multiple of checkpoint.every={every}: no other step has a checkpoint"
-        problems.append(("checkpoint.keep_every", keep_every, allowed))
-    return problems

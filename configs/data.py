@@ -1,7 +1,9 @@
-"""Keys of the data."""
+"""Keys of the data, and what an entry of data.train_files and data.val_files names."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 
 class OverlongPrompts(Enum):
@@ -17,24 +19,71 @@ class OverlongPrompts(Enum):
 class DataConfig:
     train_files: str | None = None
     """JSONL or parquet files, folders of `save_to_disk` (a split by `folder@train`) and hub data sets
-    (`openai/gsm8k:main@train`), separated by commas. null, with val_files: arithmetic word problems made here."""
+    (`openai/gsm8k:main@train`), separated by commas. null, with val_files: generated arithmetic word problems."""
     val_files: str | None = None
-    """The held-out set, as train_files."""
+    """The held-out set, in the form of train_files."""
     loader: str | None = None
-    """`package.module:function` of your own: takes the text of train_files or val_files, gives its rows as dicts."""
+    """`package.module:function` that takes the text of train_files or val_files and returns its rows as dicts."""
     num_train: int = 4000
-    """Arithmetic only: how many training problems to make."""
+    """Without train_files: number of arithmetic problems to generate."""
     num_val: int | None = None
-    """At most so many held-out problems are evaluated; null takes all (arithmetic: 256)."""
+    """Most held-out problems to evaluate; null takes all (arithmetic: 256)."""
     prompt_key: str = "question"
-    """Column with the question: text, or a list of messages whose last is the user's. A dot reaches into a column."""
+    """Column of the question: text, or a list of messages that ends with the user's. A dot reaches into a column."""
     answer_key: str = "answer"
-    """Column with the reference answer, such as `reward_model.ground_truth`; GSM8K's follows `####`."""
+    """Column of the reference answer, such as `reward_model.ground_truth`. GSM8K's answer follows `####`."""
     prompt_template: str = "Question: {question}\nAnswer: "
-    """Text that takes the place of the question; it contains `{question}`, which is replaced."""
+    """Text of the prompt, in which `{question}` is replaced."""
     chat_template: bool = False
-    """Wrap the messages, or the question as the user's, in the tokenizer's chat template; false joins their texts."""
+    """Apply the tokenizer's chat template to the messages, or to the question as the user's; false joins their
+    texts."""
     max_prompt_tokens: int = 1024
     """Longest prompt. The engine's context is this plus rollout.max_response_tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.filter
-    """What happens to longer ones: filter (left out, and counted) or refuse."""
+    """What happens to longer prompts: filter (leave them out, and count them) or refuse (the run does not start)."""
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_WITH_SPLIT = re.compile(r"(?P<name>.+?)(?::(?P<subset>[\w.-]+))?@(?P<split>\w+)")
+FILE_TYPES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """A local file or folder, or a data set of the hub.
+
+    Example: parse_source("openai/gsm8k:main@train") == DataSource("openai/gsm8k", "main", "train")
+    """
+
+    name: str
+    """A path, or a hub name."""
+    subset: str | None = None
+    """Configuration of a hub data set; None takes its only one."""
+    split: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name).expanduser()
+
+    @property
+    def may_be_on_the_hub(self) -> bool:
+        """The hub needs a split, and as in `datasets`, a local folder precedes a hub data set of the same name."""
+        is_name = _HUB_NAME.fullmatch(self.name) is not None and self.path.suffix not in FILE_TYPES
+        return is_name and self.split is not None and not self.path.exists()
+
+    def __str__(self) -> str:
+        subset = f":{self.subset}" if self.subset else ""
+        return f"{self.name}{subset}@{self.split}" if self.split else self.name
+
+
+def parse_sources(entries: str) -> list[DataSource]:
+    """Parses entries that are separated by commas."""
+    return [parse_source(entry.strip()) for entry in entries.split(",")]
+
+
+def parse_source(entry: str) -> DataSource:
+    """Parses `path`, `folder@split`, `org/name@split` or `org/name:subset@split`."""
+    match = _WITH_SPLIT.fullmatch(entry)
+    if match is None or Path(entry).expanduser().exists():
+        return DataSource(entry)
+    return DataSource(match["name"], match["subset"], match["split"])

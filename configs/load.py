@@ -1,4 +1,4 @@
-"""From Hydra's composed config to one frozen, checked `Config`."""
+"""Turns Hydra's composed config into one frozen, checked `Config`, and lists the keys for `--help`."""
 
 import ast
 import difflib
@@ -13,8 +13,9 @@ from hydra.conf import HelpConf
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from configs.checks.sections import TRAIN_AND_VAL
 from configs.schema import Config
-from configs.validate import TRAIN_AND_VAL, ConfigError, check
+from configs.validate import ConfigError, check
 
 HELP_TEMPLATE = """slipstream: fully-async reinforcement learning of language models
 
@@ -31,7 +32,11 @@ $APP_CONFIG_GROUPS
 
 
 def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Config:
-    """Raises ConfigError for values that cannot work. `needed_files`: the keys whose data this command reads."""
+    """Raises ConfigError for values that cannot work.
+
+    Args:
+        needed_files: the keys of data.* whose files this command reads.
+    """
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     check(config, needed_files)
@@ -39,7 +44,7 @@ def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> C
 
 
 def without_token(composed: DictConfig) -> DictConfig:
-    """For files: serve.token is shown to nobody who may read them."""
+    """A copy to write into files, without the value of serve.token."""
     shown = composed.copy()
     if shown.serve.token is not None:
         OmegaConf.update(shown, "serve.token", "(not shown)")
@@ -48,7 +53,7 @@ def without_token(composed: DictConfig) -> DictConfig:
 
 @cache
 def key_docs() -> Mapping[str, tuple[str, str]]:
-    """Every key of the schema by its dotted name: its default, as YAML, and its documentation."""
+    """Maps the dotted name of every key to (its default as YAML, its documentation)."""
     defaults = OmegaConf.structured(Config)
     own_docs = _field_docs(Config)
     docs: dict[str, tuple[str, str]] = {}
@@ -63,7 +68,7 @@ def key_docs() -> Mapping[str, tuple[str, str]]:
 
 
 def check_overrides(arguments: list[str]) -> None:
-    """Raises ConfigError for a `key=value` argument whose key does not exist: Hydra's own message names no choices."""
+    """Raises ConfigError, with suggestions, for a `key=value` argument whose key does not exist."""
     docs = key_docs()
     groups = {path.parent.name for path in Path(__file__).parent.glob("*/*.yaml")}
     for argument in arguments:
@@ -79,11 +84,12 @@ def check_overrides(arguments: list[str]) -> None:
 
 @cache
 def register() -> None:
-    """Make the schema and the help text known to Hydra, whose store is the process's: once is enough."""
+    """Registers the schema and the help text in Hydra's store, which is global: once per process is enough."""
     store = ConfigStore.instance()
     store.store(name="schema", node=_writable(OmegaConf.structured(Config)))
     lines = [f"{key} [{default}]\n    {doc}" for key, (default, doc) in key_docs().items()]
-    escaped = "\n".join(lines).replace("$", "$$").replace("${", "\\${")  # against templates, and interpolation
+    # Hydra fills $NAME in the template, and OmegaConf interpolates ${...}.
+    escaped = "\n".join(lines).replace("$", "$$").replace("${", "\\${")
     store.store(
         group="hydra/help",
         name="slipstream",
@@ -92,7 +98,7 @@ def register() -> None:
 
 
 def _writable(node: DictConfig) -> DictConfig:
-    """Frozen dataclasses make read-only nodes, into which Hydra could not merge a recipe."""
+    """OmegaConf makes read-only nodes from frozen dataclasses, and Hydra could not merge a recipe into those."""
     OmegaConf.set_readonly(node, False)
     for key in node:
         if OmegaConf.is_dict(node[key]):
@@ -101,11 +107,8 @@ def _writable(node: DictConfig) -> DictConfig:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """Field -> the string literal under it; a field without one maps to ''."""
+    """Maps each field to the string literal under it, or to ''."""
     docs: dict[str, str] = {}
-    for base in section.__bases__:
-        if base is not object:
-            docs |= _field_docs(base)
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):

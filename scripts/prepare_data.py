@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.data_source import DataSource, parse_source
+from configs.data import DataSource, parse_source
 from rollout.data.rows import Columns, as_row, final_answer
 from rollout.data.sources import DataError, Record, records
 from rollout.prompts import Row

@@ -1,20 +1,25 @@
-"""A user's own functions and classes, named in the config by dotted path."""
+"""Loads a user's own function or class, which the config names as `package.module:name`."""
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 
 def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function or class at `path`, "package.module:name". Its module is imported, so its own errors show here. It
-    may be in the current folder, where console scripts and Ray's workers would not look.
+    """Imports the module of `path` and returns the function or class.
 
-    `parameters`: what it is called with, by position; a class is called with those of its constructor. `known`: the
-    built-in names that the key takes besides, for the message. Raises ValueError that names the key, the value and
-    what is wrong.
+    Args:
+        key: the config key that names it, for the error.
+        parameters: what it will be called with, by position; a class is called with those of its constructor.
+        known: the built-in names that the key also accepts, for the error.
+
+    Raises:
+        ValueError: names the key, the value and what is wrong, an error of the module itself included.
 
     Example: find("rollout.reward", "my_rewards:length", ("prompt", "text"))
     """
@@ -22,10 +27,8 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         allowed = f"one of {', '.join(known)}, or package.module:name" if known else "package.module:name"
         raise ValueError(f"{key}={path}: must be {allowed}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _import_user_module(module_name)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}={path}: {module_name} cannot be imported: {reason}; is it on PYTHONPATH?") from error
@@ -37,19 +40,17 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
         raise ValueError(f"{key}={path}: must be callable with {expected}, but is of type {type(found).__name__}")
     try:
         inspect.signature(found).bind(*parameters)
-    except (TypeError, ValueError) as error:  # ValueError: a function of a C extension that tells no signature
+    except (TypeError, ValueError) as error:  # ValueError: some functions of C extensions have no signature
         raise ValueError(f"{key}={path}: must be callable with {expected}: {error}") from error
     return found
 
 
-def dotted_problems(
-    key: str, path: str, known: Sequence[str], parameters: Sequence[str]
-) -> list[tuple[str, object, str]]:
-    """(key, value, what is wrong), if `path` is neither one of `known` nor something that `find` finds."""
-    if path in known:
-        return []
-    try:
-        find(key, path, parameters, known)
-    except ValueError as error:
-        return [(key, path, str(error).removeprefix(f"{key}={path}: "))]
-    return []
+def _import_user_module(name: str) -> ModuleType:
+    """Imports a module that may be in the current folder.
+
+    `python -m` has that folder on sys.path, console scripts and Ray's workers do not. It is appended only for a module
+    that is found nowhere else, and it comes last, so it never shadows an installed module.
+    """
+    if importlib.util.find_spec(name.partition(".")[0]) is None and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)

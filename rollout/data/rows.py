@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from configs.data_source import parse_sources
+from configs.data import parse_sources
 from configs.runtime.dotted import find
 from rollout.data.sources import DataError, Record, records
 from rollout.prompts import Message, Row

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs.data_source import DataSource
+from configs.data import DataSource
 
 Record = dict[str, Any]
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.checks.sections import TRAIN_AND_VAL, missing_data
 from configs.schema import Config
-from configs.validate import TRAIN_AND_VAL, missing_data
 from scripts.launch import models
 from scripts.launch.cluster import has_gpu, needed_resources
 

@@ -10,8 +10,9 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 
-from configs import load, validate
+from configs import load
 from configs.checkpoint import is_checkpoint
+from configs.checks.ranges import RANGES, out_of_range
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.validate import ConfigError, check
 from tests.support.compose import changed, resolve
@@ -114,13 +115,13 @@ OTHER_NUMBERS = {"rollout.temperature", "rollout.top_k", "algorithm.group_size",
 
 def test_every_number_has_a_range() -> None:
     numbers = {key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}}
-    assert numbers == set(validate._RANGES) | OTHER_NUMBERS
-    assert not set(validate._RANGES) & OTHER_NUMBERS
+    assert numbers == set(RANGES) | OTHER_NUMBERS
+    assert not set(RANGES) & OTHER_NUMBERS
 
 
-@pytest.mark.parametrize("key", validate._RANGES)
+@pytest.mark.parametrize("key", RANGES)
 def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -> None:
-    low, high = validate._RANGES[key]
+    low, high = RANGES[key]
     name = key.replace(".", "__")
     assert low is not None
     allowed = f"must be at least {low:g}" if high is None else f"must be between {low:g} and {high:g}"
@@ -128,7 +129,7 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
         assert f"{key}={value}: {allowed}" in refusal(**{name: value}).splitlines()
     for bound in (low, high):
         if bound is not None:
-            assert validate._out_of_range(changed(Config(), **{name: bound})) == []
+            assert out_of_range(changed(Config(), **{name: bound})) == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.data_source import DataSource, parse_source, parse_sources
+from configs.data import DataSource, parse_source, parse_sources
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from configs import validate
 from configs.algorithm import LossAggregation
+from configs.checks.sections import missing_data
 from configs.schema import Config, DType, Layout, ModelKind
 from configs.validate import ConfigError
 from scripts.launch import cluster, plan
@@ -42,7 +42,7 @@ def test_a_recipe_needs_its_files_which_a_dry_run_only_misses() -> None:
     assert [line.split("=")[0] for line in lines] == ["data.train_files", "data.val_files"]
     assert all("no such file" in line and "`python -m scripts.prepare_data all`" in line for line in lines)
     planned = resolve("recipe=gsm8k", "dry_run=true")
-    missing = [(key, str(source)) for key, source, _ in validate.missing_data(planned)]
+    missing = [(key, str(source)) for key, source, _ in missing_data(planned)]
     assert missing == [
         ("data.train_files", "data/gsm8k/train.parquet"),
         ("data.val_files", "data/gsm8k/test.parquet"),

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from configs.checks.sections import serve_problems
 from configs.load import without_token
-from configs.schema import Config, Device
-from configs.serve import ServeConfig, serve_problems
+from configs.schema import Config, Device, ServeConfig
 from configs.validate import ConfigError
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
@@ -40,11 +40,11 @@ def test_with_a_token_only_probes_are_open() -> None:
 
 def test_a_token_is_required_to_listen_beyond_this_machine() -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-        assert serve_problems(ServeConfig(host=host)) == [], host
+        assert not list(serve_problems(ServeConfig(host=host))), host
     for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
         ((key, value, allowed),) = serve_problems(ServeConfig(host=host))
         assert (key, value) == ("serve.token", None) and host in allowed
-        assert serve_problems(ServeConfig(host=host, token="s3cret")) == []
+        assert not list(serve_problems(ServeConfig(host=host, token="s3cret")))
     for token in ("", "  ", "sch\u00f6n", "two\nlines"):
         ((key, value, allowed),) = serve_problems(ServeConfig(token=token))
         assert (key, "not shown" in str(value)) == ("serve.token", True), "an error must not print it"

@@ -1,0 +1,119 @@
+"""Keys of the rollouts (engines, agents, rewards, failures) and of the evaluation, which runs on the same replicas."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from configs.model import DType
+
+
+class StalePolicy(Enum):
+    """What happens to a group that would become too stale to train."""
+
+    wait = "wait"
+    """The trainer waits for it. Nothing is thrown away, and no token is staler than `max_staleness`."""
+    mask = "mask"
+    """It is trained late, without its stale tokens."""
+    drop = "drop"
+    """It is thrown away and counted, and another prompt takes its slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    # -- replicas --
+    num_replicas: int = 1
+    """Number of vLLM engines, each owned by a Ray actor."""
+    tensor_parallel_size: int = 1
+    """GPUs over which each copy of the model is split."""
+    data_parallel_size: int = 1
+    """Copies of the model within a replica, each on tensor_parallel_size GPUs."""
+    max_num_seqs: int = 256
+    """Trajectories that each copy of the model generates at once; as many more wait at the replica."""
+    dtype: DType = DType.float32
+    """Number format of the engine's weights and activations."""
+    enforce_eager: bool = True
+    """Use neither torch.compile nor CUDA graphs: the engine starts sooner and generates more slowly on GPUs."""
+    kv_cache_mb: int | None = 256
+    """MiB of KV cache on each GPU, or on CPU of each engine; null takes what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = 0.85
+    """Share of the GPU's memory that vLLM takes when kv_cache_mb is null."""
+    start_timeout_s: float = 600.0
+    """Deadline in seconds for starting all replicas and train workers, the warm-up included, and for each later start
+    of a replica."""
+
+    # -- sampling --
+    max_response_tokens: int = 32
+    """Most tokens sampled in one trajectory."""
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts, above 0."""
+    top_p: float = 1.0
+    """Training rollouts sample from the most likely tokens that together have this probability. Below 1 every ratio is
+    biased: the recorded logprobs are of the truncated distribution, the trainer's of the whole one."""
+    top_k: int = -1
+    """Training rollouts sample from this many most likely tokens; -1 is all. Other values bias the ratios as top_p
+    does."""
+    seeded_sampling: bool = False
+    """Give every trajectory its own sampling seed (from seed, ordinal and index): repeatable, a little slower."""
+
+    # -- staleness --
+    max_staleness: int = 2
+    """No trained token is older than this many versions of the weights; 0 is on-policy, the synchronous run."""
+    stale_policy: StalePolicy = StalePolicy.wait
+    """What happens to a group that would exceed max_staleness: wait, mask or drop."""
+
+    # -- agents and rewards --
+    agent_loop: str = "single_turn"
+    """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
+    num_agent_workers: int = 1
+    """Number of Ray actors that run agent loops and rewards."""
+    reward: str = "gsm8k"
+    """gsm8k, gsm8k_flexible, dapo, math_verify, format, or `package.module:function` taking (prompt, text); or a sum
+    such as `gsm8k+0.1*format`."""
+    reward_timeout_s: float = 60.0
+    """Deadline in seconds for all rewards of one group together; those that are not there by then have failed."""
+    max_failed_rewards: float = 0.01
+    """Share of the run's trajectories whose reward may fail, which are then not trained. One more ends the run."""
+    format_pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    """With reward=format: regular expression that the whole response must match; a dot also matches newlines."""
+    verify_timeout_s: float = 5.0
+    """With reward=math_verify: deadline in seconds for one comparison; past it the answer counts as wrong."""
+    verify_processes: int = 2
+    """With reward=math_verify: processes per agent worker that compare answers. Waiting for one counts towards
+    reward_timeout_s."""
+
+    # -- failures --
+    group_timeout_s: float = 1200.0
+    """Deadline in seconds for one attempt at a group, from dispatch to rewards; then it is tried again
+    (max_group_retries). Pauses count, so it must be longer than any."""
+    max_group_retries: int = 1
+    """How often a group is tried again after its agent loop raised, exceeded group_timeout_s, or crashed the process
+    that ran only this group."""
+    max_failed_groups: float = 0.01
+    """Share of the run's groups that may fail for good, each replaced by another prompt. One more ends the run."""
+    min_replicas: int = 1
+    """The run ends when fewer replicas than this can serve and no replacement is starting."""
+    max_replacements: int = 8
+    """Lost replicas that are replaced by new ones, over the whole run; 0 replaces none. A resumed run counts anew."""
+    progress_interval_s: float = 1.0
+    """Seconds between two reports of a replica's health and of the tokens it has generated since: its death loses at
+    most the tokens of one interval."""
+    replica_timeout_s: float = 60.0
+    """A replica is lost when it answers nothing for this many seconds, or samples no token while it has requests and
+    is not paused."""
+    slow_factor: float | None = 8.0
+    """A replica is lost when its requests are this many times slower than the others' median (tokens/s per request),
+    as on a throttled or shared GPU, and it generates less than half of their tokens/s; at least 2, null: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    samples: int = 1
+    """Responses per held-out prompt; with k > 1, avg@k, pass@k and maj@k are reported."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Evaluation samples from the most likely tokens that together have this probability."""
+    replicas: int = 1
+    """Replicas that leave the training during an evaluation and keep its version of the weights; one always stays in
+    training. With 0, or a single replica, evaluation and training share the replicas, and updates continue."""
+    timeout_s: float = 1200.0
+    """Deadline in seconds for one evaluation; past it the run ends. Pauses count, so it must be longer than any."""

@@ -1,0 +1,56 @@
+"""Keys of the trainer."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from configs.model import DType
+
+
+class Layout(Enum):
+    """How trajectories are laid out in a micro-batch. The arithmetic is the same."""
+
+    shared_prompt = "shared_prompt"
+    """One row per group: the prompt once, then every response, under a tree mask. Best for short responses."""
+    padded = "padded"
+    """One row per trajectory, sorted by length. Best for long responses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    total_steps: int = 60
+    """Optimizer steps of the run, a multiple of weight_sync.interval."""
+    prompts_per_step: int = 16
+    """Groups per optimizer step."""
+    num_ranks: int = 1
+    """FSDP ranks, each on its own GPU or in its own CPU process."""
+    dtype: DType = DType.float32
+    """Compute type of forward and backward; master weights and gradient reduction are float32."""
+    lr: float = 3e-4
+    """AdamW's learning rate after warm-up."""
+    lr_warmup_steps: int = 5
+    """Steps of linear warm-up; the learning rate is constant afterwards."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+    layout: Layout = Layout.shared_prompt
+    """Rows of a micro-batch: shared_prompt (one per group) or padded (one per trajectory)."""
+    tokens_per_micro_batch: int = 2048
+    """Padded tokens of one forward and backward pass, per rank. A longer single row still runs, alone."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, for long sequences on GPUs."""
+    eval_every: int = 10
+    """Steps between evaluations on the held-out set; 0 evaluates only before the first step and after the last."""
+    max_skipped_steps: int = 3
+    """Steps that may be skipped because loss, logprobs or gradient norm is NaN or infinite. One more ends the run."""
+    batch_timeout_s: float = 1800.0
+    """Deadline in seconds for waiting for a batch; then the run ends. Pauses count, so it must be longer than any."""
+    step_timeout_s: float = 1800.0
+    """Deadline in seconds for one optimizer step and for scoring a batch; past it the train workers restart
+    (max_restarts)."""
+    max_restarts: int = 3
+    """How often the train workers may restart from the newest checkpoint after one died or hung."""

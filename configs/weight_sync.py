@@ -1,0 +1,77 @@
+"""Keys of the weight updates: how weights travel from the train workers to the replicas, and what a pause does."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Transport(Enum):
+    """How weights travel from the train workers to the replicas."""
+
+    shared_memory = "shared_memory"
+    """A file in shared memory. Replicas and trainer on one machine, any device."""
+    collective = "collective"
+    """torch.distributed broadcast in buckets: NCCL between GPUs, gloo between CPUs. Any number of machines."""
+    cuda_ipc = "cuda_ipc"
+    """Replicas map the trainer's GPU memory. Replicas and trainer on one machine. Not yet run on a GPU."""
+    filesystem = "filesystem"
+    """safetensors files in a folder that all machines share."""
+
+
+class Staging(Enum):
+    """Where a replica puts new weights while it still generates with the live ones."""
+
+    none = "none"
+    """Nowhere: the transfer happens while the replica is paused. No second copy, a long pause."""
+    host = "host"
+    """Host memory (pinned, for GPUs). The pause is one copy to the device."""
+    device = "device"
+    """The device's memory: the shortest pause, for a second copy of the weights there."""
+
+
+class InFlightKv(Enum):
+    """What an update does with the KV cache of requests in flight."""
+
+    keep = "keep"
+    """They continue with the KV of the older weights."""
+    recompute = "recompute"
+    """Their KV is computed again with the new weights, from their prompts and the tokens sampled until then."""
+
+
+class PauseMode(Enum):
+    """What a pause does with requests in flight. Requests that arrive during the pause wait in every mode."""
+
+    abort = "abort"
+    """They end at once, with the tokens they have."""
+    wait = "wait"
+    """They run to their end."""
+    keep = "keep"
+    """They freeze, and continue at the resume."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSyncConfig:
+    interval: int = 1
+    """Optimizer steps between updates of the replicas; divides trainer.total_steps."""
+    transport: Transport = Transport.shared_memory
+    """How weights travel: shared_memory, collective, cuda_ipc or filesystem."""
+    delta: bool = False
+    """Send only what changed since the previous version, bit for bit; in bfloat16, little changes per step. Every
+    worker of a replica then keeps the whole model in host memory, on top of its staging memory."""
+    directory: str | None = None
+    """With transport=filesystem: folder that all machines share."""
+    staging: Staging = Staging.host
+    """Where replicas put new weights while they generate: none, host or device (a second copy on the GPU, for which
+    rollout.gpu_memory_utilization must leave room)."""
+    pause_mode: PauseMode = PauseMode.keep
+    """keep freezes the requests in flight; abort ends them and continues from their tokens, for engines without a keep
+    mode."""
+    in_flight_kv: InFlightKv = InFlightKv.keep
+    """KV cache of requests in flight: keep it, or recompute it with the new weights."""
+    bucket_mb: int = 256
+    """MiB that a transport which sends in buckets sends at a time."""
+    stage_timeout_s: float = 300.0
+    """Deadline in seconds for publishing the weights, and for each replica to stage them."""
+    pause_timeout_s: float = 60.0
+    """Deadline in seconds for pausing one replica, and for resuming it."""
+    swap_timeout_s: float = 120.0
+    """Deadline in seconds for one replica's swap; with staging=none, for the whole transfer."""

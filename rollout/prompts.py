@@ -15,21 +15,21 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a data set, as its loader gives it."""
+    """One row of a data set, as a loader returns it."""
 
     question: str
     """The user's last message."""
     context: tuple[Message, ...] = ()
-    """Messages before it, such as a system prompt."""
+    """The messages before the question, such as a system prompt."""
     ground_truth: str
-    """What the reward compares with: for GSM8K the number after `####`."""
+    """What the reward compares the answer with: for GSM8K the number after `####`."""
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRow:
-    """A row with the text and the tokens of its prompt."""
+    """A row with the text and the token ids of its prompt."""
 
     row: Row
     text: str
@@ -37,14 +37,19 @@ class EncodedRow:
 
 
 class PromptStream:
-    """An endless stream. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so ordinals are all its state.
+    """An endless stream of prompts. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so that the ordinals
+    are the whole state: a checkpoint stores `ordinal` and `returned`.
 
-    Example: with 3 rows, ordinals 0-2 are one permutation of them, 3-5 another.
+    Example:
+        stream = PromptStream(rows, seed=0)  # 3 rows
+        first_epoch = [stream.next() for _ in range(3)]  # ordinals 0 to 2, each row once
+        resumed = PromptStream(rows, seed=0, ordinal=3, returned=[1])
+        resumed.next(), resumed.next()  # ordinals 1 and 3
     """
 
     def __init__(self, rows: Sequence[EncodedRow], seed: int, ordinal: int = 0, returned: Iterable[int] = ()):
-        """`ordinal`: where to go on from. `returned`: ordinals before it that come first, because what became of them
-        was given up. Raises ValueError when there are no rows."""
+        """`ordinal`: the first that was never handed out. `returned`: earlier ordinals to hand out again before it,
+        because their groups were lost. Raises ValueError when there are no rows."""
         if not rows:
             raise ValueError("a prompt stream needs at least one row")
         self._rows = rows
@@ -54,15 +59,17 @@ class PromptStream:
         self._epoch = -1
         self._order: IntArray = np.empty(0, np.int32)
         self.checksum = _checksum(rows, seed)
-        """Of everything that says which prompt an ordinal is: the seed, and the rows in their order."""
+        """Checksum of everything that decides which prompt an ordinal is: the seed, and the rows in order."""
 
     def next(self) -> Prompt:
+        """Hand out the smallest returned ordinal, else the next new one."""
         if self.returned:
             return self.at(self.returned.pop(0))
         self.ordinal += 1
         return self.at(self.ordinal - 1)
 
     def at(self, ordinal: int) -> Prompt:
+        """Look up a prompt without handing it out. The permutation is computed once per epoch: ask in order."""
         epoch, place = divmod(ordinal, len(self._rows))
         if epoch != self._epoch:
             self._epoch = epoch

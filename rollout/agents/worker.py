@@ -12,11 +12,9 @@ from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, 
 from rollout.evaluation.scores import EvaluatedSample
 from rollout.progress import FIRST, Attempt, going_on
 from rollout.prompts import EncodedRow, Row
-from rollout.rewards.base import Reward, RewardResult
-from rollout.rewards.overlong import overlong_penalty
-from rollout.rewards.scoring import score
-from rollout.rewards.threads import RewardThreads
-from rollout.rewards.weighted_sum import WeightedSum
+from rollout.rewards.base import Reward, RewardResult, WeightedSum
+from rollout.rewards.dapo import overlong_penalty
+from rollout.rewards.scoring import RewardScorer
 from rollout.types import IntArray, Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 
@@ -55,9 +53,8 @@ class AgentWorker:
         self._config = config
         self._tokenizer = tokenizer
         self._loop = loop
-        self._reward = reward
+        self._scorer = RewardScorer(reward, config.rollout.reward_timeout_s)
         self._replicas = dict(replicas)
-        self._threads = RewardThreads()
 
     def connect(self, name: str, generate: GenerateGroup) -> None:
         """From now on it can generate on this replica too."""
@@ -119,7 +116,7 @@ class AgentWorker:
         texts = [self._decode(episode.response_ids) for episode in episodes]
         to_score = [index for index, episode in enumerate(episodes) if episode.result is None]
         responses = [(tasks[i].prompt, texts[i]) for i in to_score]
-        results = await score(self._reward, responses, self._config.rollout.reward_timeout_s, self._threads)
+        results = await self._scorer.score(responses)
         by_index = dict(zip(to_score, results, strict=True))
         return [
             _Scored(

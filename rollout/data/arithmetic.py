@@ -1,7 +1,7 @@
-"""Endless grade-school word problems in GSM8K's format, made here: no download, and small enough to learn in a minute.
+"""Grade-school word problems in GSM8K's format: nothing to download, and a tiny model learns them in minutes.
 
-A problem is a *story* (a first number and `NUM_STEPS` additions or subtractions) told in some *wording*. Both are
-counted, so a problem is simply a number below `num_problems()`, and distinct numbers are distinct problems.
+A problem is a *story* (a first number and `NUM_STEPS` additions or subtractions) in some *wording*. Both can be
+enumerated, so every number below `num_problems()` is a problem, and distinct numbers are distinct problems.
 """
 
 import random
@@ -42,14 +42,14 @@ class Problem:
     """
 
     question: str
-    """The story and what it asks, on one line."""
+    """The story and its question, on one line."""
     answer: str
-    """The worked steps, a line each, then `#### n`, the line that a reward reads."""
+    """The worked steps, one per line, then `#### n`, which the reward reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Story:
-    """The arithmetic of a problem, no total ever below zero."""
+    """The arithmetic of a problem. No total is ever below zero."""
 
     start: int
     steps: tuple[tuple[str, int], ...]
@@ -59,7 +59,7 @@ class _Story:
 
 @cache
 def _stories() -> tuple[_Story, ...]:
-    """Every story there is, in a fixed order."""
+    """Enumerate all stories, in a fixed order."""
     stories = [_Story(start=number, steps=(), total=number) for number in range(1, MAX_NUMBER + 1)]
     for _ in range(NUM_STEPS):
         stories = [
@@ -73,13 +73,13 @@ def _stories() -> tuple[_Story, ...]:
 
 
 def num_problems() -> int:
-    """How many distinct problems exist."""
+    """Count the distinct problems."""
     wordings = len(NAMES) * len(ITEMS) * len(OPENINGS) * len(QUESTIONS) * len(EVENTS["+"]) ** NUM_STEPS
     return len(_stories()) * wordings
 
 
 def _problem(index: int) -> Problem:
-    """The problem numbered `index`, 0 <= index < num_problems(): its digits pick the story and the words."""
+    """Build problem `index`, 0 <= index < num_problems(): its digits, in mixed radix, pick the story and the words."""
     stories = _stories()
     index, which = divmod(index, len(stories))
     story = stories[which]
@@ -102,7 +102,7 @@ def _problem(index: int) -> Problem:
 
 
 def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Draws (train, val) problems, all distinct by question text; the same arguments give the same problems.
+    """Draw (train, val) problems, all distinct by question text; the same arguments give the same problems.
 
     Raises:
         ValueError: a count is negative, or more problems are asked for than exist.
@@ -120,14 +120,12 @@ def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Proble
 def sloppy_answer(
     problem: Problem, rng: random.Random, *, stop_early: float = 0.65, slip: float = 0.1, forget_marker: float = 0.1
 ) -> str:
-    """An answer as an imperfect demonstrator gives it: it knows the form, and is wrong often.
+    """Answer like an imperfect demonstrator, who knows the format but is often wrong.
 
     Args:
-        problem: what to answer.
-        rng: where chance comes from; advanced.
-        stop_early: the probability of concluding after the first step.
-        slip: the probability, at each step, of a result that is off by 1 or 2 and is carried on.
-        forget_marker: the probability of a last line without `#### `.
+        stop_early: probability of concluding after the first step.
+        slip: probability, at each step, of a result that is off by 1 or 2 and is carried over to the next step.
+        forget_marker: probability of a last line without `#### `.
     """
     steps = _STEP.findall(problem.answer)
     if rng.random() < stop_early:
@@ -147,10 +145,10 @@ def sloppy_answer(
 def demonstrations(
     problems: Sequence[Problem], *, seed: int, num_clean: int = 10_400, num_sloppy: int = 2_400
 ) -> list[tuple[str, str]]:
-    """A curriculum of (question, answer) pairs: `num_clean` worked answers, then `num_sloppy` sloppy ones.
+    """Build a curriculum of (question, answer) pairs: `num_clean` worked answers, then `num_sloppy` sloppy ones.
 
-    Problems are drawn with replacement. The clean ones teach the form and the sums; the sloppy ones then leave the
-    model wrong often, so that reinforcement learning has something to gain.
+    Problems are drawn with replacement. The clean ones teach format and arithmetic; the sloppy ones make the model
+    wrong often enough that reinforcement learning has something to improve.
 
     Raises:
         ValueError: there are no problems, or a count is negative.

@@ -1,4 +1,4 @@
-"""From the records of a data set to rows. A malformed record names its file, line and field."""
+"""Turns the records of a data set into rows. The error for a malformed record names file, line and column."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from rollout.prompts import Message, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where a record has what. A dot reaches into a column.
+    """The columns of a record that hold the prompt and the answer. A dot reaches into a nested column.
 
-    Example: Columns(prompt="prompt", answer="reward_model.ground_truth"), as verl's data has it.
+    Example: Columns(prompt="prompt", answer="reward_model.ground_truth") reads verl's data.
     """
 
     prompt: str
@@ -24,9 +24,15 @@ class Columns:
 
 
 def load_rows(entries: str, columns: Columns, loader: str | None = None) -> list[Row]:
-    """All rows of `entries`, separated by commas; with `loader` (data.loader) those of its function instead.
+    """Load the rows of all sources.
 
-    Raises DataError for data that cannot be read, ValueError for a `loader` that is no function of one argument.
+    Args:
+        entries: files, folders and hub data sets, separated by commas (data.train_path).
+        loader: `package.module:function` that loads `entries` instead (data.loader).
+
+    Raises:
+        DataError: data cannot be read, or a record is malformed.
+        ValueError: `loader` is not a function of one argument.
     """
     if loader is not None:
         found = _call(find("data.loader", loader, ("entries",)), entries, loader)
@@ -36,13 +42,13 @@ def load_rows(entries: str, columns: Columns, loader: str | None = None) -> list
 
 
 def final_answer(answer: str) -> str:
-    """GSM8K's reference is a worked answer that ends with `#### 1,234`; any other answer stands for itself."""
+    """Extract the reference: of GSM8K's worked answer the number after `####`, any other answer as it is."""
     _, marker, final = answer.rpartition("####")
     return final.strip().replace(",", "") if marker else answer.strip()
 
 
 def as_row(record: Record, place: str, columns: Columns) -> Row:
-    """Raises DataError that names `place` and the column."""
+    """Raises DataError, which names `place` and the column."""
     *context, question = _messages(_field(record, place, columns.prompt), place, columns.prompt)
     answer = _field(record, place, columns.answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -69,7 +75,7 @@ def _field(record: Record, place: str, column: str) -> Any:
 
 
 def _messages(prompt: Any, place: str, column: str) -> list[Message]:
-    """A text is one message of the user's."""
+    """Check and copy the messages; a plain text becomes one user message."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):

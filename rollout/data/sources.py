@@ -1,4 +1,4 @@
-"""Records of JSONL and parquet files, of folders that `datasets` saved, and of hub data sets, one by one."""
+"""Iterates over the records of JSONL and parquet files, folders saved by `datasets`, and hub data sets."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class DataError(ValueError):
 
 
 def records(source: DataSource) -> Iterator[tuple[str, Record]]:
-    """(place, record), where place is `file:line` or `data set:row`. Raises DataError."""
+    """Yield (place, record), where place is `file:line` or `data set:row`. Raises DataError."""
     path = source.path
     if path.suffix == ".parquet":
         return _parquet(path)
@@ -38,7 +38,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Record]]:
 def _parse(line: bytes, place: str) -> Record:
     try:
         record = json.loads(line)
-    except ValueError as error:  # bytes that are not UTF-8 included
+    except ValueError as error:  # includes bytes that are not UTF-8
         raise DataError(f"{place}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: must be a JSON object, is {type(record).__name__}")
@@ -46,7 +46,7 @@ def _parse(line: bytes, place: str) -> Record:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
-    import pyarrow.parquet  # noqa: PLC0415  (a second to import)
+    import pyarrow.parquet  # takes a second to import
 
     number = 0
     try:
@@ -65,9 +65,9 @@ def _data_set(source: DataSource) -> Iterator[tuple[str, Record]]:
 
 
 def _open(source: DataSource) -> Any:
-    """A `datasets.Dataset`: what `save_to_disk` wrote, a folder of data files, or a download from the hub."""
-    from datasets import load_dataset, load_from_disk  # noqa: PLC0415  (seconds to import)
-    from datasets.exceptions import DatasetsError  # noqa: PLC0415
+    """Open a `datasets.Dataset` written by `save_to_disk`, a folder of data files, or a download from the hub."""
+    from datasets import load_dataset, load_from_disk  # takes seconds to import
+    from datasets.exceptions import DatasetsError
 
     folder, split = source.path, source.split
     is_one_split = (folder / "state.json").is_file()

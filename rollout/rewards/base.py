@@ -1,6 +1,6 @@
-"""What a reward is."""
+"""What a reward is, and what a sum of rewards is."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout.types import Prompt
@@ -12,15 +12,51 @@ class RewardResult:
 
     reward: float
     accuracy: float | None = None
-    """What evaluation counts, 0 or 1; none where that is the reward itself."""
+    """What evaluation counts, 0 or 1. None: the reward itself is the accuracy."""
     answer: str | None = None
-    """What was read as the answer, in one form for equal answers: maj@k counts these."""
+    """The answer that was extracted, in one form for equal answers: maj@k counts votes by it."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the reward's own, shown as reward/<name>: the mean over the step's trajectories."""
+    """Logged as reward/<name>, the mean over the trajectories of a step."""
     error: str | None = None
-    """Why there is no reward: its trajectory is not trained, and counts under rollout.max_failed_rewards. Set for a
-    reward that raises, takes too long or gives no finite number; a reward may also set it itself."""
+    """Why there is no reward. The trajectory is then not trained, and counts towards rollout.max_failed_rewards. Set
+    for a reward that raises, times out or returns no finite number; a reward may also set it itself."""
 
 
 Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]
-"""(prompt, decoded response) -> reward, also as an async function. Runs in an agent worker, off the driver."""
+"""(prompt, decoded response) -> reward; may be an async function. Runs in an agent worker, never on the driver."""
+
+
+class WeightedSum:
+    """sum of weight * reward over named terms. `RewardScorer` calls each term as if it were the only reward, and then
+    combines the results.
+
+    Example:
+        total = WeightedSum({"gsm8k": (1.0, gsm8k), "format": (0.1, FormatReward(r"<think>.*"))})
+        total.combine([RewardResult(reward=1.0), RewardResult(reward=0.0)]).metrics == {"gsm8k": 1.0, "format": 0.0}
+    """
+
+    def __init__(self, terms: Mapping[str, tuple[float, Reward]]):
+        """`terms`: name -> (weight, reward)."""
+        self._weights = {name: weight for name, (weight, _) in terms.items()}
+        self.rewards = [reward for _, reward in terms.values()]
+
+    def combine(self, results: Sequence[RewardResult]) -> RewardResult:
+        """Sum the results of all terms, given in the order of `rewards`.
+
+        Accuracy and answer come from the first term that has one. The metrics are the reward of each term under its
+        name, and the metrics of the term under <name>/. If a term failed, the sum failed.
+        """
+        accuracies = [result.accuracy for result in results if result.accuracy is not None]
+        answers = [result.answer for result in results if result.answer is not None]
+        reward, metrics, errors = 0.0, dict[str, float](), list[str]()
+        for (name, weight), result in zip(self._weights.items(), results, strict=True):
+            reward += weight * result.reward
+            metrics[name] = result.reward
+            metrics |= {f"{name}/{own}": value for own, value in result.metrics.items()}
+            if result.error is not None:
+                errors.append(f"{name}: {result.error}")
+        if errors:
+            return RewardResult(reward=0.0, error="; ".join(errors))
+        return RewardResult(
+            reward=reward, accuracy=next(iter(accuracies), None), answer=next(iter(answers), None), metrics=metrics
+        )

@@ -1,7 +1,8 @@
-"""DAPO's rule: what follows `Answer:` near the end of the response is +1 when it equals the reference, else -1.
+"""DAPO's rewards: +1 or -1 for the answer after `Answer:`, and the soft penalty for overlong responses.
 
-Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", in the form that verl runs
-(`math_dapo`): both sides are normalized as in Minerva (Lewkowycz et al. 2022, appendix D.1) and compared as text.
+Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). The answer rule is
+verl's `math_dapo`: answer and reference are normalized as in Minerva (Lewkowycz et al. 2022, appendix D.1) and compared
+as text.
 """
 
 import re
@@ -10,9 +11,9 @@ from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
 TAIL_CHARS = 300
-"""Where `Answer:` is looked for; the longest answer of MATH-500 has 159 characters."""
+"""`Answer:` is searched in this many characters at the end. The longest answer of MATH-500 has 159."""
 BOXED_TAIL_CHARS = 100
-"""Where `\\boxed{}` is looked for when there is no `Answer:`."""
+"""A response without `Answer:` is searched for `\\boxed{}` in this many characters at the end."""
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 BOXED = "\\boxed{"
 
@@ -31,7 +32,7 @@ _REPLACED = (
 
 
 def dapo(prompt: Prompt, text: str) -> RewardResult:
-    """+1 or -1; accuracy 1 or 0."""
+    """Reward +1 for the right answer, else -1; accuracy 1 or 0."""
     answer = extract_answer(text)
     is_right = answer is not None and answer == normalize(prompt.ground_truth)
     return RewardResult(
@@ -43,14 +44,14 @@ def dapo(prompt: Prompt, text: str) -> RewardResult:
 
 
 def extract_answer(text: str) -> str | None:
-    """The answer, normalized: of the last `Answer:`, else of the last `\\boxed{}`."""
+    """Return the normalized text after the last `Answer:`, else inside the last `\\boxed{}`."""
     answers = ANSWER.findall(text[-TAIL_CHARS:])
     answer = answers[-1] if answers else _last_boxed(text[-BOXED_TAIL_CHARS:])
     return None if answer is None else normalize(answer)
 
 
 def normalize(answer: str) -> str:
-    """What follows the last `=`, without units, articles, spaces and LaTeX that does not change the value.
+    """Reduce an answer to what follows its last `=`, without units, articles, spaces and LaTeX that leaves the value.
 
     Example: normalize("the area is $x = 1{,}234$ \\\\text{ cm}") == "1234"
     """
@@ -72,8 +73,20 @@ def normalize(answer: str) -> str:
     return digits if digits.isdigit() else answer.strip()
 
 
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
+    """Penalty to add to the reward (eq. 13, where factor is 1): 0 up to `max_tokens - buffer_tokens`, then linear down
+    to -factor at `max_tokens`. buffer_tokens=0 turns it off.
+
+    Example: overlong_penalty(90, 100, 20, 1.0) == -0.5
+    """
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    if buffer_tokens == 0 or excess <= 0:
+        return 0.0
+    return -factor * min(1.0, excess / buffer_tokens)
+
+
 def _last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` whose braces balance."""
+    """Return the content of the last `\\boxed{...}`, None if its braces do not balance."""
     start = text.rfind(BOXED)
     if start < 0:
         return None

@@ -1,4 +1,4 @@
-"""A reward for the form of a response alone."""
+"""A reward for the format of a response, whatever it answers."""
 
 import re
 
@@ -7,7 +7,7 @@ from rollout.types import Prompt
 
 
 class FormatReward:
-    """1 for a response that matches the regular expression as a whole, else 0. A dot matches newlines too."""
+    """Reward 1 when the whole response matches the regular expression, else 0. A dot matches newlines too."""
 
     def __init__(self, pattern: str):
         self._pattern = re.compile(pattern, re.DOTALL)

@@ -9,16 +9,16 @@ MARKED_NUMBER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 ANY_NUMBER = re.compile(r"(?<![\w.])-?[0-9][0-9,]*(?:\.[0-9]+)?")
 """In "12-3" the minus is an operator."""
 TAIL_CHARS = 300
-"""Only the end of the response is searched: a long response that mentions `####` early has not answered."""
+"""Only the end of the response is searched: `####` early in a long response is not the answer."""
 
 
 def gsm8k(prompt: Prompt, text: str) -> RewardResult:
-    """Strict form: the answer must follow `####`. Commas, a dollar sign and trailing zeros do not count."""
+    """Strict form: the answer must follow `####`. Commas, a dollar sign and trailing zeros are ignored."""
     return _score(prompt, MARKED_NUMBER.findall(text[-TAIL_CHARS:]))
 
 
 def gsm8k_flexible(prompt: Prompt, text: str) -> RewardResult:
-    """The last number is the answer, however it is marked."""
+    """Flexible form: the last number is the answer, marked or not."""
     return _score(prompt, ANY_NUMBER.findall(text[-TAIL_CHARS:]))
 
 

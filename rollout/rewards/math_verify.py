@@ -8,24 +8,22 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from typing import Any
 
-from configs.runtime.deadline import within
 from configs.runtime.environment import REPO_ROOT
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
-COMMAND = (sys.executable, "-m", "rollout.rewards.math_verify_process")
-START_TIMEOUT_S = 60.0
+COMMAND = (sys.executable, "-m", f"{__package__}.math_verify_process")
 
 
 class MathVerifyReward:
-    """1 when the last answer of the response equals the reference, as numbers, expressions, sets or intervals do."""
+    """Reward 1 when the last answer of the response equals the reference as a number, expression, set or interval."""
 
     def __init__(self, num_processes: int, timeout_s: float):
-        self.pool = VerifierPool(num_processes, timeout_s)
+        self._pool = VerifierPool(num_processes, timeout_s)
 
     async def __call__(self, prompt: Prompt, text: str) -> RewardResult:
-        """Raises ValueError when the prompt's ground truth is no mathematics."""
-        reply = await self.pool.compare(prompt.ground_truth, text)
+        """Raises ValueError when the prompt's ground truth cannot be read as mathematics."""
+        reply = await self._pool.compare(prompt.ground_truth, text)
         if reply is None:
             return RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
         if "error" in reply:
@@ -36,20 +34,22 @@ class MathVerifyReward:
 
 
 class VerifierPool:
-    """Processes that compare answers, one comparison at a time each. They start when they are needed."""
+    """Processes that compare answers, one comparison at a time each, started on demand.
+
+    The wait for a process and its start have no deadline of their own: rollout.reward_timeout_s cancels `compare`. The
+    processes end when this one does, because their standard input closes.
+    """
 
     def __init__(self, num_processes: int, timeout_s: float, command: Sequence[str] = COMMAND):
+        """`timeout_s`: rollout.verify_timeout_s."""
         self._timeout_s = timeout_s
         self._command = command
-        # Who waits here waits for comparisons that all have a deadline.
         self._seats = asyncio.Semaphore(num_processes)
         self._idle: list[Process] = []
-        self.processes: list[Process] = []
-        """All that were started and not killed."""
 
     async def compare(self, ground_truth: str, text: str) -> dict[str, Any] | None:
-        """The reply of `math_verify_process.compare`. None when it took longer than rollout.verify_timeout_s, or its
-        process died: then that process is gone, and the next comparison starts another."""
+        """Return the reply of `math_verify_process.compare`, or None when it took longer than rollout.verify_timeout_s
+        or its process died. That process is killed, and a later comparison starts another."""
         request = {"ground_truth": ground_truth, "text": text, "timeout_s": self._timeout_s}
         async with self._seats:
             process = self._idle.pop() if self._idle else await self._start()
@@ -60,42 +60,32 @@ class VerifierPool:
             except TimeoutError:
                 pass
             finally:
-                if reply is None:  # also when this was cancelled: a late reply must not answer the next comparison
-                    self._kill(process)
+                if reply is None:  # also when cancelled: a late reply must not answer the next comparison
+                    _kill(process)
                 else:
                     self._idle.append(process)
             if reply is None:
-                await process.communicate()  # its end, which is near
+                await process.communicate()  # reaps the process, which has been killed
             return reply
-
-    async def close(self) -> None:
-        """Ends all processes and waits for their end. They also end by themselves when this one does."""
-        processes = list(self.processes)
-        self._idle.clear()
-        for process in processes:
-            self._kill(process)
-        await asyncio.gather(*(process.communicate() for process in processes))
 
     async def _start(self) -> Process:
         process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, cwd=REPO_ROOT)
-        self.processes.append(process)
         ready = False
         try:
-            async with within(START_TIMEOUT_S, "START_TIMEOUT_S", "starting a process for math-verify"):
-                ready = await _read(process) is not None
+            ready = await _read(process) is not None
         finally:
             if not ready:
-                self._kill(process)
+                _kill(process)
         if not ready:
             raise RuntimeError(f"{' '.join(self._command)} ended before it was ready: is math-verify installed?")
         return process
 
-    def _kill(self, process: Process) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        self.processes.remove(process)
+
+def _kill(process: Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
 
 
 async def _ask(process: Process, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -109,7 +99,7 @@ async def _ask(process: Process, request: dict[str, Any]) -> dict[str, Any] | No
 
 
 async def _read(process: Process) -> dict[str, Any] | None:
-    """None when the process has ended."""
+    """Return the next reply, None when the process has ended."""
     assert process.stdout is not None
     line = await process.stdout.readline()
     return json.loads(line) if line else None

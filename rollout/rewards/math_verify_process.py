@@ -1,8 +1,8 @@
 """The process that compares mathematical answers: a line of JSON in, a line of JSON out, until its input ends.
 
-It runs on its own because sympy can hang, in C code that no signal handler interrupts, and can eat memory without
-bound, on a response such as `\\boxed{9^{9^{9^9}}}`. Whoever started it kills it when it takes too long; limits of its
-own end it also when nobody is left to do so.
+It is a process because sympy can hang in C code that no signal handler interrupts, and can allocate memory without
+bound, on a response such as `\\boxed{9^{9^{9^9}}}`. The parent kills it when it takes too long; its own limits on CPU
+time and memory end it also when the parent has died.
 """
 
 import json
@@ -16,15 +16,15 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 MAX_MEMORY_BYTES = 4 * 2**30
 TAIL_CHARS = 2000
-"""The answer is near the end, and parsing takes time in proportion."""
+"""Only the end of the response is parsed: the answer is there, and parsing time grows with the length."""
 MAX_ANSWER_CHARS = 200
 READY = {"ready": True}
 
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not stand among the replies
-    logging.disable(logging.WARNING)  # math-verify's, at every call, that its own time limits are off
+    os.dup2(2, 1)  # keeps what a library prints out of the replies
+    logging.disable(logging.WARNING)  # math-verify warns at every call that its own time limits are off
     _limit(resource.RLIMIT_AS, MAX_MEMORY_BYTES)
     _reply(replies, READY)
     for line in sys.stdin:
@@ -35,8 +35,8 @@ def main() -> None:
 
 
 def compare(ground_truth: str, text: str) -> dict[str, Any]:
-    """{"is_right": bool, "answer": str or None}, or {"error": str} for a reference that is no mathematics."""
-    # math-verify's own time limits are signals, which C code does not see: they are off.
+    """Return {"is_right": bool, "answer": str or None}, or {"error": str} when the reference cannot be read."""
+    # math-verify's own time limits are off: they use signals, which do not interrupt C code.
     reference = parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore
     if not reference:
         return {"error": f"math-verify cannot read the ground truth {ground_truth!r}"}

@@ -6,6 +6,8 @@ import signal
 import subprocess
 from typing import Any
 
+import psutil
+
 from rollout.rewards.base import RewardResult
 from rollout.rewards.math_verify import COMMAND, MathVerifyReward
 from rollout.types import Prompt
@@ -62,32 +64,28 @@ def test_the_real_process_compares_answers_as_mathematics() -> None:
 
     async def main() -> tuple[list[RewardResult], Any, Any, Any]:
         reward = MathVerifyReward(num_processes=1, timeout_s=60)
-        try:
-            equal = await asyncio.gather(*(reward(ask(truth), text) for truth, text, _ in EQUAL))
-            wrong = await reward(ask("34"), "\\boxed{35}")
-            silent = await reward(ask("34"), "I do not know.")
-            [bad] = await asyncio.gather(reward(ask(""), "\\boxed{2}"), return_exceptions=True)
-            assert len(reward.pool.processes) == 1
-            return equal, wrong, silent, bad
-        finally:
-            await reward.pool.close()
+        equal = await asyncio.gather(*(reward(ask(truth), text) for truth, text, _ in EQUAL))
+        wrong = await reward(ask("34"), "\\boxed{35}")
+        silent = await reward(ask("34"), "I do not know.")
+        [bad] = await asyncio.gather(reward(ask(""), "\\boxed{2}"), return_exceptions=True)
+        [process] = reward._pool._idle
+        process.kill()
+        await process.communicate()
+        return equal, wrong, silent, bad
 
     equal, wrong, silent, bad = asyncio.run(main())
-    told = {"format": 1.0, "given_up": 0.0}
+    metrics = {"format": 1.0, "given_up": 0.0}
     for (truth, _, answer), result in zip(EQUAL, equal, strict=True):
-        assert result == RewardResult(reward=1.0, accuracy=1.0, answer=answer, metrics=told), truth
-    assert wrong == RewardResult(reward=0.0, accuracy=0.0, answer="35", metrics=told)
+        assert result == RewardResult(reward=1.0, accuracy=1.0, answer=answer, metrics=metrics), truth
+    assert wrong == RewardResult(reward=0.0, accuracy=0.0, answer="35", metrics=metrics)
     assert silent == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 0.0})
     assert isinstance(bad, ValueError) and "prompt 4: math-verify cannot read the ground truth ''" in str(bad)
 
 
 def test_the_real_process_is_killed_when_it_hangs_and_the_answer_is_wrong() -> None:
     async def main() -> RewardResult:
-        reward = MathVerifyReward(num_processes=1, timeout_s=0.3)
-        try:
-            return await reward(ask("34"), HOSTILE)
-        finally:
-            assert reward.pool.processes == []
-            await reward.pool.close()
+        return await MathVerifyReward(num_processes=1, timeout_s=0.3)(ask("34"), HOSTILE)
 
+    before = psutil.Process().children()
     assert asyncio.run(main()) == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
+    assert psutil.Process().children() == before

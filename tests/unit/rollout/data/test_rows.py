@@ -190,7 +190,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: Path) -> None:
-    from datasets import Dataset, DatasetDict  # noqa: PLC0415  (it brings pandas: for these tests alone, as below)
+    from datasets import Dataset, DatasetDict  # imports pandas: for these tests alone
 
     one = Dataset.from_list(RECORDS)
     one.save_to_disk(str(tmp_path / "one"))
@@ -213,7 +213,7 @@ def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: 
     ],
 )
 def test_a_data_set_that_cannot_be_read_is_named(entry: str, message: str, tmp_path: Path) -> None:
-    from datasets import Dataset, DatasetDict  # noqa: PLC0415
+    from datasets import Dataset, DatasetDict
 
     one = Dataset.from_list([RECORDS[0], {**RECORDS[1], "answer": None}])
     one.save_to_disk(str(tmp_path / "one"))

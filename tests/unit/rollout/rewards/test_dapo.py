@@ -1,9 +1,9 @@
-"""DAPO's `Answer:` rule, with the values that verl's math_dapo gives."""
+"""DAPO's `Answer:` rule, with the values that verl's math_dapo gives, and its penalty for overlong responses."""
 
 import pytest
 
 from rollout.rewards.base import RewardResult
-from rollout.rewards.dapo import BOXED_TAIL_CHARS, TAIL_CHARS, dapo, extract_answer, normalize
+from rollout.rewards.dapo import BOXED_TAIL_CHARS, TAIL_CHARS, dapo, extract_answer, normalize, overlong_penalty
 from rollout.types import Prompt
 
 
@@ -86,3 +86,13 @@ def test_answers_are_normalized(given: str, normal: str) -> None:
 
 def test_the_reference_is_normalized_too() -> None:
     assert score("1,234", "Answer: $1234$").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1), (107, -1)]
+)
+def test_the_overlong_penalty_is_linear_in_the_buffer(num_tokens: int, penalty: float) -> None:
+    """DAPO's equation 13 with L_max = 100 and L_cache = 20."""
+    assert overlong_penalty(num_tokens, 100, 20, 1.0) == pytest.approx(penalty)
+    assert overlong_penalty(num_tokens, 100, 20, 0.5) == pytest.approx(penalty / 2)
+    assert overlong_penalty(num_tokens, 100, 0, 1.0) == 0

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from rollout.rewards.math_verify import VerifierPool
 
 FAKE_PROCESS = """
-import json, sys, time
+import json, os, sys, time
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     text = json.loads(line)["text"]
@@ -20,7 +21,7 @@ for line in sys.stdin:
         time.sleep(600)
     if text == "die":
         sys.exit(1)
-    print(json.dumps({"is_right": text == "7", "answer": text}), flush=True)
+    print(json.dumps({"answer": text, "pid": os.getpid()}), flush=True)
 """
 FAKE = (sys.executable, "-I", "-S", "-c", FAKE_PROCESS)
 
@@ -32,9 +33,18 @@ def with_pool(num_processes: int, timeout_s: float, work: Callable[[VerifierPool
             async with asyncio.timeout(60):
                 return await work(pool)
         finally:
-            await pool.close()
+            for process in pool._idle:
+                process.kill()
+                await process.communicate()
 
     return asyncio.run(main())
+
+
+async def compare(pool: VerifierPool, text: str) -> int:
+    """The process that answered."""
+    reply = await pool.compare("7", text)
+    assert reply is not None and reply["answer"] == text
+    return reply["pid"]
 
 
 def is_alive(pid: int) -> bool:
@@ -45,46 +55,36 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def reply(text: str) -> dict[str, Any]:
-    return {"is_right": text == "7", "answer": text}
-
-
 def test_processes_start_when_needed_and_are_used_again() -> None:
     async def work(pool: VerifierPool) -> None:
-        assert pool.processes == []
-        assert await pool.compare("7", "7") == reply("7")
-        [first] = pool.processes
-        assert await pool.compare("7", "8") == reply("8")
-        assert pool.processes == [first]
-        texts = [str(number) for number in range(20)]
-        assert await asyncio.gather(*(pool.compare("7", text) for text in texts)) == [reply(text) for text in texts]
-        assert len(pool.processes) == 2 and first in pool.processes
+        first = await compare(pool, "7")
+        assert await compare(pool, "8") == first
+        used = await asyncio.gather(*(compare(pool, str(number)) for number in range(20)))
+        assert len(set(used)) == 2 and first in used
 
     with_pool(2, 60, work)
 
 
-def test_a_process_that_hangs_is_killed() -> None:
+def test_a_process_that_hangs_is_killed_and_replaced() -> None:
     async def work(pool: VerifierPool) -> None:
-        hanging = asyncio.create_task(pool.compare("7", "hang"))
-        while not pool.processes:
-            await asyncio.sleep(0)
-        [hung] = pool.processes
-        assert await hanging is None
-        assert pool.processes == []
-        assert hung.returncode == -signal.SIGKILL and not is_alive(hung.pid)
+        first = await compare(pool, "7")
+        pool._timeout_s = 0.2
+        assert await pool.compare("7", "hang") is None
+        assert not is_alive(first)
+        pool._timeout_s = 60
+        assert await compare(pool, "7") != first
 
-    with_pool(1, 0.2, work)
+    with_pool(1, 60, work)
 
 
-def test_the_others_go_on_while_one_hangs() -> None:
+def test_other_processes_answer_while_one_hangs() -> None:
     async def work(pool: VerifierPool) -> None:
-        await pool.compare("7", "7")
+        first = await compare(pool, "7")
         hanging = asyncio.create_task(pool.compare("7", "hang"))
         await asyncio.sleep(0)  # it takes the process that is there
-        [hung] = pool.processes
-        assert [await pool.compare("7", "7") for _ in range(20)] == [reply("7")] * 20
+        assert first not in [await compare(pool, "7") for _ in range(20)]
         assert not hanging.done()
-        hung.kill()
+        os.kill(first, signal.SIGKILL)
         assert await hanging is None
 
     with_pool(2, 60, work)
@@ -93,39 +93,44 @@ def test_the_others_go_on_while_one_hangs() -> None:
 def test_a_process_that_dies_is_replaced() -> None:
     async def work(pool: VerifierPool) -> None:
         assert await pool.compare("7", "die") is None
-        assert await pool.compare("7", "7") == reply("7")
-        [process] = pool.processes
-        os.kill(process.pid, signal.SIGKILL)
+        await compare(pool, "7")
+        [process] = pool._idle
+        process.kill()
         await process.wait()
         assert await pool.compare("7", "7") is None  # found dead when it is asked
-        assert await pool.compare("7", "7") == reply("7")
+        await compare(pool, "7")
 
     with_pool(1, 60, work)
 
 
 def test_a_late_reply_never_answers_another_comparison() -> None:
     async def work(pool: VerifierPool) -> None:
-        await pool.compare("7", "7")
-        [process] = pool.processes
+        first = await compare(pool, "7")
         cancelled = asyncio.create_task(pool.compare("7", "7"))
-        await asyncio.sleep(0)  # it has been asked, and its reply is under way
+        await asyncio.sleep(0)  # the request is written, its reply pending
         cancelled.cancel()
-        assert await pool.compare("7", "8") == reply("8")
-        assert process not in pool.processes
+        assert await compare(pool, "8") != first
 
     with_pool(1, 60, work)
 
 
-def test_closing_ends_every_process() -> None:
-    async def work(pool: VerifierPool) -> None:
-        await asyncio.gather(*(pool.compare("7", "7") for _ in range(2)))
-        processes = list(pool.processes)
-        await pool.close()
-        assert pool.processes == []
-        assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
-        assert not any(is_alive(process.pid) for process in processes)
+def test_a_start_that_is_cancelled_leaves_no_process_behind(tmp_path: Path) -> None:
+    """As rollout.reward_timeout_s cancels it, the only deadline of a start."""
+    started = tmp_path / "pid"
+    silent = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
-    with_pool(2, 60, work)
+    async def main() -> None:
+        starting = asyncio.create_task(VerifierPool(1, 60, (sys.executable, "-c", silent)).compare("7", "7"))
+        async with asyncio.timeout(60):
+            while not started.exists() or not started.read_text():
+                await asyncio.sleep(0.01)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            while is_alive(int(started.read_text())):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
 
 
 def test_a_process_that_cannot_start_says_so() -> None:

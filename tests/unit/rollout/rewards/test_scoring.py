@@ -1,4 +1,4 @@
-"""Whatever a reward does, its group gets an answer in time: on the real clock, since threads know no other."""
+"""Whatever a reward does, its group gets results in time: on the real clock, since threads know no other."""
 
 import asyncio
 import sys
@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.failures import FailureBudget, RewardFailuresError
 from rollout.rewards import scoring
 from rollout.rewards.base import Reward, RewardResult
-from rollout.rewards.overlong import overlong_penalty
-from rollout.rewards.scoring import score
-from rollout.rewards.threads import RewardThreads
+from rollout.rewards.scoring import MAX_IDLE, RewardScorer
 from rollout.types import Prompt
 from tests.support.fakes import make_prompt, run_virtual
 
@@ -28,7 +25,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[RewardResult]:
-    return asyncio.run(score(reward, [(make_prompt(17), text) for text in texts], timeout_s, RewardThreads()))
+    return asyncio.run(RewardScorer(reward, timeout_s).score([(make_prompt(17), text) for text in texts]))
 
 
 def outcomes(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[float | str | None]:
@@ -165,7 +162,7 @@ def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(
 
     async def main() -> None:
         responses = [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")]
-        scoring_task = asyncio.create_task(score(hangs, responses, 1.5, RewardThreads()))
+        scoring_task = asyncio.create_task(RewardScorer(hangs, 1.5).score(responses))
         ticks = 0
         while not scoring_task.done():
             ticks += 1
@@ -187,7 +184,7 @@ def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancell
         return 1.0
 
     async def main() -> tuple[list[RewardResult], float]:
-        scored = await score(hangs, [(make_prompt(0), text) for text in TEXTS], 60, RewardThreads())
+        scored = await RewardScorer(hangs, 60).score([(make_prompt(0), text) for text in TEXTS])
         return scored, asyncio.get_running_loop().time()
 
     scored, seconds = run_virtual(main())
@@ -210,7 +207,7 @@ def test_slow_rewards_run_side_by_side() -> None:
         return 1.0
 
     async def main() -> float:
-        await score(sleeps, [(make_prompt(0), "")] * 4, 4000, RewardThreads())
+        await RewardScorer(sleeps, 4000).score([(make_prompt(0), "")] * 4)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == pytest.approx(3600)
@@ -241,7 +238,7 @@ def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
         return 1.0
 
     async def main() -> None:
-        task = asyncio.create_task(score(hangs, [(make_prompt(0), "a")], 30, RewardThreads()))
+        task = asyncio.create_task(RewardScorer(hangs, 30).score([(make_prompt(0), "a")]))
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -250,34 +247,59 @@ def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
     asyncio.run(main())
 
 
-# -- budget and punishment ---------------------------------------------------------------------------------------------
+# -- threads are reused ------------------------------------------------------------------------------------------------
 
 
-def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
-    budget = FailureBudget(0.1, 25)
-    budget.count([None, "ValueError: the first", None])
-    budget.count(["ValueError: the second"])
-    assert budget.gauges() == {"rollout/failed_rewards": 2}
-    with pytest.raises(RewardFailuresError) as caught:
-        budget.count(["ValueError: the third"])
-    assert str(caught.value) == (
-        "3 rewards failed, more than rollout.max_failed_rewards=0.1 of the run's 25 trajectories; "
-        "the first: ValueError: the first"
-    )
+async def until_idle(scorer: RewardScorer, count: int) -> None:
+    """A thread becomes idle a moment after its last result is known."""
+    async with asyncio.timeout(30):
+        while len(scorer._threads._idle) < count:
+            await asyncio.sleep(0)
 
 
-def test_without_a_budget_the_first_failure_is_one_too_many() -> None:
-    budget = FailureBudget()
-    budget.count([None] * 1000)
-    with pytest.raises(RewardFailuresError, match="1 rewards failed, .* the first: no"):
-        budget.count(["no"])
+def test_the_next_group_finds_a_thread_unless_that_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs is left behind, and costs the next group no patience."""
+    monkeypatch.setattr(scoring, "PATIENCE_S", 30.0)
+    release = threading.Event()
+    used: list[threading.Thread] = []
+
+    def reward(prompt: Prompt, text: str) -> float:
+        used.append(threading.current_thread())
+        if text == "hang":
+            release.wait(30)
+        return 1.0
+
+    async def main() -> None:
+        scorer = RewardScorer(reward, 30.0)
+        for text in ("a", "b", "hang", "c", "d"):
+            scorer._timeout_s = 0.1 if text == "hang" else 30.0
+            (result,) = await scorer.score([(make_prompt(0), text)])
+            assert (result.error is None) is (text != "hang")
+            if text != "hang":
+                await until_idle(scorer, 1)
+        first, _, _, second, _ = used
+        assert used == [first] * 3 + [second] * 2 and first is not second
+        release.set()
+
+    asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1), (107, -1)]
-)
-def test_the_overlong_punishment_is_linear_in_the_buffer(num_tokens: int, penalty: float) -> None:
-    """DAPO's equation 13 with L_max = 100 and L_cache = 20."""
-    assert overlong_penalty(num_tokens, 100, 20, 1.0) == pytest.approx(penalty)
-    assert overlong_penalty(num_tokens, 100, 20, 0.5) == pytest.approx(penalty / 2)
-    assert overlong_penalty(num_tokens, 100, 0, 1.0) == 0
+def test_of_many_threads_a_few_are_kept() -> None:
+    barrier = threading.Barrier(3 * MAX_IDLE, timeout=30)
+    used: list[threading.Thread] = []
+
+    def meets(prompt: Prompt, text: str) -> float:
+        used.append(threading.current_thread())
+        barrier.wait()
+        return 1.0
+
+    async def main() -> None:
+        scorer = RewardScorer(meets, 30)
+        scored = await scorer.score([(make_prompt(0), "a")] * 3 * MAX_IDLE)
+        assert [result.reward for result in scored] == [1.0] * 3 * MAX_IDLE
+        await until_idle(scorer, MAX_IDLE)
+        async with asyncio.timeout(30):
+            while sum(thread.is_alive() for thread in used) > 2 * MAX_IDLE:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())

@@ -1,0 +1,25 @@
+"""How many rewards of a run may fail."""
+
+import pytest
+
+from rollout.failures import FailureBudget, RewardFailuresError
+
+
+def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
+    budget = FailureBudget(0.1, 25)
+    budget.count([None, "ValueError: the first", None])
+    budget.count(["ValueError: the second"])
+    assert budget.gauges() == {"rollout/failed_rewards": 2}
+    with pytest.raises(RewardFailuresError) as caught:
+        budget.count(["ValueError: the third"])
+    assert str(caught.value) == (
+        "3 rewards failed, more than rollout.max_failed_rewards=0.1 of the run's 25 trajectories; "
+        "the first: ValueError: the first"
+    )
+
+
+def test_without_a_budget_the_first_failure_is_one_too_many() -> None:
+    budget = FailureBudget()
+    budget.count([None] * 1000)
+    with pytest.raises(RewardFailuresError, match="1 rewards failed, .* the first: no"):
+        budget.count(["no"])

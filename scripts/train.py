@@ -74,9 +74,8 @@ def _run(  # noqa: PLR0915
     from scripts.launch.run import run  # noqa: PLC0415
     from scripts.plot_curve import CURVE_FILE, METRICS_FILE, plot_curve  # noqa: PLC0415
     from trainer.tracking.console import make_console  # noqa: PLC0415
-    from trainer.tracking.files import FailedWrites  # noqa: PLC0415
     from trainer.tracking.recorder import RunRecorder  # noqa: PLC0415
-    from trainer.tracking.sinks import JsonlSink, Tracker  # noqa: PLC0415
+    from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker
     from trainer.tracking.wandb_sink import WandbSink  # noqa: PLC0415
 
     wandb = config.wandb

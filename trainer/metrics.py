@@ -1,7 +1,7 @@
 """Typed metrics: how two values of one key are reduced is a property of their type, never of the key's spelling.
 
-Workers return `dict[str, Metric]`, the driver merges the parts of a step with `merge_metrics`, and the sinks get plain
-floats from `to_floats`. NaN is contagious in every reduction, so a broken loss cannot hide behind a `Max`.
+Train workers return `dict[str, Metric]`, the driver merges the parts of a step with `merge_metrics`, and the sinks get
+plain floats from `to_floats`. NaN is contagious in every reduction, so a broken loss cannot hide behind a `Max`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 
 class Metric(Protocol):
-    """What every metric below offers."""
+    """The interface of all metrics below."""
 
     @property
     def value(self) -> float:
@@ -48,7 +48,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSampleSize:
-    """Of importance weights w: (sum w)^2 / (n sum w^2), in (0, 1], the share of observations that effectively count."""
+    """The effective sample size of n importance weights w, relative to n: (sum w)^2 / (n sum w^2), in (0, 1]."""
 
     total: float
     """Sum of w."""
@@ -90,17 +90,6 @@ class Max:
     def merge(self, other: Max) -> Max:
         """Return the larger of both."""
         return self if math.isnan(self.value) or self.value >= other.value else other
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest observation; NaN wins."""
-
-    value: float
-
-    def merge(self, other: Min) -> Min:
-        """Return the smaller of both."""
-        return self if math.isnan(self.value) or self.value <= other.value else other
 
 
 @dataclass(frozen=True, slots=True)

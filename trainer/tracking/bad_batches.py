@@ -1,4 +1,4 @@
-"""Batches that broke an optimizer step, by NaN or infinity: what they were, kept for whoever looks for the cause."""
+"""Batches that break an optimizer step by NaN or infinity: found, named, and kept for debugging."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ class SkippedStepsError(RuntimeError):
 
 
 def broken_rollouts(groups: Sequence[TrajectoryGroup]) -> str | None:
-    """Names the trajectories whose rollout logprobs are not finite where the policy sampled; None: there is none."""
+    """Name the trajectories with a sampled token whose rollout logprob is not finite; None if there is none."""
     broken = [
         f"{trajectory.replica}, prompt {group.prompt.ordinal}, trajectory {index}"
         for group in groups
@@ -26,15 +26,18 @@ def broken_rollouts(groups: Sequence[TrajectoryGroup]) -> str | None:
 
 
 def not_finite(metrics: Mapping[str, float]) -> str:
-    """Names what in an optimizer step was NaN or infinite."""
+    """Name the metrics of an optimizer step that are NaN or infinite."""
     names = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
     return f"not finite: {', '.join(names) or 'logprobs'}"
 
 
 def bad_batch(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> bytes:
-    """A file for `numpy.load`. Of B trajectories, in order: `ordinals`, `replicas`, `rewards`, `advantages`,
-    `prompt_lengths`, `response_lengths` [B]; `prompt_ids` [sum of prompt lengths]; `response_ids`, `loss_mask`,
-    `rollout_logprobs`, `versions` [sum of response lengths], all trajectories one after the other."""
+    """Return the batch as a file for `numpy.load`.
+
+    `ordinals`, `replicas`, `rewards`, `advantages`, `prompt_lengths` and `response_lengths` are [B].
+    The trajectories' tokens are concatenated: `prompt_ids` [sum of prompt lengths]; `response_ids`, `loss_mask`,
+    `rollout_logprobs` and `versions` [sum of response lengths].
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     file = BytesIO()
     np.savez(

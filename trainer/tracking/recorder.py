@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, trajectories, summary. Observability must never change the training."""
+"""The files of a run: metrics, trajectories, bad batches, summary. A file that cannot be written never ends the run."""
 
 import json
 import time
@@ -11,8 +11,7 @@ from rollout.types import FloatArray, Trajectory, TrajectoryGroup
 from trainer.metrics import percentile
 from trainer.tracking.bad_batches import bad_batch
 from trainer.tracking.console import Console
-from trainer.tracking.files import write_atomically
-from trainer.tracking.sinks import METRICS_FILE, Tracker, cut_metrics
+from trainer.tracking.sinks import METRICS_FILE, Tracker, cut_metrics, write_atomically
 from trainer.tracking.step_metrics import is_spanning
 
 TRAJECTORIES = "trajectories"
@@ -33,13 +32,24 @@ class RunCounts:
     accuracies: list[tuple[int, float]] = field(default_factory=list)
     skipped_steps: int = 0
     elapsed: float = 0.0
-    """Seconds since the first step began, by the last step."""
+    """Seconds from the beginning of the first step to the end of the last."""
     seconds: float = 0.0
-    """Of the whole run, before this process."""
+    """Seconds of the whole run before this process started."""
 
 
 class RunRecorder:
-    """Files under the run folder: metrics.jsonl (by the tracker), trajectories/step_NNNNNN.jsonl, summary.json."""
+    """Records steps and evaluations: to the tracker, to the console, and to files in the run folder.
+
+    The files are trajectories/step_NNNNNN.jsonl, bad_batches/step_NNNNNN.npz and summary.json; the tracker writes
+    metrics.jsonl.
+
+    Example:
+        recorder = RunRecorder(run_dir, tracker, console)
+        recorder.record_evaluation(0, evaluation)
+        recorder.record_step(1, metrics, groups, advantages)
+        state = recorder.state()  # for a checkpoint of step 1
+        recorder.write_summary({"restarted": 0})
+    """
 
     def __init__(self, run_dir: Path, tracker: Tracker, console: Console):
         self._run_dir = run_dir
@@ -51,19 +61,22 @@ class RunRecorder:
         self.counts = RunCounts()
 
     def state(self) -> bytes:
-        """What `restore` needs, for a checkpoint of the steps recorded so far."""
+        """Return what `restore` needs, for a checkpoint of the steps recorded up to now."""
         return json.dumps(asdict(self.counts) | {"seconds": self._seconds}).encode()
 
     def restore(self, state: bytes, global_steps: int) -> None:
-        """Go on from the checkpoint of `global_steps`: with its counts and clocks, and without what the run has left
-        behind since. A kill in the midst does no harm when it is called again.
+        """Continue from the checkpoint of `global_steps`: take its counts and clocks, remove records of later steps.
 
-        Raises OSError, or ValueError with file and line where metrics.jsonl is damaged.
+        It can be called again after a kill at any moment.
+
+        Raises:
+            ValueError: metrics.jsonl is damaged; the message names file and line.
+            OSError: a file cannot be read or removed.
         """
         self.counts = RunCounts(**json.loads(state))
         self._elapsed_before = self.counts.elapsed
         for record in cut_metrics(self._run_dir / METRICS_FILE, global_steps):
-            if ACCURACY in record and not self.is_evaluated(record["step"]):  # after the checkpoint was saved
+            if ACCURACY in record and not self.is_evaluated(record["step"]):  # it ended after the checkpoint was saved
                 self.counts.accuracies.append((record["step"], record[ACCURACY]))
         for folder in (self._run_dir / TRAJECTORIES, self._run_dir / BAD_BATCHES):
             for path in folder.glob("step_*"):
@@ -71,7 +84,7 @@ class RunRecorder:
                     path.unlink()
 
     def is_evaluated(self, global_steps: int) -> bool:
-        """Whether an evaluation of that version has been recorded, by this process or one before it."""
+        """Whether an evaluation of that version has been recorded, by this process or an earlier one."""
         return any(step == global_steps for step, _ in self.counts.accuracies)
 
     @property
@@ -85,7 +98,7 @@ class RunRecorder:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
     ) -> None:
-        """`global_steps`: optimizer steps taken, this one included."""
+        """Record an optimizer step. `global_steps` counts it already: the first step is 1."""
         counts = self.counts
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         counts.steps = global_steps
@@ -107,6 +120,7 @@ class RunRecorder:
         self._console.step(global_steps, metrics | more)
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
+        """Record an evaluation of the weights tagged `global_steps`."""
         self.counts.accuracies.append((global_steps, evaluation.accuracy))
         self._tracker.log(
             global_steps,
@@ -130,8 +144,11 @@ class RunRecorder:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
     ) -> tuple[int, str]:
-        """Keeps the batch in bad_batches/step_NNNNNN.npz (see `bad_batch`). How many steps of the run have been
-        skipped, and a sentence that says which this is."""
+        """Keep the batch of a skipped step in bad_batches/step_NNNNNN.npz (see `bad_batch`).
+
+        Returns:
+            The number of skipped steps of the run, and a sentence that names step, reason, file and prompts.
+        """
         self.counts.skipped_steps += 1
         path = self._run_dir / BAD_BATCHES / f"step_{global_steps:06d}.npz"
         with self._failed.tolerated(BAD_BATCHES):
@@ -142,7 +159,7 @@ class RunRecorder:
         return self.counts.skipped_steps, sentence
 
     def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
-        """summary.json from the counts and what only the caller knows. Returns its content."""
+        """Write summary.json from the counts and the caller's entries. Return its content."""
         counts = self.counts
         summary = {
             "accuracy_before": counts.accuracies[0][1],

@@ -1,28 +1,32 @@
-"""Where metrics go. `Tracker` fans out to sinks: a JSONL file that survives a crash, and wandb (wandb_sink.py).
+"""Sinks: where metrics go. `Tracker` gives every record to a JSONL file that survives a crash, and to wandb.
 
-A sink that fails costs its records, which are counted; the training goes on, and the sink may come back.
+A disk may be full or gone, wandb may fail: that costs records, which are counted, and never the run.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.tracking.files import FailedWrites, append_line, write_atomically
+logger = logging.getLogger(__name__)
 
+METRICS_FILE = "metrics.jsonl"
+PARTIAL = ".partial"
+"""Suffix of a file that is being written."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-METRICS_FILE = "metrics.jsonl"
-
-
 class Sink(Protocol):
-    """One destination of metrics. Its calls raise OSError when it cannot take them, which is not worth a run."""
+    """One destination of metrics. Its calls raise OSError when it cannot take a record."""
 
     @property
     def name(self) -> str: ...
@@ -46,11 +50,11 @@ class JsonlSink:
     name = METRICS_FILE
 
     def __init__(self, path: Path) -> None:
-        """The file and its folder are made with the first line."""
+        """Remember the path; the first line makes the file and its folder."""
         self._path = path
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line, which is on disk when this returns.
+        """Append one line. It is in the file when this returns.
 
         Raises:
             ValueError: a metric is called "step" or "time".
@@ -63,11 +67,11 @@ class JsonlSink:
         append_line(self._path, json.dumps(record, allow_nan=False))
 
     def close(self, exit_code: int) -> None:
-        """There is nothing to finish."""
+        """Do nothing: every line is written already."""
 
 
 def cut_metrics(path: Path, global_steps: int) -> list[dict[str, Any]]:
-    """Leave the records of steps up to `global_steps`, in one step, and return them. Raises as `read_metrics` does."""
+    """Remove the records of steps after `global_steps`, atomically. Return the rest. Raises as `read_metrics` does."""
     if not path.exists():
         return []
     lines, records = path.read_bytes().split(b"\n")[:-1], read_metrics(path)
@@ -87,11 +91,39 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
+class FailedWrites:
+    """Counts failed writes by destination, and reports the first of each. Later writes may succeed again."""
+
+    def __init__(self, report: Callable[[str], None] = logger.warning) -> None:
+        self.counts: dict[str, int] = {}
+        self._report = report
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @contextmanager
+    def tolerated(self, destination: str) -> Iterator[None]:
+        """Count an OSError of the block instead of raising it."""
+        try:
+            yield
+        except OSError as error:
+            if destination not in self.counts:
+                self._report(f"{destination} cannot be written, the training goes on: {error}")
+            self.counts[destination] = self.counts.get(destination, 0) + 1
+
+
 class Tracker:
-    """Gives every record to every sink, in order. What a sink cannot take is counted and said once."""
+    """Gives every record to every sink, in order. A sink's OSErrors are counted; the first is reported.
+
+    Example:
+        tracker = Tracker([JsonlSink(run_dir / METRICS_FILE), WandbSink(...)])
+        tracker.log(1, {"critic/rewards/mean": 0.41})
+        tracker.close(exit_code=0)
+    """
 
     def __init__(self, sinks: Sequence[Sink], failed: FailedWrites | None = None) -> None:
-        """Take over `sinks`; closing the tracker closes them."""
+        """Take ownership of `sinks`: closing the tracker closes them."""
         self._sinks = tuple(sinks)
         self.failed = failed or FailedWrites()
 
@@ -102,7 +134,7 @@ class Tracker:
                 sink.log(step, metrics)
 
     def close(self, exit_code: int) -> None:
-        """Close all sinks, also when one of them raises; what is no OSError is raised at the end."""
+        """Close all sinks, even when one of them raises. Any error but OSError is raised at the end."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.enter_context(self.failed.tolerated(sink.name))
@@ -126,3 +158,52 @@ def _decode(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
     return {str(k): _NON_FINITE[v] if isinstance(v, str) and v in _NON_FINITE else v for k, v in record.items()}
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a temporary file next to `path` and rename it. Folders are made.
+
+    A kill at any moment leaves the old file or the new one, and at most another whose name ends in `PARTIAL`.
+
+    Raises:
+        OSError: the file cannot be written. The old file is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + PARTIAL)
+    try:
+        aside.write_bytes(data)
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line, after removing a torn last line that an interrupted write left. Folders are made.
+
+    Raises:
+        OSError: the line cannot be written. No part of it stays in the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        end = _end_of_last_line(file)
+        data = line.encode() + b"\n"
+        if file.write(data) < len(data):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _end_of_last_line(file: FileIO) -> int:
+    """Cut the file after its last newline, and return that position."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return 0
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return size
+    file.seek(0)
+    end = file.read(size).rfind(b"\n") + 1
+    logger.warning("%s: cutting a torn last line of %d bytes", file.name, size - end)
+    file.truncate(end)
+    return end

@@ -1,4 +1,4 @@
-"""What the groups of one optimizer step say: rewards, lengths, staleness. Every metric is defined in the README."""
+"""Metrics of the trajectory groups of one optimizer step: rewards, lengths, staleness."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""wandb as a sink. It may raise, hang or be out of reach: all its calls run in a thread of their own."""
+"""wandb as a sink. wandb may raise, hang or be unreachable, so all its calls run in a thread of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from trainer.tracking.files import write_atomically
+from trainer.tracking.sinks import write_atomically
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -22,22 +22,22 @@ WANDB_MODES: Final = ("offline", "online", "disabled")
 START_SECONDS = 30.0
 """Deadline of wandb.init, which waits for the server when online."""
 CALL_SECONDS = 60.0
-"""A call that has taken longer hangs: what comes meanwhile is lost."""
+"""A call that takes longer counts as hanging: records are dropped and counted until it returns."""
 FINISH_SECONDS = 120.0
-"""How long closing may wait for uploads; what is not uploaded by then stays on disk for `wandb sync`."""
+"""Longest wait for uploads when closing; the rest stays on disk for `wandb sync`."""
 HANGING_SECONDS = 1.0
-"""How long closing waits for a call that hangs already."""
+"""Longest wait when closing while a call hangs already."""
 
 _Mode = Literal["offline", "online"]
 
 
 class WandbError(OSError):
-    """wandb cannot take what it is given."""
+    """wandb cannot take a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class WandbRun:
-    """What continues a run on the dashboard after a resume: wandb/slipstream.json in the run folder."""
+    """The content of wandb/slipstream.json in the run folder, by which a resumed run continues on the dashboard."""
 
     id: str
     step: int = -1
@@ -47,20 +47,23 @@ class WandbRun:
 
 
 class WandbSink:
-    """Logs to wandb, with its files under `run_dir/wandb`; after a resume, to the same run, each step once.
+    """Logs to wandb, with its files under `run_dir/wandb`. A resumed run continues there and logs each step once.
 
-    Steps are sent as the metric `global_steps` and used as the x axis: wandb silently drops what is logged under a
-    step of its own that is lower than the latest, and evaluations come late. Whoever calls never waits for wandb, but
-    at the start and at the end.
+    Steps are sent as the metric `global_steps`, which is the x axis, and not as wandb's own step: wandb silently drops
+    records of a step lower than the latest, and evaluations come late. Callers wait for wandb only at the start and at
+    the end.
     """
 
     name = "wandb"
 
     def __init__(self, run_dir: Path, mode: str, project: str, name: str | None, config: Mapping[str, Any]) -> None:
-        """Start a wandb run, or go on with the one of this folder, unless `mode` is "disabled", which does not even
-        import wandb. Waits START_SECONDS at most; a start that fails is told by the first call of `log`.
+        """Start a wandb run or continue the one of this folder. `mode="disabled"` does not even import wandb.
 
-        `name` None lets wandb choose one; `config` is what the dashboard shows as the run's configuration.
+        It waits for at most START_SECONDS; the first call of `log` raises the error of a failed start.
+
+        Args:
+            name: None lets wandb choose one.
+            config: shown on the dashboard as the run's configuration.
 
         Raises:
             ValueError: `mode` is not one of "offline", "online", "disabled".
@@ -72,7 +75,7 @@ class WandbSink:
         self._run: Run | None = None
         self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
         self._error: str | None = None
-        self._busy: tuple[str, float] | None = None  # with what, since when
+        self._busy: tuple[str, float] | None = None  # (the current call, when it began)
         self._thread: threading.Thread | None = None
         if mode == "disabled":
             return
@@ -89,7 +92,7 @@ class WandbSink:
         """Send `metrics` under `global_steps = step`, in the background.
 
         Raises:
-            WandbError: wandb has failed, for good, or has hung for too long, in which case it may come back.
+            WandbError: wandb has failed for good, or a call hangs. After a hang, later records may succeed.
         """
         if self._thread is None:
             return
@@ -101,10 +104,10 @@ class WandbSink:
         self._calls.put((f"logging step {step}", lambda: self._log(step, metrics)))
 
     def close(self, exit_code: int) -> None:
-        """Finish the run and end wandb's helper process, waiting for uploads at most FINISH_SECONDS.
+        """Finish the run and end wandb's helper process. Wait for uploads for at most FINISH_SECONDS.
 
         Raises:
-            WandbError: that, or a call before it, has failed.
+            WandbError: this call or an earlier one failed.
         """
         if self._thread is None:
             return
@@ -120,7 +123,7 @@ class WandbSink:
 
     @property
     def _hanging(self) -> str | None:
-        """What the thread has been at for too long."""
+        """The call that has taken too long, if there is one."""
         busy = self._busy
         return busy[0] if busy is not None and time.monotonic() - busy[1] > CALL_SECONDS else None
 
@@ -132,7 +135,7 @@ class WandbSink:
             self._busy = what, time.monotonic()
             try:
                 action()
-            # Everything, because wandb raises its own errors, ConnectionResetError or ImportError alike.
+            # All errors: wandb raises its own, ConnectionResetError, ImportError and others.
             except Exception as error:
                 self._error = f"wandb failed while {what}: {type(error).__name__}: {error}"
                 return
@@ -166,7 +169,7 @@ class WandbSink:
         self._run = run
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing that is on the dashboard already: a resumed run takes some steps again."""
+        """Log the record unless the dashboard has it: a resumed run takes some steps again."""
         assert self._run is not None
         kind = "evaluation" if "eval/accuracy" in metrics else "step"
         if step <= (self._known.evaluation if kind == "evaluation" else self._known.step):

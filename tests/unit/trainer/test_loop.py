@@ -8,6 +8,7 @@ from configs.schema import AlgorithmConfig
 from rollout.types import FloatArray
 from tests.support.loop_world import World, run
 from trainer.advantages.estimators import ScoredGroup
+from trainer.tracking.bad_batches import SkippedStepsError
 
 
 def test_slots_are_freed_after_the_weights_are_live_and_the_step_is_recorded_last() -> None:
@@ -126,3 +127,129 @@ def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns
     assert sum(len(b.index) for rank in trained.micro_batches for b in rank) == 18, "without the advantage of 0"
     assert world.records[1]["actor/reward_kl_penalty"] == pytest.approx(28 / 24)
     assert world.records[1]["timing_s/score"] > 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_of_the_moment_before_slots_are_freed_and_counts_once_the_step_is_recorded() -> None:
+    world = run(World(due=(2,)))
+    assert world.events[5:] == [
+        "next_batch 1",
+        "train_step 1",
+        "update_weights 2",
+        "stage 2",
+        "advance 2",
+        "record 2",
+        "commit {'recorder': b'after record 2'}",
+    ]
+    assert ["timing_s/checkpoint" in metrics for metrics in world.records.values()] == [False, True]
+
+
+def test_a_resumed_loop_takes_the_steps_that_are_left() -> None:
+    world = run(World(), total_steps=4, first_step=2)
+    assert list(world.records) == [3, 4] and world.events[0] == "next_batch 2"
+
+
+# -- evaluations: which are due, and under which version they are recorded ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "eval_every", "expected"), [(6, 2, [2, 4]), (5, 2, [2, 4]), (3, 0, []), (3, 1, [1, 2]), (3, 3, [])]
+)
+def test_evaluation_steps_leave_the_last_to_the_caller(total_steps: int, eval_every: int, expected: list[int]) -> None:
+    world = run(World(), total_steps=total_steps, eval_every=eval_every)
+    assert [step for step, _ in world.evaluations] == expected
+
+
+def test_with_an_interval_the_first_update_after_the_due_step_is_evaluated() -> None:
+    world = run(World(), total_steps=12, interval=3, eval_every=4)
+    assert [step for step, _ in world.evaluations] == [6, 9], "due at 4 and 8; at 12 it is the caller's"
+
+
+def test_steps_and_updates_go_on_while_an_evaluation_lasts_and_it_is_recorded_under_the_version_it_began_with() -> None:
+    world = run(World(evaluation_ends_after="record 5"), total_steps=6, eval_every=2)
+    events = [event for event in world.events if event.startswith(("update", "evaluate", "record"))]
+    assert events[:4] == ["update_weights 1", "record 1", "update_weights 2", "record 2"]
+    assert events.index("evaluate") < events.index("update_weights 3") < events.index("update_weights 5")
+    assert events.index("update_weights 5") < events.index("record_evaluation 2")
+    assert [step for step, _ in world.evaluations] == [2]
+    skipped = [metrics["eval/skipped"] for metrics in world.records.values()]
+    assert skipped == [0, 0, 0, 0, 1, 1], "the one due at 4 would overlap"
+
+
+def test_the_loops_end_waits_for_an_evaluation() -> None:
+    world = run(World(evaluation_ends_after="record 3"), total_steps=3, eval_every=2)
+    assert world.events[-1] == "record_evaluation 2" and list(world.records) == [1, 2, 3]
+
+
+def test_an_evaluation_that_fails_ends_the_run() -> None:
+    world = World(fails="evaluate")
+    with pytest.raises(RuntimeError, match="evaluate broke"):
+        run(world, total_steps=1000, eval_every=2)
+    assert 2 <= len(world.records) < 10 and world.evaluations == []
+
+
+@pytest.mark.parametrize(
+    ("first_step", "is_evaluated", "expected"), [(2, False, [2, 4]), (2, True, [4]), (3, False, [4])]
+)
+def test_a_resumed_loop_begins_with_the_evaluation_that_its_checkpoint_still_lacks(
+    first_step: int, is_evaluated: bool, expected: list[int]
+) -> None:
+    world = World(live=first_step)
+    run(world, total_steps=6, eval_every=2, first_step=first_step, is_evaluated=is_evaluated)
+    assert [step for step, _ in world.evaluations] == expected
+    if expected[0] == first_step:
+        assert world.events[0] == "evaluate", "it takes its replicas before the first step"
+
+
+@pytest.mark.parametrize("first_step", [0, 6])
+def test_what_comes_before_and_after_all_is_never_the_loops(first_step: int) -> None:
+    world = run(World(), total_steps=6, eval_every=6, first_step=first_step, is_evaluated=False)
+    assert world.evaluations == []
+
+
+# -- steps that NaN or infinity would break ----------------------------------------------------------------------------
+
+
+def test_a_skipped_step_is_recorded_its_version_goes_live_and_the_next_is_taken() -> None:
+    world = run(World(broken_steps=(1,)), total_steps=3)
+    assert world.events[5:11] == [
+        "next_batch 1",
+        "train_step 1",
+        "record_skipped 2",
+        "update_weights 2",
+        "advance 2",
+        "record 2",
+    ]
+    assert list(world.records) == [1, 2, 3]
+    assert [metrics["actor/skipped_steps"] for metrics in world.records.values()] == [0, 1, 0], "of the step"
+
+
+def test_broken_rollout_logprobs_are_found_before_the_step_which_no_worker_takes() -> None:
+    world = run(World(broken_rollouts=(1,)), total_steps=3)
+    assert world.events[5:11] == [
+        "next_batch 1",
+        "skip_step 1",
+        "record_skipped 2",
+        "update_weights 2",
+        "advance 2",
+        "record 2",
+    ]
+    assert world.recorded_advantages[1] == [[0.0] * 4] * 2
+
+
+def test_past_the_budget_the_run_ends_and_names_step_reason_and_batch() -> None:
+    world = World(broken_steps=(0, 3), broken_rollouts=(2,))
+    with pytest.raises(SkippedStepsError) as raised:
+        run(world, total_steps=9, max_skipped_steps=2)
+    assert str(raised.value) == (
+        "3 steps were skipped, trainer.max_skipped_steps=2; "
+        "step 4, not finite: actor/pg_loss=nan, actor/grad_norm=inf, prompts [6, 7]"
+    )
+    assert list(world.records) == [1, 2, 3] and world.events[-1] == "record_skipped 4"
+
+
+def test_a_budget_of_none_ends_the_run_at_the_first() -> None:
+    with pytest.raises(SkippedStepsError, match=r"prompts \[2, 3\]"):
+        run(World(broken_rollouts=(1,)), total_steps=9, max_skipped_steps=0)

@@ -14,7 +14,6 @@ from trainer.metrics import (
     Max,
     Mean,
     Metric,
-    Min,
     Sum,
     merge_metrics,
     percentile,
@@ -25,11 +24,11 @@ from trainer.metrics import (
 
 def test_every_type_is_reduced_in_its_own_way() -> None:
     parts: list[dict[str, Metric]] = [
-        {"mean": Mean(10.0, 4), "sum": Sum(1.0), "max": Max(3.0), "min": Min(3.0), "last": Last(3.0)},
-        {"mean": Mean(2.0, 1), "sum": Sum(2.0), "max": Max(5.0), "min": Min(5.0), "last": Last(5.0)},
-        {"mean": Mean(0.0, 1), "sum": Sum(4.0), "max": Max(4.0), "min": Min(4.0), "last": Last(4.0)},
+        {"mean": Mean(10.0, 4), "sum": Sum(1.0), "max": Max(3.0), "last": Last(3.0)},
+        {"mean": Mean(2.0, 1), "sum": Sum(2.0), "max": Max(5.0), "last": Last(5.0)},
+        {"mean": Mean(0.0, 1), "sum": Sum(4.0), "max": Max(4.0), "last": Last(4.0)},
     ]
-    assert to_floats(merge_metrics(parts)) == {"mean": 2.0, "sum": 7.0, "max": 5.0, "min": 3.0, "last": 4.0}
+    assert to_floats(merge_metrics(parts)) == {"mean": 2.0, "sum": 7.0, "max": 5.0, "last": 4.0}
 
 
 def test_mean_is_weighted_by_count_not_by_part() -> None:
@@ -53,9 +52,9 @@ def test_mean_of_nothing_is_nan_and_takes_no_part_in_a_merge() -> None:
     assert Mean(0.0, 0).merge(Mean(3.0, 2)).value == 1.5
 
 
-@pytest.mark.parametrize("kind", [Max, Min, Sum])
+@pytest.mark.parametrize("kind", [Max, Sum])
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
-def test_nan_survives_in_either_order(kind: type[Max | Min | Sum], values: tuple[float, float]) -> None:
+def test_nan_survives_in_either_order(kind: type[Max | Sum], values: tuple[float, float]) -> None:
     merged = merge_metrics([{"k": kind(values[0])}, {"k": kind(values[1])}])
     assert math.isnan(merged["k"].value)
 

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 OFFLINE_RUN = """
 import os, sys
 from pathlib import Path
-from trainer.wandb_sink import WandbSink
+from trainer.tracking.wandb_sink import WandbSink
 
 sink = WandbSink(Path(sys.argv[1]), "offline", "slipstream", "test", {"group_size": 8})
 assert os.waitpid(-1, os.WNOHANG) == (0, 0), "wandb started no helper, so the check below would show nothing"

@@ -1,139 +1,16 @@
-"""What a step's groups say (batch_metrics) and what a run leaves behind (recorder): golden numbers and files."""
+"""The files of a run: their content, and what is left of them on a failing disk, after a kill and after a resume."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout.types import FloatArray, TrajectoryGroup, VersionSpan
-from tests.support.reference import make_group, make_trajectory
+from tests.support.recordings import Evaluated, Screen, example_advantages, example_groups
 from trainer.tracking.recorder import RunRecorder
-from trainer.tracking.sinks import JsonlSink, Tracker, read_metrics
-from trainer.tracking.step_metrics import group_metrics, is_spanning
-
-
-def example_groups() -> list[TrajectoryGroup]:
-    """Versions 4 and 5 in one trajectory; a masked token of version 2, which staleness must not see; a solved group."""
-    crossing = make_trajectory(
-        [1, 2, 3],
-        [7, 8, 9, 10],
-        loss_mask=[False, True, True, True],
-        spans=(VersionSpan(0, 1, 2), VersionSpan(1, 2, 4), VersionSpan(2, 4, 5)),
-        reward=1.0,
-        cached_tokens=2,
-    )
-    cut = make_trajectory([1, 2, 3], [7, 8], spans=(VersionSpan(0, 2, 5),), finish_reason="length")
-    solved = make_trajectory([1], [9, 9], spans=(VersionSpan(0, 2, 6),), reward=1.0)
-    return [make_group(30, [crossing, cut]), make_group(31, [solved, solved])]
-
-
-def example_advantages() -> list[FloatArray]:
-    return [np.array([0.7, -0.7], np.float32), np.zeros(2, np.float32)]
-
-
-def test_metrics_of_a_step_by_hand() -> None:
-    metrics = group_metrics(example_groups(), example_advantages(), global_steps=6, update_interval=1)
-    assert metrics == pytest.approx(
-        {
-            "critic/score/mean": 3 / 4,
-            "critic/rewards/mean": 3 / 4,
-            "critic/rewards/max": 1,
-            "critic/rewards/min": 0,
-            "critic/advantages/mean": 0,
-            "critic/advantages/max": 0.7,
-            "critic/advantages/min": -0.7,
-            "rollout/zero_variance_groups": 1 / 2,
-            "rollout/solve_all": 1 / 2,
-            "rollout/solve_none": 0,
-            "response_length/mean": (4 + 2 + 2 + 2) / 4,
-            "response_length/max": 4,
-            "response_length/clip_ratio": 1 / 4,
-            "prompt_length/mean": (3 + 3 + 1 + 1) / 4,
-            "rollout/prefix_cached_tokens": 2 / 4,
-            "perf/tokens": 10 + 8,
-            # Trained tokens are of versions 4, 5, 5 / 5, 5 / 6, 6 / 6, 6, at step 6.
-            "staleness/mean": (2 + 1 + 1 + 1 + 1) / 9,
-            "staleness/max": 2,
-            "staleness/min": 0,
-            "staleness/spanning_trajectories": 1 / 4,
-            "staleness/versions_per_trajectory_max": 3,
-        }
-    )
-
-
-@pytest.mark.parametrize(("reward", "all_right", "none_right"), [(1.0, 1, 0), (0.0, 0, 1), (0.5, 0, 0)])
-def test_groups_that_teach_nothing(reward: float, all_right: float, none_right: float) -> None:
-    trajectories = [make_trajectory([1], [2], reward=reward)] * 2
-    learning = [make_trajectory([1], [2], reward=float(index)) for index in range(2)]
-    groups = [make_group(0, trajectories), make_group(1, trajectories), make_group(2, learning)]
-    advantages = [np.zeros(2, np.float32)] * 2 + [np.array([-0.7, 0.7], np.float32)]
-    metrics = group_metrics(groups, advantages, global_steps=0, update_interval=1)
-    assert metrics["rollout/zero_variance_groups"] == pytest.approx(2 / 3)
-    assert metrics["rollout/solve_all"] == pytest.approx(2 / 3 * all_right)
-    assert metrics["rollout/solve_none"] == pytest.approx(2 / 3 * none_right)
-
-
-def test_what_is_learned_and_what_the_reward_said_are_two_metrics() -> None:
-    """A solved group stays solved whatever the lengths, and trajectories without a reward count nowhere."""
-    late = [make_trajectory([1], [2], reward=1.0, overlong_penalty=penalty) for penalty in (0.0, -0.5)]
-    failed = make_trajectory([1], [2], error="ValueError: no number")
-    groups = [make_group(0, [*late, failed]), make_group(1, [failed] * 3)]
-    metrics = group_metrics(groups, [np.zeros(3, np.float32)] * 2, global_steps=0, update_interval=1)
-    assert metrics["critic/score/mean"] == 1
-    assert (metrics["critic/rewards/mean"], metrics["critic/rewards/min"]) == (0.75, 0.5)
-    assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0)
-    nothing = group_metrics(groups[1:], [np.zeros(3, np.float32)], global_steps=0, update_interval=1)
-    assert (nothing["critic/score/mean"], nothing["critic/rewards/max"], nothing["rollout/solve_none"]) == (0, 0, 0)
-
-
-def test_staleness_is_counted_in_updates_of_the_replicas() -> None:
-    groups = [make_group(0, [make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 0), VersionSpan(1, 2, 4)))])]
-    metrics = group_metrics(groups, [np.ones(1, np.float32)], global_steps=7, update_interval=4)
-    assert (metrics["staleness/max"], metrics["staleness/min"], metrics["staleness/mean"]) == (1, 0, 0.5)
-
-
-def test_a_step_whose_tokens_are_all_masked_has_no_staleness() -> None:
-    groups = [make_group(0, [make_trajectory([1], [2], loss_mask=[False])])]
-    metrics = group_metrics(groups, [np.zeros(1, np.float32)], global_steps=9, update_interval=1)
-    assert (metrics["staleness/max"], metrics["staleness/min"], metrics["staleness/mean"]) == (0, 0, 0)
-
-
-def test_spanning_is_about_versions_not_about_spans() -> None:
-    assert not is_spanning(make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 5), VersionSpan(1, 2, 5))))
-    assert is_spanning(make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 4), VersionSpan(1, 2, 5))))
-    assert not is_spanning(make_trajectory([1], [], spans=(), finish_reason="abort"))
-
-
-@dataclass
-class Screen:
-    """A console that writes down what it is shown."""
-
-    events: list[str] = field(default_factory=list)
-
-    def stage(self, text: str) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-    def step(self, global_steps: int, metrics: Mapping[str, float]) -> None:
-        self.events.append(f"step {global_steps} {metrics['timing_s/step']:g}")
-
-    def evaluation(self, global_steps: int, accuracy: float) -> None:
-        self.events.append(f"evaluation {global_steps} {accuracy:g}")
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    accuracy: float
-    mean_response_tokens: float = 11.5
-    num_prompts: int = 256
-    versions: tuple[int, ...] = (0,)
-    pinned: bool = True
-    metrics: dict[str, float] = field(default_factory=dict)
+from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
 
 
 def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
@@ -214,3 +91,226 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "replica": "replica-0",
     }
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
+
+
+# -- skipped steps -----------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_is_kept_so_that_numpy_reads_it(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, Tracker([]), Screen())
+    for count in (1, 2):
+        skipped, sentence = recorder.record_skipped_step(
+            12, "not finite: b=nan", example_groups(), example_advantages()
+        )
+        assert skipped == count
+    path = tmp_path / "bad_batches" / "step_000012.npz"
+    assert sentence == f"step 12 was skipped, not finite: b=nan; its batch is {path}, prompts 30, 31"
+    batch = np.load(path)  # the documented line
+    assert {name: batch[name].tolist() for name in batch if name != "advantages"} == {
+        "ordinals": [30, 30, 31, 31],
+        "replicas": ["replica-0"] * 4,
+        "rewards": [1, 0, 1, 1],
+        "prompt_lengths": [3, 3, 1, 1],
+        "response_lengths": [4, 2, 2, 2],
+        "prompt_ids": [1, 2, 3, 1, 2, 3, 1, 1],
+        "response_ids": [7, 8, 9, 10, 7, 8, 9, 9, 9, 9],
+        "loss_mask": [False] + [True] * 9,
+        "rollout_logprobs": [0] * 10,
+        "versions": [2, 4, 5, 5, 5, 5, 6, 6, 6, 6],
+    }
+    assert batch["advantages"].tolist() == pytest.approx([0.7, -0.7, 0, 0])
+
+
+def test_a_batch_that_cannot_be_kept_is_skipped_nevertheless_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "bad_batches").write_text("a file in the place of the folder")
+    tracker = Tracker([])
+    recorder = RunRecorder(tmp_path, tracker, Screen())
+    assert recorder.record_skipped_step(1, "", example_groups(), example_advantages())[0] == 1
+    assert tracker.failed.counts == {"bad_batches": 1}
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """One start of a run in `run_dir`: the recorder, and what the console was told."""
+
+    def __init__(self, run_dir: Path):
+        self.said: list[str] = []
+        tracker = Tracker([JsonlSink(run_dir / "metrics.jsonl")], FailedWrites(self.said.append))
+        self.recorder = RunRecorder(run_dir, tracker, Screen())
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": float(step - first + 1)}
+            metrics["weight_sync/pause_ms"] = float(step)
+            self.recorder.record_step(step, metrics, example_groups(), example_advantages())
+
+
+def trajectories(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "trajectories").iterdir())
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step_{step:06d}.jsonl" for step in steps]
+
+
+# -- a disk that fails -------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_without_a_disk_and_the_files_come_back_with_it(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.steps(1, 1)
+    (tmp_path / "trajectories").rename(tmp_path / "aside")
+    (tmp_path / "trajectories").write_text("a file in the place of the folder")
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "aside.jsonl")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    process.steps(2, 3)
+    (tmp_path / "trajectories").unlink()
+    (tmp_path / "aside").rename(tmp_path / "trajectories")
+    (tmp_path / "aside.jsonl").rename(tmp_path / "metrics.jsonl")
+    process.steps(4, 4)
+    assert trajectories(tmp_path) == names(1, 4)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["tracking/failed_writes"]) for record in records] == [(1, 0), (4, 4)]
+    assert [sentence.partition(":")[0] for sentence in process.said] == [
+        "trajectories cannot be written, the training goes on",
+        "metrics.jsonl cannot be written, the training goes on",
+    ]
+    process.recorder.record_evaluation(4, Evaluated(0.5))
+    summary = process.recorder.write_summary({})
+    assert summary["failed_writes"] == {"trajectories": 2, "metrics.jsonl": 2} and summary["steps"] == 4
+
+
+def test_a_summary_that_cannot_be_written_is_returned_nevertheless(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.recorder.record_evaluation(0, Evaluated(0.25))
+    process.steps(1, 1)
+    (tmp_path / "summary.json").mkdir()
+    assert process.recorder.write_summary({})["accuracy_before"] == 0.25
+    assert len(process.said) == 1 and process.said[0].startswith("summary.json cannot be written")
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+def test_counts_and_clocks_go_on_and_what_came_after_the_checkpoint_is_gone(tmp_path: Path) -> None:
+    first = Process(tmp_path)
+    first.recorder.record_evaluation(0, Evaluated(0.25))
+    first.steps(1, 3)
+    first.recorder.record_skipped_step(3, "", example_groups(), example_advantages())
+    state = first.recorder.state()
+    first.steps(4, 6)
+    first.recorder.record_skipped_step(5, "", example_groups(), example_advantages())
+    first.recorder.record_evaluation(2, Evaluated(0.5, versions=(2,)))
+    first.recorder.record_evaluation(6, Evaluated(0.75, versions=(6,)))
+
+    second = Process(tmp_path)
+    second.recorder.restore(state, 3)
+    steps = [(record["step"], "eval/accuracy" in record) for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == [(0, True), (1, False), (2, False), (3, False), (2, True)]
+    assert trajectories(tmp_path) == names(1, 2, 3)
+    assert [path.name for path in (tmp_path / "bad_batches").iterdir()] == ["step_000003.npz"]
+    second.steps(4, 5)
+    second.recorder.record_evaluation(5, Evaluated(1.0, versions=(5,)))
+    summary = second.recorder.write_summary({})
+    kept = ("steps", "trajectories", "training_seconds", "accuracy_before", "accuracy_after", "skipped_steps")
+    assert {key: summary[key] for key in kept} == {
+        "steps": 5,
+        "trajectories": 20,
+        "training_seconds": 2.5,
+        "accuracy_before": 0.25,
+        "accuracy_after": 1.0,
+        "skipped_steps": 1,
+    }
+    assert summary["pause_ms_p50"] == 3.0
+    assert json.loads(state)["seconds"] <= summary["seconds"]
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "timing_s/elapsed" in record]
+    assert [record["timing_s/elapsed"] for record in records] == [1, 2, 3, 4, 5]
+    assert trajectories(tmp_path) == names(1, 2, 3, 4, 5)
+
+
+def test_an_evaluation_that_ended_after_the_checkpoint_was_saved_is_not_forgotten(tmp_path: Path) -> None:
+    """It is of the checkpoint's version, which the run goes on from."""
+    first = Process(tmp_path)
+    first.recorder.record_evaluation(0, Evaluated(0.25))
+    first.steps(1, 2)
+    state = first.recorder.state()
+    first.recorder.record_evaluation(2, Evaluated(0.5, versions=(2,)))
+    first.steps(3, 3)
+    first.recorder.record_evaluation(3, Evaluated(0.75, versions=(3,)))
+    for _ in range(2):
+        resumed = Process(tmp_path)
+        resumed.recorder.restore(state, 2)
+        assert [resumed.recorder.is_evaluated(step) for step in range(4)] == [True, False, True, False]
+        assert [accuracy for _, accuracy in resumed.recorder.counts.accuracies] == [0.25, 0.5]
+        state = resumed.recorder.state()
+    elsewhere = Process(tmp_path / "new folder")
+    elsewhere.recorder.restore(first.recorder.state(), 3)
+    assert elsewhere.recorder.is_evaluated(3), "there are no metrics of before, but the state knows"
+
+
+def test_the_seconds_of_all_processes_are_counted(tmp_path: Path) -> None:
+    state = json.loads(Process(tmp_path).recorder.state()) | {"seconds": 1000.0}
+    for _ in range(2):
+        process = Process(tmp_path)
+        process.recorder.restore(json.dumps(state).encode(), 0)
+        state = json.loads(process.recorder.state())
+        assert 1000 < state["seconds"] < 1060
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after it happens, as nothing would after SIGKILL."""
+
+
+def killed_at(call: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether `act` was stopped before the `call`-th change that it makes to the disk."""
+    made = 0
+
+    def counted(change: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            nonlocal made
+            if made == call:
+                raise Killed
+            made += 1
+            return change(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("write_bytes", "replace", "unlink"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        try:
+            act()
+        except Killed:
+            return True
+    return False
+
+
+def test_a_kill_at_any_moment_of_a_step_or_of_a_resume_leaves_nothing_half_after_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = 0
+    for of_step in range(9):
+        for of_resume in range(9):
+            run_dir = tmp_path / f"{of_step}-{of_resume}"
+            first = Process(run_dir)
+            first.steps(1, 2)
+            state = first.recorder.state()
+            first.steps(3, 3)
+            step_is_cut = killed_at(of_step, partial(first.steps, 4, 4), monkeypatch)
+            with (run_dir / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 5, "ti')  # and a line that was being written
+            resumed = Process(run_dir)
+            is_cut = killed_at(of_resume, partial(resumed.recorder.restore, state, 2), monkeypatch)
+            last = Process(run_dir)
+            last.recorder.restore(state, 2)
+            assert [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")] == [1, 2]
+            left = [path for path in run_dir.rglob("*") if path.is_file()]
+            assert sorted(path.name for path in left) == ["metrics.jsonl", *names(1, 2)]
+            moments += 1
+            if not is_cut:
+                break
+        if not step_is_cut:
+            break
+    assert moments > 10

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from trainer.tracking.files import FailedWrites
-from trainer.tracking.sinks import JsonlSink, Tracker, cut_metrics, read_metrics
+from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, cut_metrics, read_metrics, write_atomically
 
 
 class RecordingSink:
@@ -167,8 +166,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error_until_it_is_gone(tmp_path
 LIMIT = """
 import resource, signal, sys
 from pathlib import Path
-from trainer.tracking.files import FailedWrites, write_atomically
-from trainer.tracking.sinks import JsonlSink, Tracker, cut_metrics, read_metrics
+from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics, write_atomically
 
 folder = Path(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -202,6 +200,13 @@ def test_a_disk_that_fills_up_within_a_line_leaves_no_half_line_or_file_and_what
         "[1, 4] ['step_000001.jsonl']",
         "{'metrics.jsonl': 2, 'trajectories': 2}",
     ]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new" and [file.name for file in path.parent.iterdir()] == ["b.json"]
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from trainer.tracking import wandb_sink
-from trainer.tracking.files import FailedWrites
-from trainer.tracking.sinks import JsonlSink, Tracker, read_metrics
+from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
 from trainer.tracking.wandb_sink import WandbSink
 
 

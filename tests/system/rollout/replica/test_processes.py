@@ -12,7 +12,7 @@ from tests.support.whole_runs import survivors
 
 OWNER = """
 import subprocess, sys, time
-from rollout.processes import end_descendants_with_this
+from rollout.replica.processes import end_descendants_with_this
 end_descendants_with_this()
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", stubborn])

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def resolve_device(config: Config) -> str:
     if device == "cuda" and config.ray.address is None and not config.dry_run and not has_gpu():
         raise ConfigError("device=cuda: nvidia-smi lists no GPU on this machine; device=cpu runs without")
     return device
+
+
+def without_trainer(config: Config) -> Config:
+    """The config of a command that does not train, so that it claims no GPU for it."""
+    return replace(config, trainer=replace(config.trainer, num_ranks=0))
 
 
 def needed_resources(config: Config, device: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from configs.schema import Config, ModelConfig
+from configs.schema import Config
 from rollout.data.arithmetic import Problem, demonstrations, split_problems
 
 if TYPE_CHECKING:
@@ -20,12 +20,6 @@ CLEAN_SHARE = 0.8125
 REPORT_EVERY = 50
 WARMUP_THREADS = 2
 """Replicas and train workers start beside it, and then wait for it: the second core has nothing else to do."""
-
-
-def describe(model: ModelConfig) -> str:
-    """For people: which model a command takes."""
-    size = f"{model.num_layers} layers of width {model.hidden_size}"
-    return model.path or f"made here, {size}, {model.warmup_steps} warm-up steps"
 
 
 def arithmetic_problems(config: Config) -> tuple[list[Problem], list[Problem]]:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from configs import load
 from configs.schema import Config
+from scripts.launch.command import Invocation
 
 CONFIGS = Path(load.__file__).parent
 RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
@@ -17,6 +19,10 @@ def resolve(*overrides: str) -> Config:
     load.register()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return load.load(compose("train", overrides=list(overrides)))
+
+
+def invocation(config: Config, run_dir: Path) -> Invocation:
+    return Invocation(config=config, composed=OmegaConf.create(), run_dir=run_dir)
 
 
 def changed(config: Any, **values: object) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollout.staleness import StalenessWindow
-from scripts.train import _point_latest_at, first_error
+from scripts.launch.command import first_error
+from scripts.train import _point_latest_at
 from tests.support.paths import ROOT
 
 AT_EXIT = """

@@ -97,7 +97,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines_of_plan(*overrides: str) -> list[str]:
     config = resolve(*overrides, "dry_run=true")
-    return plan.describe(config, cluster.resolve_device(config), Path("/run")).splitlines()
+    return plan.training_plan(config, cluster.resolve_device(config), Path("/run")).splitlines()
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from configs.schema import Config, DataConfig, EvaluationConfig
 from rollout.evaluation.evaluator import Evaluation
 from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
-from scripts.evaluate import launch, make_report, powers_of_two, table
-from tests.support.compose import CONFIGS, changed
+from scripts.evaluate import evaluate, make_report, powers_of_two, table
+from tests.support.compose import CONFIGS, changed, invocation
 
 
 def evaluated(source: str, *answers: str) -> EvaluatedPrompt:
@@ -60,7 +60,7 @@ def test_a_dry_run_tells_the_plan_and_what_is_missing(capsys: pytest.CaptureFixt
     config = changed(
         Config(dry_run=True), data__val_files="/no/x.parquet", evaluation__samples=4, evaluation__temperature=0.5
     )
-    assert launch(config, OmegaConf.create(), tmp_path) == 0
+    assert evaluate(invocation(config, tmp_path)) == 0
     output = capsys.readouterr().out
     assert "samples: 4 per prompt, temperature 0.5, top-p 1, reward gsm8k" in output
     assert "warning: data.val_files=/no/x.parquet: no such file" in output
@@ -69,6 +69,7 @@ def test_a_dry_run_tells_the_plan_and_what_is_missing(capsys: pytest.CaptureFixt
 
 def test_evaluation_composes_its_config_as_training_does() -> None:
     train: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "train.yaml"))
-    evaluate: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "evaluate.yaml"))
-    assert train["hydra"].pop("run") != evaluate["hydra"].pop("run")
-    assert train == evaluate
+    evaluation: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "evaluate.yaml"))
+    assert train["hydra"].pop("run") != evaluation["hydra"].pop("run")
+    assert train["hydra"]["job"].pop("name") != evaluation["hydra"]["job"].pop("name")
+    assert train == evaluation

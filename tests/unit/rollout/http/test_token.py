@@ -12,8 +12,9 @@ from configs.validate import ConfigError
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
 from rollout.http.controlled import ReplicaControl
-from scripts import serve, train
-from tests.support.compose import changed, resolve
+from scripts.serve import serve
+from scripts.train import _as_plain_values
+from tests.support.compose import changed, invocation, resolve
 from tests.support.fakes import ClockedEngine, run_virtual
 from tests.unit.rollout.http.test_control import client_of, make_replica
 
@@ -54,9 +55,9 @@ def test_a_token_is_required_where_replicas_listen_beyond_this_machine(tmp_path:
     """On a cluster each listens on its node's address. Refused before anything starts."""
     config = changed(resolve(), ray__address="10.0.0.1:6379", device=Device.cpu, dry_run=True)
     with pytest.raises(ConfigError, match=r"serve\.token=None: with ray\.address=10\.0\.0\.1:6379 .* need a token"):
-        serve.launch(config, tmp_path)
-    assert serve.launch(changed(config, serve__token="s3cret"), tmp_path) == 0
-    assert serve.launch(changed(config, ray__address=None), tmp_path) == 0
+        serve(invocation(config, tmp_path))
+    for given in ({"serve__token": "s3cret"}, {"ray__address": None}):
+        assert serve(invocation(changed(config, **given), tmp_path)) == 0
 
 
 def test_the_token_stays_out_of_what_a_run_leaves_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,4 +68,4 @@ def test_the_token_stays_out_of_what_a_run_leaves_behind(monkeypatch: pytest.Mon
             "serve": {"token": "(not shown)", "port": 1}
         }
         assert composed.serve.token == "s3cret"
-    assert "s3cret" not in str(train._plain(Config(serve=ServeConfig(token="s3cret"))))
+    assert "s3cret" not in str(_as_plain_values(Config(serve=ServeConfig(token="s3cret"))))

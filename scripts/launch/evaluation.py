@@ -1,0 +1,47 @@
+"""What `scripts.evaluate` starts: replicas that serve the policy as version 0, and an evaluator over them."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from configs.runtime.deadline import within
+from configs.schema import Config
+from rollout.agents.worker_group import AgentWorkerGroup
+from rollout.evaluation.evaluator import Evaluation
+from rollout.failures import FailureBudget
+from rollout.replica.replica_group import create_replicas
+from rollout.router import ReplicaRouter
+from scripts.launch import run
+from scripts.launch.cluster import cluster, output_to
+from scripts.launch.data import encode_rows, held_out_rows
+from scripts.launch.training import make_evaluator
+from trainer.tracking.console import PlainConsole
+
+
+async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[str, Evaluation, int, float]:
+    """Evaluates once. Any error is raised here, after every process has ended.
+
+    Returns:
+        The model's path, the evaluation, how many rewards failed, and the seconds that the evaluation took.
+    """
+    rows = held_out_rows(config)  # malformed data is an error before anything starts
+    console = PlainConsole(0, sys.stdout)
+    console.stage("starting Ray")
+    async with cluster(config, device):
+        model_path = await run.policy_model(config, await run.boot_model(config, run_dir), console)
+        console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
+        spec, on_start = run.engine_spec(config, device, model_path), output_to(run_dir)
+        replicas = create_replicas(config.rollout.num_replicas, spec, on_start)
+        agents = AgentWorkerGroup(config=config, tokenizer_path=model_path, replicas=replicas, on_start=on_start)
+        async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
+            await asyncio.gather(*(replica.start(spec, config.weight_sync) for replica in replicas))
+            await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
+        encoded = await encode_rows(config, agents, "held-out", rows, console)
+        router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
+        failures = FailureBudget(config.rollout.max_failed_rewards, len(encoded) * config.evaluation.samples)
+        evaluator = make_evaluator(config, encoded, router, agents, failures, router.remove)
+        console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
+        started = time.perf_counter()
+        evaluation = await evaluator.evaluate()
+        return model_path, evaluation, failures.num_failed, time.perf_counter() - started

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install train serve test test-slow unit lint clean distclean FORCE
+.PHONY: help install train serve test test-slow unit lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ lint: $(STAMP)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright
+
+docs: $(STAMP)  ## write the generated parts of docs/: the tables of keys and metrics
+	@$(PY) -m scripts.docs
 
 clean:  ## remove caches and build artefacts; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

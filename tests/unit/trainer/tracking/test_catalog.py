@@ -1,0 +1,81 @@
+"""The list of metrics says what a run records: no metric without an entry, no entry without a metric."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.loop_world import World, run
+from tests.support.paths import ROOT
+from trainer.tracking.catalog import CATALOG, SECTIONS, MetricEntry, describe
+
+PRODUCT = ("rollout", "trainer", "weight_sync", "scripts/launch")
+FAMILIES = {entry.name.partition("/")[0] for entry in CATALOG}
+
+
+def strings(path: Path) -> list[str]:
+    """Every string in the code, those with fields in the form "timing_s/<>"."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "<>" for p in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(node.value)
+    return found
+
+
+CODE = {
+    text
+    for package in PRODUCT
+    for path in (ROOT / package).rglob("*.py")
+    if path.name != "catalog.py"
+    for text in strings(path)
+}
+
+
+def test_every_metric_named_in_the_code_is_in_the_list() -> None:
+    named = {text for text in CODE if text.partition("/")[0] in FAMILIES and text.count("/") == 1}
+    named = {text for text in named if " " not in text and not text.endswith((".py", "/", "<>"))}
+    assert len(named) > 50
+    assert {name for name in named if describe(name) is None} == set()
+
+
+@pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: entry.name)
+def test_every_entry_is_a_metric_of_the_code(entry: MetricEntry) -> None:
+    """By its whole name, or, where the code puts the name together, by its last part: "score" of timing_s/score."""
+    last = entry.name.partition("/")[2]
+    if "<" in entry.name:
+        family, _, kind = entry.name.replace("<data source/>", "").partition("/")
+        assert any(text.startswith(f"{family}/<>") for text in CODE), family
+        assert kind.startswith("<") or any(text.startswith(kind.partition("<")[0]) for text in CODE), kind
+    else:
+        assert {entry.name, last, f"<>/{last}"} & CODE
+
+
+def test_no_metric_has_two_entries() -> None:
+    assert len(CATALOG) == sum(map(len, SECTIONS.values()))
+    for entry in CATALOG:
+        assert [other.name for other in CATALOG if other.matches(entry.name)] == [entry.name]
+
+
+def test_the_loop_records_what_is_in_the_list() -> None:
+    world = run(World(due=(1, 2)), total_steps=2)
+    keys = {key for record in world.records.values() for key in record}
+    assert keys and {key for key in keys if describe(key) is None} == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("val/openai/gsm8k/pass@8", "val/<data source/>pass@<k>"),
+        ("val/avg@8", "val/<data source/>avg@<k>"),
+        ("reward/format", "reward/<name>"),
+        ("staleness/maximum", None),
+        ("a/staleness/max", None),
+    ],
+)
+def test_names_with_placeholders(key: str, name: str | None) -> None:
+    entry = describe(key)
+    assert (entry.name if entry else None) == name

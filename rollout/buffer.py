@@ -2,22 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
 from rollout.failures import FailureBudget, GroupBudget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
-from rollout.types import Trajectory, TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """The groups of one optimizer step, by prompt ordinal, so the order of arrival cannot change the arithmetic."""
-
-    groups: tuple[TrajectoryGroup, ...]
-    masked_tokens: int
-    """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
+from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
 
 
 class TooFewGroupsError(RuntimeError):

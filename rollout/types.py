@@ -4,7 +4,7 @@ Token sequences are numpy arrays, because Ray moves them between processes on on
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+Version = TypeVar("Version", int, IntArray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +176,22 @@ class TrajectoryGroup:
         return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
 
 
-def staleness(version: int, global_steps: int, interval: int = 1) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The groups of one optimizer step, by prompt ordinal, so the order of arrival cannot change the arithmetic."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    masked_tokens: int
+    """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
+
+
+def staleness(version: Version, global_steps: int, interval: int = 1) -> Version:
     """Versions between the weights that sampled a token and the weights that train it. The one meaning of staleness.
 
     Example: with an update every 3 steps, versions 0, 3, 6, ... are live: staleness(0, 5, interval=3) == 1.
 
     Args:
-        version: tag of the weights that sampled the token.
+        version: tag of the weights that sampled the token, or an array of such tags.
         global_steps: optimizer steps taken before the step that trains it.
         interval: weight_sync.interval, optimizer steps per version.
     """

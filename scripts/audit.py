@@ -1,4 +1,4 @@
-"""What a run has trained, read from its trajectory log: each prompt once, versions in order, within the bound.
+"""Audits the trajectory log of a run: is each prompt trained once, with versions in order and within the bound?
 
 python -m scripts.audit RUN_DIR
 """
@@ -9,6 +9,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
+from rollout.types import staleness
 from trainer.tracking.recorder import TRAJECTORIES
 
 
@@ -17,28 +20,35 @@ class Audit:
     steps: int
     trajectories: int
     prompts: int
-    """Different ones."""
+    """Different prompts."""
     lost: int
-    """Ordinals below the highest trained one that were not. Of a run that is over, prompts that were lost, unless they
-    were filtered out, dropped or given up, which the run counts."""
+    """Ordinals below the highest trained one that were not trained. After a run's end these prompts are lost, except
+    for those that were filtered out, dropped or given up, which the run counts."""
     twice: int
-    """Ordinals that more than one step trained, or one step more than once."""
+    """Ordinals that were trained in more than one step, or more than once in a step."""
     missing_steps: int
     descending_versions: int
-    """Trajectories with a token of an older version than the one before it."""
+    """Trajectories with a token of an older version than the token before it."""
     newer_versions: int
-    """Trajectories with a token of weights that were not there when the step that trained it began."""
+    """Trajectories with a token of weights that did not exist when the step that trained it began."""
     max_staleness: int
-    """The most optimizer steps between the weights that sampled a token and the step that trained it."""
+    """Of all trained tokens, in versions: compare with rollout.max_staleness."""
 
 
-def audit(run_dir: Path) -> Audit:
-    """Raises ValueError where a record is damaged, naming file and line."""
+def audit(run_dir: Path, interval: int = 1) -> Audit:
+    """Audit the trajectory log in `run_dir`.
+
+    Args:
+        interval: weight_sync.interval of the run.
+
+    Raises:
+        ValueError: a record is damaged; the message names file and line.
+    """
     files = sorted((run_dir / TRAJECTORIES).glob("step_*.jsonl"))
     steps_of: Counter[int] = Counter()
     seen: set[tuple[int, int]] = set()
     again: set[int] = set()
-    num_trajectories = descending = newer = staleness = 0
+    num_trajectories = descending = newer = stalest = 0
     steps = [int(file.stem.removeprefix("step_")) for file in files]
     for step, file in zip(steps, files, strict=True):
         ordinals: set[int] = set()
@@ -58,7 +68,7 @@ def audit(run_dir: Path) -> Audit:
             seen.add((ordinal, index))
             descending += not ascends(versions)
             newer += max(versions, default=0) > step - 1
-            staleness = max(staleness, step - 1 - min(versions, default=step - 1))
+            stalest = max([stalest, *(staleness(version, step - 1, interval) for version in versions)])
         steps_of.update(ordinals)
         again |= {ordinal for ordinal in ordinals if steps_of[ordinal] > 1}
     return Audit(
@@ -70,19 +80,25 @@ def audit(run_dir: Path) -> Audit:
         missing_steps=max(steps, default=0) - len(steps),
         descending_versions=descending,
         newer_versions=newer,
-        max_staleness=staleness,
+        max_staleness=stalest,
     )
 
 
 def ascends(versions: list[int]) -> bool:
-    """Versions of a trajectory's tokens, in their order."""
+    """Whether no version is older than the one before it."""
     return versions == sorted(versions)
+
+
+def configured_interval(run_dir: Path) -> int:
+    """Return weight_sync.interval from the run's config.yaml."""
+    return OmegaConf.load(run_dir / "config.yaml").weight_sync.interval
 
 
 def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit("audit: python -m scripts.audit RUN_DIR")
-    sys.stdout.write(json.dumps(asdict(audit(Path(sys.argv[1]))), indent=2) + "\n")
+    run_dir = Path(sys.argv[1])
+    sys.stdout.write(json.dumps(asdict(audit(run_dir, configured_interval(run_dir))), indent=2) + "\n")
 
 
 if __name__ == "__main__":

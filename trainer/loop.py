@@ -1,4 +1,4 @@
-"""The consuming loop: batches in, new weights out. One loop serves every algorithm, synchronous or not."""
+"""The training loop: batches in, new weights out. One loop serves every algorithm, synchronous or asynchronous."""
 
 import asyncio
 import time
@@ -8,114 +8,55 @@ from typing import Any, Protocol
 import numpy as np
 
 from configs.schema import Config
-from rollout.types import FloatArray, TrajectoryGroup
+from rollout.types import TrainBatch, TrajectoryGroup
 from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores, trainable
 from trainer.batch import StepBatch, assemble
+from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
 from trainer.metrics import Metric, timed, to_floats
 from trainer.tokens import TokenSignals, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
+from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.step_metrics import group_metrics
-
-
-class GroupBatch(Protocol):
-    @property
-    def groups(self) -> tuple[TrajectoryGroup, ...]: ...
-
-    @property
-    def masked_tokens(self) -> int: ...
+from trainer.worker.recovery import RecoveringWorkers, WeightUpdater
 
 
 class GroupSource(Protocol):
-    """The buffer, as the trainer sees it."""
+    """The trajectory buffer of the rollouts."""
 
-    async def next_batch(self, global_steps: int) -> GroupBatch: ...
+    async def next_batch(self, global_steps: int) -> TrainBatch: ...
 
     async def advance(self, global_steps: int) -> None: ...
 
     def gauges(self) -> dict[str, float]: ...
 
 
-class Workers(Protocol):
-    async def score(self, batch: StepBatch) -> dict[str, FloatArray]: ...
-
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
-
-    def gauges(self) -> dict[str, float]: ...
-
-    async def skip_step(self, global_steps: int) -> dict[str, Metric]: ...
-
-
-class UpdateReport(Protocol):
-    def gauges(self) -> dict[str, float]: ...
-
-
-class WeightUpdater(Protocol):
-    @property
-    def publishing(self) -> asyncio.Lock:
-        """Held while the weights are read."""
-        ...
-
-    async def update_weights(self, global_steps: int) -> UpdateReport: ...
-
-
-class Saver(Protocol):
-    """The checkpointer."""
-
-    def is_due(self, global_steps: int) -> bool: ...
-
-    async def stage(self, global_steps: int) -> None:
-        """Takes what is of this moment, while nothing trains and before slots are freed."""
-        ...
-
-    def commit(self, files: dict[str, bytes]) -> None:
-        """Writes the rest beside the training, once the step is recorded. `files`: more to save, by name."""
-        ...
-
-    def gauges(self) -> dict[str, float]: ...
-
-
 class HeldOut(Protocol):
-    async def evaluate(self) -> Any:
-        """The result has `versions`: `global_steps` of all its tokens, in order."""
-        ...
+    """The evaluator. Its result has `versions`: `global_steps` of all sampled tokens, ascending."""
+
+    async def evaluate(self) -> Any: ...
 
 
 class Fleet(Protocol):
-    async def gauges(self) -> dict[str, float]:
-        """Metrics of replicas and router since the last call."""
-        ...
+    """The replicas."""
 
-
-class Recorder(Protocol):
-    def record_step(
-        self,
-        global_steps: int,
-        metrics: dict[str, float],
-        groups: Sequence[TrajectoryGroup],
-        advantages: Sequence[FloatArray],
-    ) -> None: ...
-
-    def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
-
-    def state(self) -> bytes: ...
-
-    def record_skipped_step(
-        self,
-        global_steps: int,
-        reason: str,
-        groups: Sequence[TrajectoryGroup],
-        advantages: Sequence[FloatArray],
-    ) -> tuple[int, str]:
-        """Keeps the batch. How many steps of the run have been skipped, and a sentence that says which this is."""
-        ...
+    async def gauges(self) -> dict[str, float]: ...
 
 
 class TrainLoop:
-    """For every optimizer step: wait for a batch, train on it, make the weights live, save where it is due, free slots.
+    """Takes the optimizer steps of a run.
 
-    Consumes groups of the buffer. Produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s), the
-    workers (trainer.step_timeout_s) and the update (weight_sync.*_timeout_s). The rollouter goes on all the while, and
-    so do evaluations.
+    Consumes groups of the buffer and produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s),
+    the train workers (trainer.step_timeout_s) and the weight update (weight_sync.*_timeout_s). Rollouts and evaluations
+    run concurrently.
+
+    Example, the order of events of one step with weight_sync.interval=1:
+        buffer.next_batch(7)
+        workers.train_step(batch, 7)
+        manager.update_weights(8)
+        checkpointer.stage(8)       # if a checkpoint is due
+        buffer.advance(8)           # frees the slots of what was trained
+        recorder.record_step(8, ...)
+        checkpointer.commit(...)
     """
 
     def __init__(  # noqa: PLR0913
@@ -123,13 +64,23 @@ class TrainLoop:
         *,
         config: Config,
         buffer: GroupSource,
-        workers: Workers,
+        workers: RecoveringWorkers,
         manager: WeightUpdater,
         held_out: HeldOut,
         fleet: Fleet,
-        recorder: Recorder,
-        checkpointer: Saver,
+        recorder: RunRecorder,
+        checkpointer: Checkpointer,
     ):
+        """
+        Args:
+            buffer: yields the groups of each step, and frees their slots once their weights are live.
+            workers: train workers that hold the model and its optimizer.
+            manager: makes the workers' weights live on the replicas; `publishing` is locked while it reads them.
+            held_out: evaluates the live weights, concurrently with the steps.
+            fleet: read for its metrics only.
+            recorder: gets the metrics and groups of each step, and every evaluation.
+            checkpointer: saves the run; it decides when.
+        """
         self._config = config
         self._buffer = buffer
         self._workers = workers
@@ -143,59 +94,39 @@ class TrainLoop:
         self._started = time.perf_counter()
 
     async def run(self, first_step: int = 0, *, is_evaluated: bool = True) -> None:
-        """Steps first_step .. total_steps - 1. Replicas already serve version `first_step`. `is_evaluated`: whether its
-        evaluation, where one is due, has been recorded; if not, it comes now, beside the steps."""
-        total_steps = self._config.trainer.total_steps
+        """Take the steps first_step .. total_steps - 1. The replicas must serve version `first_step` already.
+
+        Args:
+            is_evaluated: False if version `first_step` still lacks the evaluation that is due, after a resume.
+        """
         self._started = time.perf_counter()
-        async with asyncio.TaskGroup() as beside:  # its end waits for an evaluation, whose error ends the steps
+        async with asyncio.TaskGroup() as tasks:  # waits for the last evaluation; its error ends the steps
             if not is_evaluated:
-                await self._evaluate_if_due(first_step, beside)
-            for global_steps in range(first_step, total_steps):
+                await self._evaluate_if_due(first_step, tasks)
+            for global_steps in range(first_step, self._config.trainer.total_steps):
                 await self._step(global_steps)
-                await self._evaluate_if_due(global_steps + 1, beside)
-
-    async def _evaluate_if_due(self, done: int, beside: asyncio.TaskGroup) -> None:
-        if self._is_due(done):
-            self._start_evaluation(beside)
-            await asyncio.sleep(0)  # it takes its replicas before the next step begins
-
-    def _is_due(self, done: int) -> bool:
-        """The first update at or after every `eval_every` steps; what comes before and after all is the caller's."""
-        every, interval = self._config.trainer.eval_every, self._config.weight_sync.interval
-        is_due = every > 0 and done // every > (done - interval) // every
-        return is_due and done % interval == 0 and 0 < done < self._config.trainer.total_steps
-
-    def _start_evaluation(self, beside: asyncio.TaskGroup) -> None:
-        """Training never waits for an evaluation. One that is due while another goes on is skipped and counted: later
-        it would be of another version than the one that was asked for."""
-        if self._evaluating is None or self._evaluating.done():
-            self._evaluating = beside.create_task(self._evaluate(), name="evaluation")
-        else:
-            self._skipped_evaluations += 1
-
-    async def _evaluate(self) -> None:
-        evaluation = await self._held_out.evaluate()
-        self._recorder.record_evaluation(min(evaluation.versions), evaluation)
+                await self._evaluate_if_due(global_steps + 1, tasks)
 
     async def _step(self, global_steps: int) -> None:
+        """Take one optimizer step. `global_steps` were taken before it."""
+        done = global_steps + 1
         timings: dict[str, Metric] = {}
-        sync = self._config.weight_sync
-        is_due = self._checkpointer.is_due(global_steps + 1)
         with timed(timings, "step"):
             with timed(timings, "wait_batch"):
                 batch = await self._buffer.next_batch(global_steps)
-            credit, actor, fleet = await self._train(batch.groups, global_steps, timings)
-            update: dict[str, float] = {}
-            if (global_steps + 1) % sync.interval == 0:
-                with timed(timings, "update_weights"):
-                    report = await self._manager.update_weights(global_steps + 1)
-                update = report.gauges()
-                if is_due:
-                    with timed(timings, "checkpoint"):
-                        await self._checkpointer.stage(global_steps + 1)
-                await self._buffer.advance(global_steps + 1)
+            broken = broken_rollouts(batch.groups)
+            if broken is None:
+                credit, step_batch = await self._assemble(batch.groups, global_steps, timings)
+            else:
+                credit, step_batch = _no_credit(batch.groups, global_steps), None
+            actor, fleet = await asyncio.gather(
+                self._train(step_batch, global_steps, timings), self._fleet.gauges()
+            )  # outside the publishing lock, which a slow replica must not hold
+            if actor["actor/skipped_steps"]:
+                self._record_skipped(done, broken or not_finite(actor), batch.groups, credit)
+            update = await self._update(done, timings)
         metrics = {
-            **group_metrics(batch.groups, credit.advantages, global_steps, sync.interval),
+            **group_metrics(batch.groups, credit.advantages, global_steps, self._config.weight_sync.interval),
             **credit.metrics,
             **actor,
             **to_floats(timings),
@@ -208,55 +139,26 @@ class TrainLoop:
             "eval/skipped": float(self._skipped_evaluations),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }
-        metrics = _with_rates(metrics, len(batch.groups))
-        self._recorder.record_step(global_steps + 1, metrics, batch.groups, credit.advantages)
-        if is_due:
+        self._recorder.record_step(done, _with_rates(metrics, len(batch.groups)), batch.groups, credit.advantages)
+        if self._checkpointer.is_due(done):
             self._checkpointer.commit({"recorder": self._recorder.state()})
 
-    async def _train(
-        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]
-    ) -> tuple[Credit, dict[str, float], dict[str, float]]:
-        """One optimizer step: what was learned, metrics of workers and fleet. A step that NaN or infinity would break
-        is not taken: its batch is kept, and counts against trainer.max_skipped_steps."""
-        broken = broken_rollouts(groups)
-        if broken is None:
-            credit, step_batch = await self._prepare(groups, global_steps, timings)
-        else:
-            step_batch = None
-            zeros = [np.zeros(len(group.trajectories), np.float32) for group in groups]
-            credit = Credit(tokens=sampled_tokens(groups, global_steps), advantages=zeros, metrics={})
-        async with self._manager.publishing:
-            with timed(timings, "train_step"):
-                if step_batch is None:
-                    training = self._workers.skip_step(global_steps)
-                else:
-                    training = self._workers.train_step(step_batch, global_steps)
-                metrics, fleet = await asyncio.gather(training, self._fleet.gauges())
-        actor = to_floats(metrics)
-        if actor["actor/skipped_steps"]:
-            reason = broken or not_finite(actor)
-            count, what = self._recorder.record_skipped_step(global_steps + 1, reason, groups, credit.advantages)
-            allowed = self._config.trainer.max_skipped_steps
-            if count > allowed:
-                raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {what}")
-        return credit, actor, fleet
-
-    async def _prepare(
+    async def _assemble(
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]
     ) -> tuple[Credit, StepBatch]:
-        """What every token learns, and the micro-batches that carry it."""
+        """Compute what every token learns, and the micro-batches that carry it."""
         algorithm = self._config.algorithm
         with timed(timings, "assemble"):
-            tokens, scores = sampled_tokens(groups, global_steps), {}
+            tokens, scores = sampled_tokens(groups, global_steps, self._config.weight_sync.interval), {}
         if needs_scores(algorithm):
             with timed(timings, "score"):
-                scores = await self._workers.score(self._assemble(groups, tokens, keep_idle=True))
+                scores = await self._workers.score(self._packed(groups, tokens, keep_idle=True))
         with timed(timings, "assemble"):
             credit = assign_credit(groups, tokens, scores, self._config, global_steps)
-            learning = trainable(groups, algorithm.mask_truncated)
-            return credit, self._assemble(learning, credit.tokens, keep_idle=keeps_idle(algorithm))
+            trained = trainable(groups, algorithm.mask_truncated)
+            return credit, self._packed(trained, credit.tokens, keep_idle=keeps_idle(algorithm))
 
-    def _assemble(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> StepBatch:
+    def _packed(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> StepBatch:
         trainer = self._config.trainer
         return assemble(
             groups,
@@ -266,6 +168,61 @@ class TrainLoop:
             tokens_per_micro_batch=trainer.tokens_per_micro_batch,
             keep_idle=keep_idle,
         )
+
+    async def _train(
+        self, step_batch: StepBatch | None, global_steps: int, timings: dict[str, Metric]
+    ) -> dict[str, float]:
+        """Run the optimizer step on the workers, while nobody reads their weights. None: only count the step."""
+        async with self._manager.publishing:
+            with timed(timings, "train_step"):
+                if step_batch is None:
+                    return to_floats(await self._workers.skip_step(global_steps))
+                return to_floats(await self._workers.train_step(step_batch, global_steps))
+
+    def _record_skipped(self, done: int, reason: str, groups: Sequence[TrajectoryGroup], credit: Credit) -> None:
+        """Keep the batch of a step that NaN or infinity broke. Raise past trainer.max_skipped_steps."""
+        count, sentence = self._recorder.record_skipped_step(done, reason, groups, credit.advantages)
+        allowed = self._config.trainer.max_skipped_steps
+        if count > allowed:
+            raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {sentence}")
+
+    async def _update(self, done: int, timings: dict[str, Metric]) -> dict[str, float]:
+        """Every weight_sync.interval steps: make the weights live, stage a checkpoint if one is due, free the slots."""
+        if done % self._config.weight_sync.interval:
+            return {}
+        with timed(timings, "update_weights"):
+            report = await self._manager.update_weights(done)
+        if self._checkpointer.is_due(done):
+            with timed(timings, "checkpoint"):
+                await self._checkpointer.stage(done)  # before `advance`: the rollouts are saved with the slots held
+        await self._buffer.advance(done)
+        return report.gauges()
+
+    async def _evaluate_if_due(self, done: int, tasks: asyncio.TaskGroup) -> None:
+        """Start the evaluation of version `done` if it is due; the caller evaluates the first and the last version.
+
+        An evaluation that is due while another still runs is skipped and counted: if it started later, it would
+        evaluate another version.
+        """
+        trainer = self._config.trainer
+        is_due = is_first_update_after(trainer.eval_every, done, self._config.weight_sync.interval)
+        if not (is_due and 0 < done < trainer.total_steps):
+            return
+        if self._evaluating is None or self._evaluating.done():
+            self._evaluating = tasks.create_task(self._evaluate(), name="evaluation")
+            await asyncio.sleep(0)  # it takes its replicas before the next step begins
+        else:
+            self._skipped_evaluations += 1
+
+    async def _evaluate(self) -> None:
+        evaluation = await self._held_out.evaluate()
+        self._recorder.record_evaluation(min(evaluation.versions), evaluation)
+
+
+def _no_credit(groups: Sequence[TrajectoryGroup], global_steps: int) -> Credit:
+    """The credit of a batch that is not trained: advantages of 0."""
+    zeros = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+    return Credit(tokens=sampled_tokens(groups, global_steps), advantages=zeros, metrics={})
 
 
 def _with_rates(metrics: dict[str, float], num_groups: int) -> dict[str, float]:

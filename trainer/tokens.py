@@ -1,8 +1,7 @@
-"""The loss tokens of one optimizer step, flat, with all that the loss reads of them.
+"""The loss tokens of one optimizer step as flat arrays, with all that the loss reads.
 
-Whatever depends on the whole step (advantages, the weight of every token in the loss, covariances) is computed here on
-the driver, over all its tokens. A micro-batch only takes its share, so no split over micro-batches or ranks can change
-the loss.
+Everything that depends on the whole step (advantages, loss weights, covariances) is computed on the driver over all its
+tokens. A micro-batch only takes its share, so no split over micro-batches or ranks can change the loss.
 """
 
 from collections.abc import Sequence
@@ -13,49 +12,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm import LossAggregation
-from rollout.types import BoolArray, FloatArray, IntArray, TrajectoryGroup
+from rollout.types import BoolArray, FloatArray, IntArray, TrajectoryGroup, staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSignals:
-    """[T] each, in the order of groups, trajectories and tokens; or a micro-batch's share of them."""
+    """Arrays [T] in the order of groups, trajectories and tokens; in a micro-batch, its share of them.
+
+    Example, trajectories [7 8] and [9] at step 6, sampled by version 5 and 6:
+        targets       7 8 9
+        trajectories  0 0 1
+        staleness     1 1 0
+    """
 
     targets: IntArray
     """The sampled tokens."""
     trajectories: IntArray
-    """The same number for all tokens of a trajectory: its place in the step; in a micro-batch, 0 .. K - 1."""
+    """Number of the token's trajectory in the step; in a micro-batch, 0 .. K - 1."""
     staleness: IntArray
-    """Optimizer steps between the weights that sampled the token and those it trains."""
+    """Versions between the weights that sampled the token and those that it trains."""
+    steps_behind: IntArray
+    """The same distance in optimizer steps: with weight_sync.interval=I, a version lasts I steps."""
     rollout_logprobs: FloatArray
-    """log mu, of the policy that sampled."""
+    """log mu, by the policy that sampled."""
     advantages: FloatArray
     loss_weights: FloatArray
-    """What the token's loss counts: the step's loss is the sum of weight times loss (`aggregation_weights`)."""
+    """The step's loss is the sum of loss_weights * loss (`aggregation_weights`)."""
     selected: BoolArray | None = None
     """clip_cov and kl_cov: the tokens whose covariance stands out."""
     reference_logprobs: FloatArray | None = None
-    """log pi_ref, where there is a reference policy."""
+    """log pi_ref, if the algorithm needs a reference policy."""
     values: FloatArray | None = None
-    """The critic's before the step, where there is one."""
+    """The critic's values before the step, if there is a critic."""
     returns: FloatArray | None = None
-    """What the critic learns."""
+    """The critic's targets."""
 
     def take(self, index: NDArray[np.integer]) -> Self:
-        """The tokens at `index`."""
+        """Return the tokens at `index`."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
 
 
-def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int) -> TokenSignals:
-    """What the rollouts say of the tokens of optimizer step `global_steps`: advantages and weights are still 0."""
+def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interval: int = 1) -> TokenSignals:
+    """Return the tokens that the policy sampled in `groups`, with advantages and loss weights of 0.
+
+    Args:
+        global_steps: optimizer steps taken before the one that trains them.
+        interval: weight_sync.interval.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     masks = [trajectory.loss_mask for trajectory in trajectories]
-    versions = [t.token_versions()[mask] for t, mask in zip(trajectories, masks, strict=True)]
+    versions = join([t.token_versions()[mask] for t, mask in zip(trajectories, masks, strict=True)], np.int32)
     targets = join([t.response_ids[mask] for t, mask in zip(trajectories, masks, strict=True)], np.int32)
     return TokenSignals(
         targets=targets,
         trajectories=np.repeat(np.arange(len(trajectories), dtype=np.int32), [int(mask.sum()) for mask in masks]),
-        staleness=global_steps - join(versions, np.int32),
+        staleness=staleness(versions, global_steps, interval),
+        steps_behind=staleness(versions, global_steps, interval=1),
         rollout_logprobs=join([t.rollout_logprobs[m] for t, m in zip(trajectories, masks, strict=True)], np.float32),
         advantages=np.zeros(len(targets), np.float32),
         loss_weights=np.zeros(len(targets), np.float32),
@@ -63,7 +76,7 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int) -> Toke
 
 
 def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, horizon: int) -> FloatArray:
-    """[T] -> [T]: the weights that make the sum over tokens the mean (or sum) that `aggregation` names.
+    """[T] -> [T]: the weights with which the sum over tokens is the mean (or sum) that `aggregation` names.
 
     N tokens; B trajectories that have a token; n tokens in the token's own trajectory:
         token_mean               1 / N           DAPO, arXiv:2503.14476, eq. 8
@@ -71,7 +84,7 @@ def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, ho
         seq_mean_token_sum       1 / B
         seq_mean_token_mean      1 / (B n)       GRPO, arXiv:2402.03300, eq. 3
         seq_mean_token_sum_norm  1 / (B horizon) Dr. GRPO, arXiv:2503.20783
-    N and B count every trajectory of the step, also those that are left out for having no gradient.
+    N and B count every trajectory of the step, even those that are not computed because they have no gradient.
     """
     lengths = np.bincount(trajectories)
     num_trajectories = max(1, np.count_nonzero(lengths))
@@ -87,5 +100,5 @@ def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, ho
 
 
 def join(arrays: Sequence[NDArray], dtype: type) -> NDArray:
-    """Concatenated; of nothing, an empty array."""
+    """Concatenate; no arrays give an empty one."""
     return np.concatenate(arrays).astype(dtype) if len(arrays) else np.empty(0, dtype)

@@ -62,7 +62,7 @@ class Arm:
 
 @dataclass
 class Curve:
-    """One training: a `trainer.loop.Recorder` that keeps what the picture needs."""
+    """One training: a recorder that keeps what the picture needs."""
 
     samples: dict[int, int] = field(default_factory=lambda: {0: 0})
     """By optimizer steps taken, as the next two."""

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
-from rollout.types import FloatArray, TrajectoryGroup
+from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop
 from trainer.metrics import Last, Max, Mean, Metric, Sum
-
-
-@dataclass(frozen=True)
-class Batch:
-    groups: tuple[TrajectoryGroup, ...]
-    masked_tokens: int = 3
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class World:
         if event == self.fails:
             raise RuntimeError(f"{event} broke")
 
-    async def next_batch(self, global_steps: int) -> Batch:
+    async def next_batch(self, global_steps: int) -> TrainBatch:
         await self.happen(f"next_batch {global_steps}")
         trajectories = [
             make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
@@ -72,7 +66,8 @@ class World:
         others = list(trajectories)
         if global_steps in self.broken_rollouts:
             others[2] = replace(others[2], rollout_logprobs=np.array([0, -np.inf, 0], np.float32))
-        return Batch((make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)))
+        groups = make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)
+        return TrainBatch(groups=groups, masked_tokens=3)
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
@@ -154,8 +149,14 @@ class World:
         return {"rollout/ready_groups": 7.0}
 
 
+@dataclass
 class Fleet:
+    publishing: asyncio.Lock
+
     async def gauges(self) -> dict[str, float]:
+        """Answer after a replica has taken the weights, as one that catches up does."""
+        async with asyncio.timeout(10), self.publishing:
+            pass
         return {"rollout/engine_requests": 64.0, "perf/replica_idle": 0.25}
 
 
@@ -189,7 +190,7 @@ def run(  # noqa: PLR0913
         workers=world,
         manager=world,
         held_out=world,
-        fleet=Fleet(),
+        fleet=Fleet(world.publishing),
         recorder=world,
         checkpointer=world,
     )

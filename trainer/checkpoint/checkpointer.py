@@ -47,6 +47,15 @@ class _Save:
     started: float
 
 
+def is_first_update_after(every: int, global_steps: int, interval: int) -> bool:
+    """Whether the weights tagged `global_steps` are the first live ones at or after a multiple of `every` steps.
+
+    Example: every=4, interval=3 -> 6, 9, 12, 18, ...; every=0 -> never.
+    """
+    is_update = every > 0 and global_steps % interval == 0
+    return is_update and global_steps // every > (global_steps - interval) // every
+
+
 class Checkpointer:
     """One save at a time: `stage`, while nothing trains, then `commit`, which returns at once.
 
@@ -80,10 +89,10 @@ class Checkpointer:
         self._last: dict[str, float] = {}
 
     def is_due(self, global_steps: int) -> bool:
-        every, interval = self._config.every, self._update_interval
-        if every == 0 or global_steps % interval:
-            return False
-        return global_steps // every > (global_steps - interval) // every or global_steps == self._total_steps
+        """Whether the update to version `global_steps` is followed by a checkpoint."""
+        every = self._config.every
+        is_last = every > 0 and global_steps == self._total_steps
+        return is_last or is_first_update_after(every, global_steps, self._update_interval)
 
     async def stage(self, global_steps: int) -> None:
         """Takes the snapshots and copies the workers' state. Waits for the save before. Raises what a snapshot raises,

@@ -1,9 +1,9 @@
-"""Off-policy corrections: the tokens were sampled by older weights than those that learn from them.
+"""Off-policy corrections: older weights sampled the tokens than those that learn from them.
 
-Three policies: mu sampled the token (`rollout_logprobs`), pi_old is the proximal policy the loss takes its ratio
-against (`old_logprobs`), pi is the one being optimised (`logprobs`). The loss covers the way from pi_old to pi;
-importance weights w = pi_old / mu cover the rest; rejection looks at the whole way, r = pi / mu. Nothing here has a
-gradient. With one optimizer step per batch, proximal=current makes w = r.
+Three policies: mu sampled the token (`rollout_logprobs`), pi_old is the proximal policy against which the loss takes
+its ratio (`old_logprobs`), pi is the one being optimised (`logprobs`). The loss corrects from pi_old to pi, the
+importance weights w = pi_old / mu correct the rest, and rejection looks at the whole gap, r = pi / mu. Nothing here has
+a gradient. With one optimizer step per batch, proximal=current makes w = r.
 """
 
 import math
@@ -19,25 +19,25 @@ from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, maxima, means, su
 from trainer.metrics import EffectiveSampleSize, Max, Mean, Metric
 
 
-def proximal_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor, proximal: Proximal) -> Tensor:
+def proximal_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, steps_behind: Tensor, proximal: Proximal) -> Tensor:
     """[T] log pi_old.
 
     rollout: mu itself. current: the policy before this step, which with one optimizer step per batch is the forward
-    pass at hand (decoupled PPO, arXiv:2505.24298). interpolated: the policy one step before, taken to lie on the
-    log-linear way from mu, d steps back, to pi: log mu + (d - 1) / d (log pi - log mu), and mu for d = 0 (A-3PO,
-    arXiv:2512.06547).
+    pass at hand (decoupled PPO, arXiv:2505.24298). interpolated: the policy one optimizer step before, assumed on the
+    log-linear path from mu, d optimizer steps behind, to pi: log mu + (d - 1) / d (log pi - log mu), and mu for d = 0
+    (A-3PO, arXiv:2512.06547). d counts optimizer steps and not versions: a version lasts weight_sync.interval of them.
     """
     current = logprobs.detach()
     if proximal is Proximal.rollout:
         return rollout_logprobs
     if proximal is Proximal.current:
         return current
-    steps = staleness.to(current.dtype).clamp(min=1)
+    steps = steps_behind.to(current.dtype).clamp(min=1)
     return rollout_logprobs + (steps - 1) / steps * (current - rollout_logprobs)
 
 
 def resolve(algorithm: AlgorithmConfig) -> CorrectionSpec:
-    """The correction of this config: the preset's, with the rejection of the config's own in its place."""
+    """Return the config's correction: that of the preset, where algorithm.rejection* replaces its rejection."""
     correction = algorithm.correction
     if correction is Correction.auto:
         correction = Correction.none if algorithm.proximal is Proximal.rollout else Correction.token_is
@@ -52,7 +52,7 @@ def resolve(algorithm: AlgorithmConfig) -> CorrectionSpec:
 
 
 def importance_weights(tokens: LossTokens, weights: Weights, algorithm: AlgorithmConfig) -> Tensor:
-    """[T] of w = pi_old / mu.
+    """[T] the importance weights, from w = pi_old / mu.
 
     token: min(w, importance_cap), truncated importance sampling (Ionides, 2008). sequence: min(product of w over the
     trajectory, importance_cap) for each of its tokens. icepop: w, and 0 outside [icepop_low, icepop_high]
@@ -73,7 +73,7 @@ def importance_weights(tokens: LossTokens, weights: Weights, algorithm: Algorith
 
 
 def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
-    """[T] bool: what rejection leaves, of r = pi / mu and the estimators of http://joschu.net/blog/kl-approx.html.
+    """[T] bool: the tokens that are not rejected, by r = pi / mu (http://joschu.net/blog/kl-approx.html).
 
     k1 = log r is kept within [log low, log high] (of a mean: the geometric mean of r within [low, high]),
     k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to high; per token, or per trajectory by sum, mean or maximum.
@@ -93,7 +93,7 @@ def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
 
 
 def gap_metrics(tokens: LossTokens, cap: float) -> dict[str, Metric]:
-    """How far pi is from mu: over tokens, and over trajectories where it says so. Names as in verl's rollout_corr."""
+    """Return how far pi is from mu, over tokens (ppl_ratio: over trajectories). Names as in verl's rollout_corr."""
     log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
     ratio = _ratio(log_ratio)
     # perplexity of pi / perplexity of mu, per trajectory

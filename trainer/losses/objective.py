@@ -87,16 +87,16 @@ def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig)
     """Return the micro-batch's tokens as tensors on the device of `logprobs`."""
     tokens, device = batch.tokens, logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
-    staleness = torch.as_tensor(tokens.staleness, device=device)
-    selected = torch.zeros_like(staleness) if tokens.selected is None else torch.as_tensor(tokens.selected)
+    steps_behind = torch.as_tensor(tokens.steps_behind, device=device)
+    selected = torch.zeros_like(steps_behind) if tokens.selected is None else torch.as_tensor(tokens.selected)
     return LossTokens(
         logprobs=logprobs,
-        old_logprobs=proximal_logprobs(logprobs, rollout_logprobs, staleness, algorithm.proximal),
+        old_logprobs=proximal_logprobs(logprobs, rollout_logprobs, steps_behind, algorithm.proximal),
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
         trajectories=torch.as_tensor(tokens.trajectories, dtype=torch.int64, device=device),
         num_trajectories=batch.num_trajectories,
-        staleness=staleness,
+        staleness=torch.as_tensor(tokens.staleness, device=device),
         selected=selected.to(device, torch.bool),
     )
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout.types import FloatArray, Trajectory, TrajectoryGroup
+from rollout.types import FloatArray, Trajectory, TrajectoryGroup, staleness
 
 
 def group_metrics(
-    groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray], global_steps: int, update_interval: int
+    groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray], global_steps: int, interval: int
 ) -> dict[str, float]:
-    """Metrics of the groups that optimizer step `global_steps` trains."""
+    """Return the metrics of the groups that optimizer step `global_steps` trains. `interval`: weight_sync.interval."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [trajectory for trajectory in trajectories if trajectory.is_scored]
     rewards = np.array([trajectory.shaped_reward for trajectory in scored] or [0.0])
@@ -37,7 +37,7 @@ def group_metrics(
         "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
         "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
         **_reward_metrics(trajectories),
-        **_staleness_metrics(trajectories, global_steps, update_interval),
+        **_staleness_metrics(trajectories, global_steps, interval),
     }
 
 
@@ -49,14 +49,14 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, update_interval: int) -> dict[str, float]:
-    """In versions, over the tokens that are trained."""
+def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, interval: int) -> dict[str, float]:
+    """Staleness over the tokens that are trained, 0 where there are none."""
     versions = np.concatenate([trajectory.token_versions()[trajectory.loss_mask] for trajectory in trajectories])
-    staleness = (global_steps - versions) // update_interval
+    values = staleness(versions, global_steps, interval) if len(versions) else np.zeros(1)
     return {
-        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "staleness/max": float(staleness.max()) if len(staleness) else 0.0,
-        "staleness/min": float(staleness.min()) if len(staleness) else 0.0,
+        "staleness/mean": float(values.mean()),
+        "staleness/max": float(values.max()),
+        "staleness/min": float(values.min()),
         "staleness/spanning_trajectories": float(np.mean([is_spanning(t) for t in trajectories])),
         "staleness/versions_per_trajectory_max": float(
             max(len({span.global_steps for span in t.spans}) for t in trajectories)
@@ -65,5 +65,5 @@ def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, up
 
 
 def is_spanning(trajectory: Trajectory) -> bool:
-    """Whether two or more versions sampled its tokens."""
+    """Whether several versions sampled the trajectory's tokens."""
     return len({span.global_steps for span in trajectory.spans}) > 1

@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
-from trainer.loop import UpdateReport, WeightUpdater
 from trainer.metrics import Metric
+
+if TYPE_CHECKING:
+    from trainer.worker.worker_group import TrainWorkerGroup
 
 T = TypeVar("T")
 TRAIN_FOLDER = "train"
@@ -24,34 +26,21 @@ class TrainWorkersLostError(RuntimeError):
     """Train workers died or hung, and are not started again. The message says why not."""
 
 
-class RestartableGroup(Protocol):
-    """The train workers, as trainer.worker.worker_group makes them. A TimeoutError says that they hang."""
+class UpdateReport(Protocol):
+    def gauges(self) -> dict[str, float]: ...
 
-    async def score(self, batch: StepBatch) -> dict[str, FloatArray]: ...
 
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]: ...
+class WeightUpdater(Protocol):
+    """The checkpoint manager, or `RecoveringUpdater` around it."""
 
-    async def skip_step(self, global_steps: int) -> dict[str, Metric]: ...
+    @property
+    def publishing(self) -> asyncio.Lock:
+        """Held while the weights are read."""
+        ...
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any: ...
+    async def update_weights(self, global_steps: int) -> UpdateReport: ...
 
-    async def send(self, manifest: Any) -> int: ...
-
-    async def stage_checkpoint(self, folder: Path) -> None: ...
-
-    async def finish_checkpoint(self) -> None: ...
-
-    async def model_files(self) -> dict[str, bytes]: ...
-
-    async def load_checkpoint(self, checkpoint: Path) -> None: ...
-
-    async def find_lost(self) -> str | None: ...
-
-    async def start_again(self, checkpoint: Path | None) -> None: ...
-
-    async def setup(self, model_path: str) -> int: ...
-
-    def kill(self) -> None: ...
+    async def catch_up(self, names: Collection[str]) -> UpdateReport | None: ...
 
 
 class RecoveringWorkers:
@@ -61,7 +50,7 @@ class RecoveringWorkers:
     """
 
     def __init__(
-        self, *, group: RestartableGroup, store: CheckpointStore, config: Config, report: Callable[[str], None]
+        self, *, group: "TrainWorkerGroup", store: CheckpointStore, config: Config, report: Callable[[str], None]
     ):
         self._group = group
         self._store = store
@@ -196,17 +185,11 @@ class RecoveringWorkers:
         )
 
 
-class Updates(WeightUpdater, Protocol):
-    """The checkpoint manager."""
-
-    async def catch_up(self, names: Collection[str]) -> UpdateReport | None: ...
-
-
 class RecoveringUpdater:
     """The checkpoint manager, whose transactions are done again when a train worker was lost in one: nobody else but
     this may publish, or a restart of the train workers would outlast the deadlines of an update."""
 
-    def __init__(self, manager: Updates, workers: RecoveringWorkers):
+    def __init__(self, manager: WeightUpdater, workers: RecoveringWorkers):
         self._manager = manager
         self._workers = workers
 

@@ -94,7 +94,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         weight_sync=WeightSyncConfig(),
     )
     replicas = [SimulatedReplica(f"replica-{index}", job) for index in range(job.num_replicas)]
-    workers = SimulatedTrainer(job.train_s)
+    workers: Any = SimulatedTrainer(job.train_s)  # stands for the trainer's own workers
     buffer = make_buffer(config)
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
@@ -116,7 +116,8 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         on_lost=fleet.lose,
     )
     manager = CheckpointManager(workers, fleet, config.weight_sync)
-    nothing = Nothing()
+    nothing: Any = Nothing()
+    no_checkpoints: Any = NoCheckpoints()
     loop = TrainLoop(
         config=config,
         buffer=buffer,
@@ -125,7 +126,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         held_out=nothing,
         fleet=nothing,
         recorder=nothing,
-        checkpointer=NoCheckpoints(),
+        checkpointer=no_checkpoints,
     )
     await manager.update_weights(0)
     started, busy_before = clock(), [replica.busy_s for replica in replicas]

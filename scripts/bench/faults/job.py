@@ -33,7 +33,7 @@ from scripts.launch.rollouts import make_rollouts
 from scripts.launch.supervision import until_first_ends
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import CheckpointStore
-from trainer.loop import Recorder, TrainLoop
+from trainer.loop import TrainLoop
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
@@ -156,13 +156,13 @@ class SavedTrainer(SimulatedTrainer):
 class Job:
     """`run` takes the steps that are left. Parts are public, so that faults can be injected and counted."""
 
-    def __init__(self, config: Config, *, token_s: float, train_s: float, recorder: Recorder, resumed: Resumed | None):
+    def __init__(self, config: Config, *, token_s: float, train_s: float, recorder: Any, resumed: Resumed | None):
         self._config, self._token_s, self._recorder = config, token_s, recorder
         self.first_step = 0 if resumed is None else resumed.global_steps
         self.replicas: list[FaultyReplica] = [self._make(f"replica-{i}") for i in range(config.rollout.num_replicas)]
         self.loop = FaultyLoop()
         self.messages: list[str] = []
-        self.workers = SavedTrainer(train_s)
+        self.workers: Any = SavedTrainer(train_s)
         self.workers.global_steps = self.first_step
         progress = Progress()
         self.fleet, router = make_fleet(config, self.replicas, self.messages.append, progress)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.types import TrajectoryGroup
-from scripts.audit import Audit, ascends, audit
+from scripts.audit import Audit, ascends, audit, configured_interval
 from tests.support.fakes import make_group
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import TRAJECTORIES, RunRecorder
@@ -88,6 +88,15 @@ WHOLE = {
     "newer_versions": 0,
     "max_staleness": 1,
 }
+
+
+def test_staleness_is_in_versions(tmp_path: Path) -> None:
+    """With an update every third step; step 7 trains a token of version 0, which is two versions behind."""
+    record = {"ordinal": 0, "index": 0, "versions": [[0, 3, 0], [3, 5, 3]]}
+    audited({7: [record]}, tmp_path)
+    assert [audit(tmp_path, interval=interval).max_staleness for interval in (1, 3)] == [6, 2]
+    (tmp_path / "config.yaml").write_text("weight_sync:\n  interval: 3\n")
+    assert configured_interval(tmp_path) == 3
 
 
 def found(log: Log, run_dir: Path) -> dict[str, int]:

@@ -38,6 +38,12 @@ def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
     assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
 
 
+def test_the_metrics_of_the_fleet_are_not_gathered_under_the_publishing_lock() -> None:
+    """`loop_world.Fleet` answers only after a replica could take the weights, and gives up after 10 s."""
+    world = run(World(), total_steps=1)
+    assert world.records[1]["rollout/engine_requests"] == 64
+
+
 @pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "update_weights 2", "stage 2", "advance 2"])
 def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
     world = World(fails=fails, due=(2,))

@@ -24,11 +24,20 @@ def test_sampled_tokens_by_hand() -> None:
     tokens = sampled_tokens([make_group(0, [crossing, masked]), make_group(1, [other])], global_steps=6)
     assert tokens.targets.tolist() == [7, 9, 6]
     assert tokens.trajectories.tolist() == [0, 0, 2]
-    assert tokens.staleness.tolist() == [3, 1, 0]
+    assert tokens.staleness.tolist() == tokens.steps_behind.tolist() == [3, 1, 0]
     assert tokens.rollout_logprobs.tolist() == [-0.5, -0.25, -1]
     assert tokens.advantages.tolist() == tokens.loss_weights.tolist() == [0, 0, 0]
     part = tokens.take(np.array([2, 0]))
     assert (part.targets.tolist(), part.staleness.tolist(), part.reference_logprobs) == ([6, 7], [0, 3], None)
+
+
+def test_staleness_is_in_versions_and_steps_behind_in_optimizer_steps() -> None:
+    """With an update every third step, versions 0, 3 and 6 are live; the batch is trained at step 8."""
+    spans = (VersionSpan(0, 1, 0), VersionSpan(1, 2, 3), VersionSpan(2, 3, 6))
+    group = make_group(0, [make_trajectory([1], [7, 8, 9], spans=spans)])
+    tokens = sampled_tokens([group], global_steps=8, interval=3)
+    assert tokens.staleness.tolist() == [2, 1, 0]
+    assert tokens.steps_behind.tolist() == [8, 5, 2]
 
 
 # Trajectories of 1, 0, 3 and 2 tokens: N = 6, B = 3.

@@ -16,7 +16,7 @@ from rollout.types import TrajectoryGroup, VersionSpan
 from tests.support.reference import make_group, make_trajectory
 from trainer.advantages.credit import assign_credit, keeps_idle
 from trainer.batch import StepBatch, assemble
-from trainer.losses.objective import Objective, kl_estimate, load_policy_loss
+from trainer.losses.objective import Objective, kl_estimate, load_policy_loss, loss_tokens
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tokens import TokenSignals, sampled_tokens
 
@@ -219,6 +219,20 @@ def test_a_loss_that_returns_something_else_is_told_what_it_must_return(own: str
 def test_a_loss_with_another_signature_is_refused(own: str) -> None:
     with pytest.raises(ValueError, match=r"algorithm.loss=math:sqrt: must be callable with \(tokens, algorithm\)"):
         load_policy_loss("math:sqrt")
+
+
+def test_the_interpolated_policy_counts_optimizer_steps_and_not_versions() -> None:
+    """Of tokens that are 2 versions of 3 steps old, log pi_old is 6 / 7 of the way to pi at step 7."""
+    group = make_group(0, [make_trajectory([1], [7], rollout_logprobs=[-3], reward=reward) for reward in (0.0, 1.0)])
+    algorithm = AlgorithmConfig(proximal=Proximal.interpolated)
+    tokens = sampled_tokens([group], global_steps=7, interval=3)
+    learning = assign_credit([group], tokens, {}, Config(algorithm=algorithm), 7).tokens
+    batch = assemble(
+        [group], learning, layout=Layout.padded, num_ranks=1, tokens_per_micro_batch=99, keep_idle=False
+    ).micro_batches[0][0]
+    found = loss_tokens(torch.full((2,), -1.0, dtype=torch.float64), batch, algorithm)
+    assert found.staleness.tolist() == [2, 2]
+    assert found.old_logprobs.tolist() == pytest.approx([-3 + 6 / 7 * 2] * 2)
 
 
 # -- estimators of the KL ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from trainer.tracking.step_metrics import group_metrics, is_spanning
 
 
 def test_metrics_of_a_step_by_hand() -> None:
-    metrics = group_metrics(example_groups(), example_advantages(), global_steps=6, update_interval=1)
+    metrics = group_metrics(example_groups(), example_advantages(), global_steps=6, interval=1)
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 3 / 4,
@@ -45,7 +45,7 @@ def test_groups_that_teach_nothing(reward: float, all_right: float, none_right: 
     learning = [make_trajectory([1], [2], reward=float(index)) for index in range(2)]
     groups = [make_group(0, trajectories), make_group(1, trajectories), make_group(2, learning)]
     advantages = [np.zeros(2, np.float32)] * 2 + [np.array([-0.7, 0.7], np.float32)]
-    metrics = group_metrics(groups, advantages, global_steps=0, update_interval=1)
+    metrics = group_metrics(groups, advantages, global_steps=0, interval=1)
     assert metrics["rollout/zero_variance_groups"] == pytest.approx(2 / 3)
     assert metrics["rollout/solve_all"] == pytest.approx(2 / 3 * all_right)
     assert metrics["rollout/solve_none"] == pytest.approx(2 / 3 * none_right)
@@ -56,23 +56,25 @@ def test_what_is_learned_and_what_the_reward_said_are_two_metrics() -> None:
     late = [make_trajectory([1], [2], reward=1.0, overlong_penalty=penalty) for penalty in (0.0, -0.5)]
     failed = make_trajectory([1], [2], error="ValueError: no number")
     groups = [make_group(0, [*late, failed]), make_group(1, [failed] * 3)]
-    metrics = group_metrics(groups, [np.zeros(3, np.float32)] * 2, global_steps=0, update_interval=1)
+    metrics = group_metrics(groups, [np.zeros(3, np.float32)] * 2, global_steps=0, interval=1)
     assert metrics["critic/score/mean"] == 1
     assert (metrics["critic/rewards/mean"], metrics["critic/rewards/min"]) == (0.75, 0.5)
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0)
-    nothing = group_metrics(groups[1:], [np.zeros(3, np.float32)], global_steps=0, update_interval=1)
+    nothing = group_metrics(groups[1:], [np.zeros(3, np.float32)], global_steps=0, interval=1)
     assert (nothing["critic/score/mean"], nothing["critic/rewards/max"], nothing["rollout/solve_none"]) == (0, 0, 0)
 
 
-def test_staleness_is_counted_in_updates_of_the_replicas() -> None:
-    groups = [make_group(0, [make_trajectory([1], [2, 3], spans=(VersionSpan(0, 1, 0), VersionSpan(1, 2, 4)))])]
-    metrics = group_metrics(groups, [np.ones(1, np.float32)], global_steps=7, update_interval=4)
-    assert (metrics["staleness/max"], metrics["staleness/min"], metrics["staleness/mean"]) == (1, 0, 0.5)
+def test_staleness_is_in_versions() -> None:
+    """With an update every third step, versions 0, 3 and 6 are live; the batch is trained at step 8."""
+    spans = (VersionSpan(0, 1, 0), VersionSpan(1, 2, 3), VersionSpan(2, 4, 6))
+    groups = [make_group(0, [make_trajectory([1], [2, 3, 4, 5], spans=spans)])]
+    metrics = group_metrics(groups, [np.ones(1, np.float32)], global_steps=8, interval=3)
+    assert (metrics["staleness/max"], metrics["staleness/min"], metrics["staleness/mean"]) == (2, 0, 0.75)
 
 
 def test_a_step_whose_tokens_are_all_masked_has_no_staleness() -> None:
     groups = [make_group(0, [make_trajectory([1], [2], loss_mask=[False])])]
-    metrics = group_metrics(groups, [np.zeros(1, np.float32)], global_steps=9, update_interval=1)
+    metrics = group_metrics(groups, [np.zeros(1, np.float32)], global_steps=9, interval=1)
     assert (metrics["staleness/max"], metrics["staleness/min"], metrics["staleness/mean"]) == (0, 0, 0)
 
 

@@ -1,27 +1,30 @@
-"""Keys of the algorithm, and the built-in names that some of them take."""
+"""Keys of the algorithm, the choices that they take, and what each built-in choice means.
+
+The functions behind the names are in trainer/, which is not imported here: a config is checked before torch is loaded.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
 
-# Notation: mu is the policy that sampled a token, pi_old the proximal policy, pi the one that learns, r = pi / mu.
+# Notation: mu is the policy that sampled a token, pi_old the proximal policy, pi the policy that learns, r = pi / mu,
+# w = pi_old / mu.
 
 
 class Proximal(Enum):
-    """Which policy pi_old the loss takes its ratio pi / pi_old against."""
+    """The policy pi_old in the ratio pi / pi_old of the loss."""
 
     rollout = "rollout"
     """The policy that sampled the token: ratio = pi / mu, as in PPO."""
     current = "current"
-    """The policy before this step: ratio = pi / pi_old, with pi_old / mu left to algorithm.correction (decoupled PPO).
-    A batch is trained in one optimizer step, so the forward pass of the step gives pi_old: recomputing it beforehand
-    would give the same numbers."""
+    """The policy before this step, which leaves pi_old / mu to algorithm.correction (decoupled PPO). A batch is trained
+    in one optimizer step, so the forward pass of that step gives pi_old."""
     interpolated = "interpolated"
-    """A policy between both, one optimizer step behind pi: log pi_old = log mu + (d - 1) / d * (log pi - log mu) for a
-    token that is d > 0 steps stale."""
+    """A policy between mu and pi, one step behind pi: log pi_old = log mu + (d - 1) / d * (log pi - log mu) for a token
+    that is d > 0 optimizer steps old."""
 
 
 class LossAggregation(Enum):
-    """How the losses of a step's tokens become one number. Counts are global: of all ranks and micro-batches."""
+    """How the losses of a step's tokens become one number. Means are over all ranks and micro-batches together."""
 
     token_mean = "token_mean"
     """Mean over all tokens (DAPO)."""
@@ -36,25 +39,28 @@ class LossAggregation(Enum):
 
 
 class KLEstimator(Enum):
-    """Of KL(pi || pi_ref), from the sampled token alone, with d = log pi - log pi_ref."""
+    """How KL(pi || pi_ref) is estimated from the sampled token alone, with d = log pi - log pi_ref."""
 
     k1 = "k1"
-    """d: unbiased. As a loss it has no mean gradient on policy: for the reward only."""
+    """d: unbiased. For the reward only: as a loss, its mean gradient is 0 on policy."""
     k2 = "k2"
-    """d^2 / 2: biased value, and the right gradient on policy."""
+    """d^2 / 2: biased, with the right gradient on policy."""
     k3 = "k3"
-    """exp(-d) - 1 + d: unbiased and never negative; d is clamped to +-20 and the estimate to 10."""
+    """exp(-d) - 1 + d: unbiased and never negative. d is clamped to +-20, the estimate to 10."""
 
 
 class Correction(Enum):
-    """What makes up for the gap between mu and the policy that learns: importance weights pi_old / mu on the policy
-    loss, rejection by r = pi / mu, or both. verl's preset decoupled_X is X with proximal=current, its bypass_ppo_clip_X
-    is X with proximal=rollout, and its bypass_pg_X is X with loss=reinforce and proximal=current."""
+    """How the loss corrects for the gap between mu and the policy that learns: importance weights w, rejection by r, or
+    both.
+
+    In verl's presets, decoupled_X is X with proximal=current, bypass_ppo_clip_X is X with proximal=rollout, and
+    bypass_pg_X is X with loss=reinforce and proximal=current.
+    """
 
     auto = "auto"
-    """token_is where proximal is not rollout; none where it is, because the loss's own ratio is the correction."""
+    """none with proximal=rollout, because the ratio of the loss is the correction; else token_is."""
     none = "none"
-    """Nothing is corrected; the gap is still measured."""
+    """No correction. The gap is still measured."""
     token_is = "token_is"
     """min(w, importance_cap) for every token: truncated importance sampling."""
     seq_is = "seq_is"
@@ -62,15 +68,16 @@ class Correction(Enum):
     token_icepop = "token_icepop"
     """w where icepop_low <= w <= icepop_high, else 0."""
     seq_is_rs = "seq_is_rs"
-    """seq_is, without trajectories whose product of r is outside [0.5, 2]."""
+    """seq_is, and rejects trajectories whose product of r is outside [0.5, 2]."""
     geo_rs = "geo_rs"
-    """Without trajectories whose geometric mean of r is outside [0.999, 1.001]: for max_staleness=0; else widen it."""
+    """Rejects trajectories whose geometric mean of r is outside [0.999, 1.001], which suits max_staleness=0; above it,
+    widen the bounds."""
     geo_rs_token_tis = "geo_rs_token_tis"
     """geo_rs with token_is."""
     geo_rs_seq_tis = "geo_rs_seq_tis"
     """geo_rs with seq_is."""
     k3_rs = "k3_rs"
-    """Without trajectories whose mean of k3 = r - 1 - log r is above 0.01."""
+    """Rejects trajectories whose mean of k3 = r - 1 - log r is above 0.01."""
     k3_rs_token_tis = "k3_rs_token_tis"
     """k3_rs with token_is."""
     k3_rs_seq_tis = "k3_rs_seq_tis"
@@ -78,7 +85,7 @@ class Correction(Enum):
 
 
 class Rejection(Enum):
-    """What is left out of the policy loss: tokens, or trajectories by the sum, mean or maximum over their tokens.
+    """What the policy loss leaves out: tokens, or trajectories by the sum, mean or maximum over their tokens.
 
     k1 = log r is compared as a ratio: kept where rejection_low <= exp(k1) <= rejection_high. k2 = (log r)^2 / 2 and
     k3 = r - 1 - log r are kept up to rejection_high.
@@ -99,86 +106,171 @@ class Rejection(Enum):
     seq_max_k3 = "seq_max_k3"
 
 
+class Weights(Enum):
+    """The importance weights w = pi_old / mu of a correction."""
+
+    none = "none"
+    token = "token"
+    sequence = "sequence"
+    icepop = "icepop"
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionSpec:
+    """What a correction does."""
+
+    weights: Weights = Weights.none
+    rejection: Rejection | None = None
+    low: float | None = None
+    """Smallest ratio that is kept; None where the rejection has no lower bound."""
+    high: float | None = None
+    """Largest ratio or divergence that is kept."""
+
+
+CORRECTIONS = {
+    Correction.none: CorrectionSpec(),
+    Correction.token_is: CorrectionSpec(Weights.token),
+    Correction.seq_is: CorrectionSpec(Weights.sequence),
+    Correction.token_icepop: CorrectionSpec(Weights.icepop),
+    Correction.seq_is_rs: CorrectionSpec(Weights.sequence, Rejection.seq_sum_k1, 0.5, 2.0),
+    Correction.geo_rs: CorrectionSpec(Weights.none, Rejection.seq_mean_k1, 0.999, 1.001),
+    Correction.geo_rs_token_tis: CorrectionSpec(Weights.token, Rejection.seq_mean_k1, 0.999, 1.001),
+    Correction.geo_rs_seq_tis: CorrectionSpec(Weights.sequence, Rejection.seq_mean_k1, 0.999, 1.001),
+    Correction.k3_rs: CorrectionSpec(Weights.none, Rejection.seq_mean_k3, None, 0.01),
+    Correction.k3_rs_token_tis: CorrectionSpec(Weights.token, Rejection.seq_mean_k3, None, 0.01),
+    Correction.k3_rs_seq_tis: CorrectionSpec(Weights.sequence, Rejection.seq_mean_k3, None, 0.01),
+}
+"""Every correction but `auto`, which stands for one of these."""
+
+
+GROUP_ADVANTAGES = (
+    *("grpo", "rloo", "opo", "grpo_passk", "gpg"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+)
+"""The functions of trainer.advantages.estimators: one advantage per trajectory."""
+ADVANTAGES = (*GROUP_ADVANTAGES, "gae")
+ADVANTAGE_PARAMETERS = ("groups", "algorithm")
+"""What a user's own advantage is called with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """What the driver has to know of a policy loss. The function itself runs in the train workers."""
+
+    aggregation: LossAggregation = LossAggregation.token_mean
+    """Used where algorithm.loss_aggregation is null."""
+    learns_without_advantage: bool = False
+    """Whether a token of advantage 0 can have a gradient."""
+
+
+LOSSES = {
+    "ppo_clip": LossSpec(),
+    "gspo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
+    "cispo": LossSpec(),
+    "sapo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
+    "gmpo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
+    "dppo_tv": LossSpec(),
+    "dppo_kl": LossSpec(),
+    "reinforce": LossSpec(),
+    "clip_cov": LossSpec(),
+    "kl_cov": LossSpec(learns_without_advantage=True),
+}
+"""The functions of these names in trainer.losses.policy."""
+LOSS_PARAMETERS = ("tokens", "algorithm")
+"""What a user's own loss is called with."""
+
+
+def loss_spec(loss: str) -> LossSpec:
+    """Return the spec of a built-in name. A user's own loss may learn from tokens of advantage 0."""
+    return LOSSES.get(loss, LossSpec(learns_without_advantage=True))
+
+
+def loss_path(loss: str) -> str:
+    """Return `package.module:function` of a built-in name, or the user's own path as it is."""
+    return f"trainer.losses.policy:{loss}" if loss in LOSSES else loss
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     group_size: int = 8
     """Trajectories per prompt."""
     advantage: str = "grpo"
-    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline or remax; gae: one per token,
-    from a critic (the keys of `critic`); or `package.module:function` taking (groups, algorithm)."""
+    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline or remax; gae (one advantage
+    per token, from a critic); or `package.module:function` taking (groups, algorithm)."""
     gamma: float = 1.0
-    """gae: discount per token."""
+    """With gae: discount per token."""
     gae_lambda: float = 1.0
-    """gae: 1 is the return minus the value, 0 the one-step temporal difference."""
+    """With gae: lambda, where 1 is the return minus the value and 0 the one-step temporal difference."""
     normalize_by_std: bool = True
-    """Divide a group's advantages by its rewards' standard deviation (GRPO, pass@k); false is Dr. GRPO."""
+    """With grpo and grpo_passk: divide a group's advantages by the standard deviation of its rewards; false is Dr.
+    GRPO."""
     filter_groups: bool = False
-    """Leave out groups whose rewards are all equal, and sample other prompts in their place (DAPO)."""
+    """Leave out groups whose rewards are all equal, and sample other prompts in their places (DAPO)."""
     max_sample_batches: int = 30
-    """With filter_groups: the run ends when so many batches of groups in a row were left out without filling one."""
+    """With filter_groups: the run ends after sampling this many batches' worth of groups without filling one batch."""
     overlong_buffer_tokens: int = 0
-    """The reward falls linearly over the last so many tokens before rollout.max_response_tokens (DAPO); 0 is off."""
+    """The reward falls linearly over this many last tokens before rollout.max_response_tokens (DAPO); 0 is off."""
     overlong_penalty: float = 1.0
-    """What a response of full length loses, with overlong_buffer_tokens."""
+    """With overlong_buffer_tokens: what the reward of a response of full length loses."""
     mask_truncated: bool = False
-    """Do not train on responses that were cut off; their rewards stay in the baseline of their group."""
+    """Do not train on truncated responses; their rewards still count in the baseline of their group."""
     loss: str = "ppo_clip"
-    """ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, clip_cov, kl_cov, or your own:
-    `package.module:function` taking (tokens, algorithm) as those in trainer/losses/policy.py do."""
+    """ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, clip_cov, kl_cov, or `package.module:function`
+    taking (tokens, algorithm), as those in trainer/losses/policy.py do."""
     loss_aggregation: LossAggregation | None = None
-    """token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or seq_mean_token_sum_norm; null is token_mean,
-    and seq_mean_token_mean for gspo, sapo and gmpo."""
+    """token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or seq_mean_token_sum_norm; null is
+    seq_mean_token_mean for gspo, sapo and gmpo, and token_mean for the others."""
     loss_horizon: int | None = None
-    """What seq_mean_token_sum_norm divides by, in tokens; null is rollout.max_response_tokens."""
+    """With seq_mean_token_sum_norm: the divisor, in tokens; null is rollout.max_response_tokens."""
     clip_ratio_low: float = 0.2
-    """The ratio is clipped below at 1 - this. gspo: the trajectory's ratio (its paper: 3e-4, and 4e-4 above); gmpo: the
-    log ratio (0.4); dppo: the divergence allowed downwards (dppo_kl: about 0.05)."""
+    """The ratio is clipped below at 1 - this. gspo clips the trajectory's ratio (its paper: 3e-4, and 4e-4 above), gmpo
+    the log ratio (0.4); dppo bounds the divergence downwards (dppo_kl: about 0.05)."""
     clip_ratio_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_ratio_high (DAPO's clip-higher). dppo, gmpo: as clip_ratio_low."""
+    """The ratio is clipped above at 1 + this (DAPO's clip-higher). For gspo, gmpo and dppo see clip_ratio_low."""
     clip_ratio_c: float = 3.0
-    """Dual clip: with a negative advantage the loss of a token is at most clip_ratio_c * |advantage|. dppo: cap of its
-    ratio, where 20 is usual."""
+    """Dual clip: with a negative advantage, the loss of a token is at most this times |advantage|. With dppo: cap of
+    the ratio, usually 20."""
     sapo_tau_positive: float = 1.0
-    """sapo: temperature of the gate for advantages above 0."""
+    """With sapo: temperature of the gate for advantages above 0."""
     sapo_tau_negative: float = 1.05
-    """sapo: temperature of the gate for the others."""
+    """With sapo: temperature of the gate for advantages of at most 0."""
     cov_ratio: float = 0.0002
-    """clip_cov, kl_cov: share of the step's tokens that are treated, at least one."""
+    """With clip_cov and kl_cov: share of the step's tokens that are clipped or penalised, at least one."""
     clip_cov_low: float = 1.0
-    """clip_cov: treated tokens have a covariance above this."""
+    """With clip_cov: only tokens with a covariance above this are clipped."""
     clip_cov_high: float = 5.0
-    """clip_cov: and below this."""
+    """With clip_cov: only tokens with a covariance below this are clipped."""
     kl_cov_coef: float = 1.0
-    """kl_cov: weight of |log ratio| on treated tokens."""
+    """With kl_cov: weight of |log ratio| on the penalised tokens."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     kl_loss_coef: float = 0.0
-    """Weight of the KL to the reference (the frozen first policy) in the loss."""
+    """Weight of the KL to the reference, which is the frozen initial policy, in the loss."""
     kl_loss_estimator: KLEstimator = KLEstimator.k3
-    """k2 or k3."""
+    """Estimator of the KL in the loss: k2 or k3."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL to the reference, summed over a trajectory's tokens, that is taken off its reward; with gae each
-    token loses its own share. The KL is that of the policy that sampled."""
+    """Weight of the KL between the sampling policy and the reference, summed over a trajectory's tokens, that is
+    subtracted from its reward; with gae, from each token."""
     kl_reward_estimator: KLEstimator = KLEstimator.k1
-    """k1, k2 or k3."""
+    """Estimator of the KL in the reward: k1, k2 or k3."""
     proximal: Proximal = Proximal.rollout
-    """Which policy the clipped ratio is taken against: rollout, current or interpolated."""
+    """Policy in the denominator of the clipped ratio: rollout, current or interpolated."""
     correction: Correction = Correction.auto
-    """auto, none, token_is, seq_is, token_icepop, seq_is_rs, geo_rs, geo_rs_token_tis, geo_rs_seq_tis, k3_rs,
-    k3_rs_token_tis or k3_rs_seq_tis."""
+    """Correction for stale tokens: auto, none, token_is, seq_is, token_icepop, seq_is_rs, geo_rs, geo_rs_token_tis,
+    geo_rs_seq_tis, k3_rs, k3_rs_token_tis or k3_rs_seq_tis."""
     importance_cap: float = 2.0
-    """Truncation of the importance weights pi_old / mu. With proximal=rollout they are 1."""
+    """Importance weights pi_old / mu are truncated here. With proximal=rollout they are 1."""
     icepop_low: float = 0.5
-    """token_icepop: smaller weights become 0."""
+    """With token_icepop: smaller weights become 0."""
     icepop_high: float = 5.0
-    """token_icepop: larger weights become 0."""
+    """With token_icepop: larger weights become 0."""
     rejection: Rejection | None = None
-    """Another rejection than the correction's own: token_k1 .. k3, seq_sum_k1 .. k3, seq_mean_k1 .. k3, seq_max_k2, k3;
-    null is the correction's own."""
+    """Replaces the correction's rejection: token_k1, _k2 or _k3, seq_sum_k1, _k2 or _k3, seq_mean_k1, _k2 or _k3,
+    seq_max_k2 or _k3; null keeps the correction's."""
     rejection_low: float | None = None
-    """k1: smallest ratio that is kept; null is the correction's own."""
+    """With a k1 rejection: smallest ratio that is kept; null is the correction's."""
     rejection_high: float | None = None
-    """Largest ratio (k1) or divergence (k2, k3) that is kept; null is the correction's own."""
+    """Largest ratio (k1) or divergence (k2, k3) that is kept; null is the correction's."""
 
     @property
     def needs_reference(self) -> bool:
@@ -191,10 +283,10 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """Used with algorithm.advantage=gae. The critic shares the trainer's other settings of AdamW."""
+    """Used with algorithm.advantage=gae. The critic's other AdamW settings are the trainer's."""
 
     lr: float = 1e-3
-    """AdamW's learning rate after warm-up."""
+    """AdamW's learning rate of the critic after warm-up."""
     value_clip: float = 0.5
-    """A value's loss is clipped where it moved further than this from the value before the step: never, as long as a
+    """A value's loss is clipped if the value moved further than this since before the step, which cannot happen while a
     batch is trained in one optimizer step."""

@@ -1,13 +1,17 @@
-"""Values of `algorithm.*` that contradict one another, or would silently do nothing."""
+"""Values of `algorithm.*` that contradict one another, or that no part of the run would read."""
 
-from configs.algorithm import AlgorithmConfig, Correction, KLEstimator, LossAggregation, Proximal
-from configs.built_in import (
+from configs.algorithm import (
     ADVANTAGE_PARAMETERS,
     ADVANTAGES,
     CORRECTIONS,
     LOSS_PARAMETERS,
     LOSSES,
+    AlgorithmConfig,
+    Correction,
     CorrectionSpec,
+    KLEstimator,
+    LossAggregation,
+    Proximal,
     Weights,
     loss_spec,
 )

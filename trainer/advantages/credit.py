@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from configs.built_in import loss_spec
+from configs.algorithm import loss_spec
 from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, Trajectory, TrajectoryGroup
 from trainer.advantages.estimators import group_advantages, load_estimator

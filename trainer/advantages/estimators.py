@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.built_in import ADVANTAGE_PARAMETERS
+from configs.algorithm import ADVANTAGE_PARAMETERS
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
 from rollout.types import BoolArray, FloatArray, IntArray, TrajectoryGroup

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from configs.algorithm import Correction, Proximal
-from configs.built_in import CORRECTIONS, CorrectionSpec, Weights
+from configs.algorithm import CORRECTIONS, Correction, CorrectionSpec, Proximal, Weights
 from configs.schema import AlgorithmConfig
 from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, maxima, means, sums
 from trainer.metrics import EffectiveSampleSize, Max, Mean, Metric

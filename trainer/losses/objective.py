@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.algorithm import KLEstimator
-from configs.built_in import LOSS_PARAMETERS, LOSSES, loss_path
+from configs.algorithm import LOSS_PARAMETERS, LOSSES, KLEstimator, loss_path
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
 from trainer.batch import MicroBatch

@@ -1,6 +1,7 @@
 """Every key is documented, every recipe composes, and what cannot work is refused with its key, value and a hint."""
 
 import math
+import re
 import typing
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 
 from configs import load
+from configs.algorithm import ADVANTAGES, LOSSES, Correction
 from configs.checkpoint import is_checkpoint
 from configs.checks.ranges import RANGES, out_of_range
+from configs.rewards import BUILT_IN_REWARDS
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.validate import ConfigError, check
 from tests.support.compose import changed, resolve
@@ -50,6 +53,17 @@ def test_every_key_has_documentation_and_a_default() -> None:
         "false",
         "wait",
     ]
+
+
+def test_the_documentation_of_a_choice_names_every_built_in() -> None:
+    docs = load.key_docs()
+    for key, names in {
+        "algorithm.advantage": ADVANTAGES,
+        "algorithm.loss": LOSSES,
+        "algorithm.correction": [correction.value for correction in Correction],
+        "rollout.reward": BUILT_IN_REWARDS,
+    }.items():
+        assert [name for name in names if not re.search(rf"\b{name}\b", docs[key][1])] == [], key
 
 
 def test_help_lists_every_key() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.built_in import GROUP_ADVANTAGES
+from configs.algorithm import GROUP_ADVANTAGES
 from configs.schema import AlgorithmConfig
 from rollout.types import FloatArray, Trajectory, TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.algorithm import Correction, Proximal, Rejection
-from configs.built_in import CorrectionSpec, Weights
+from configs.algorithm import Correction, CorrectionSpec, Proximal, Rejection, Weights
 from configs.schema import AlgorithmConfig
 from tests.support.losses import make_tokens
 from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.algorithm import Correction, KLEstimator, LossAggregation, Proximal, Rejection
-from configs.built_in import LOSSES
+from configs.algorithm import LOSSES, Correction, KLEstimator, LossAggregation, Proximal, Rejection
 from configs.schema import AlgorithmConfig, Config, Layout
 from rollout.types import TrajectoryGroup, VersionSpan
 from tests.support.reference import make_group, make_trajectory

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.algorithm import LossAggregation
-from configs.built_in import LOSSES
+from configs.algorithm import LOSSES, LossAggregation
 from configs.schema import AlgorithmConfig
 from tests.support.losses import evaluate, make_tokens
 from trainer.losses.objective import load_policy_loss

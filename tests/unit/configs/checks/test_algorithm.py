@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from configs.algorithm import Correction, KLEstimator, LossAggregation, Proximal, Rejection
-from configs.built_in import CORRECTIONS, LOSSES
+from configs.algorithm import CORRECTIONS, LOSSES, Correction, KLEstimator, LossAggregation, Proximal, Rejection
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from configs.validate import ConfigError, check
 

@@ -99,6 +99,9 @@ class RolloutConfig:
     replica_timeout_s: float = 60.0
     """A replica is lost when it answers nothing for this many seconds, or samples no token while it has requests and
     is not paused."""
+    answer_timeout_s: float = 5.0
+    """Deadline in seconds for one question or order to a replica: its state and counters, an abort, and the last report
+    of a replica that was lost."""
     slow_factor: float | None = 8.0
     """A replica is lost when its requests are this many times slower than the others' median (tokens/s per request),
     as on a throttled or shared GPU, and it generates less than half of their tokens/s; at least 2, null: never."""

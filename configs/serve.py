@@ -15,6 +15,9 @@ class ServeConfig:
     token: str | None = None
     """Bearer token that the control routes ask for; null asks for none. `${oc.env:NAME}` takes it from the
     environment."""
+    route_timeout_s: float = 10.0
+    """Seconds that a request waits for a replica in service, and for a connection to it; then it fails with 503 or
+    502."""
 
     @property
     def is_loopback(self) -> bool:

@@ -30,14 +30,12 @@ class TrajectoryBuffer:
         failures: FailureBudget | None = None,
         max_sample_batches: int | None = None,
         group_failures: GroupBudget | None = None,
-        paused_s: Callable[[], float] | None = None,
     ):
         """`failures`: how many rewards may fail; by default none. `max_sample_batches`: filter out groups whose rewards
         are all equal, at most so many batches of them in a row (algorithm.max_sample_batches); None keeps them.
-        `group_failures`: shown among the gauges. `paused_s`: for how many seconds, since ever, a replica was paused."""
+        `group_failures`: shown among the gauges."""
         self.ledger = ledger
         self._batch_timeout_s = batch_timeout_s
-        self._paused_s = paused_s
         self._failures = failures or FailureBudget()
         self._max_sample_batches = max_sample_batches
         self._group_failures = group_failures or GroupBudget()
@@ -90,7 +88,7 @@ class TrajectoryBuffer:
         Raises TimeoutError when they do not come in time.
         """
         try:
-            waiting = within(self._batch_timeout_s, "trainer.batch_timeout_s", "a batch", self._paused_s)
+            waiting = within(self._batch_timeout_s, "trainer.batch_timeout_s", "a batch")
             async with waiting, self._changed:
                 while True:
                     self._drop_expired(global_steps)
@@ -162,7 +160,6 @@ def make_buffer(
     failures: FailureBudget | None = None,
     group_failures: GroupBudget | None = None,
     global_steps: int = 0,
-    paused_s: Callable[[], float] | None = None,
 ) -> TrajectoryBuffer:
     """For a whole run, or what is left of one after `global_steps`."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
@@ -177,7 +174,6 @@ def make_buffer(
         failures,
         algorithm.max_sample_batches if algorithm.filter_groups else None,
         group_failures,
-        paused_s,
     )
 
 

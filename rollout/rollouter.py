@@ -2,99 +2,114 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
+from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.failures import GroupBudget
 from rollout.progress import Attempt, Progress, SoFar
 from rollout.prompts import PromptStream
-from rollout.router import AgentWorkerLostError, ReplicaLostError, ReplicaRouter
+from rollout.router import ReplicaRouter
 from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 LOSSES_BEFORE_ALONE = 2
-"""A group whose agent workers died so often runs in a process of its own."""
+"""A group that lost this many agent workers runs in a process of its own. It is for a reward or an agent loop that
+crashes its process on one prompt: alone it can be blamed, and the other groups of that process cannot."""
 ALONE_AT_ONCE = 4
 
 
-class GroupRunner(Protocol):
-    """Runs the agent loop of a whole group on one replica, and its rewards, away from the driver."""
+class Episodes(Protocol):
+    """Runs groups away from the driver, and answers for the replicas that they run on."""
+
+    @property
+    def progress(self) -> Progress:
+        """What is known of the groups that run."""
+        ...
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
-        """Raises ReplicaLostError, and AgentWorkerLostError when the process died that ran the agent loop: of many
-        groups, or, where the attempt says so, of this one alone."""
+        """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError, and
+        AgentWorkerLostError when the process of the agent loops died."""
+        ...
+
+    async def replica_lost(self, name: str, error: BaseException) -> bool:
+        """Handle the loss of a replica under a group. Returns whether every token that it had sampled is in `progress`.
+        Raises TooFewReplicasError."""
+        ...
+
+    async def collect_progress(self, name: str) -> None:
+        """Bring `progress` up to date with the replica, if it answers."""
+        ...
+
+    async def abort(self, name: str, request_ids: Collection[str]) -> None:
+        """End requests on the replica that nothing waits for any more, if it answers."""
+        ...
+
+    async def updated(self) -> None:
+        """Return when no weight update is under way."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupUnderWay:
-    """A prompt that has been dispatched, and whose group has not come yet."""
+    """A prompt that was dispatched and whose group is not complete."""
 
     slot: Slot
     prompt: Prompt
     attempt: Attempt = field(default_factory=Attempt)
     failures: int = 0
     losses: int = 0
-    """How often an agent worker died that ran it, and maybe others, and maybe because of it."""
+    """Agent workers that died while they ran it, together with other groups: it may or may not be the cause."""
 
 
 class Rollouter:
-    """Every prompt that is dispatched becomes exactly one group in the buffer, or is counted as failed, or the run ends
-    with the error. What was sampled before a replica was lost, or the run ended, is never sampled again."""
+    """Turns every dispatched prompt into exactly one group in the buffer, or counts it as failed, or ends the run with
+    the error. Tokens sampled before a replica was lost, or a run ended, are never sampled again.
 
-    def __init__(  # noqa: PLR0913
+    Example of the events of one prompt:
+        router.acquire -> buffer.claim -> stream.next -> episodes.run_group, which raises ReplicaLostError
+        -> episodes.replica_lost -> router.acquire -> episodes.run_group of attempt 1, which begins with the tokens
+        that attempt 0 had sampled -> buffer.put
+    """
+
+    def __init__(
         self,
         *,
         stream: PromptStream,
         buffer: TrajectoryBuffer,
         router: ReplicaRouter,
-        runner: GroupRunner,
+        episodes: Episodes,
         sampling: SamplingParams,
         group_size: int,
         group_timeout_s: float,
-        on_lost: Callable[[str, BaseException], Awaitable[bool]],
-        progress: Progress | None = None,
-        ask: Callable[[str], Awaitable[object]] | None = None,
-        abandon: Callable[[str, Collection[str]], Awaitable[object]] | None = None,
-        updated: Callable[[], Awaitable[object]] | None = None,
         failures: GroupBudget | None = None,
-        paused_s: Callable[[str], float] = lambda replica: 0.0,
     ):
-        """`on_lost`: told of every replica that was lost with a group; says whether all that it had sampled is known,
-        and raises when too few are left. `progress`: filled by whoever asks the replicas; `ask(replica)`: do so now, as
-        far as it answers. `abandon(replica, request_ids)`: end them there, nobody waits for them any more. `updated`:
-        returns when no weight update is under way. `failures`: by default none is allowed. `paused_s(replica)`: for how
-        many seconds, since ever, it was paused."""
+        """`failures`: how many groups may fail; by default none."""
         self._stream = stream
         self._buffer = buffer
         self._router = router
-        self._runner = runner
+        self._episodes = episodes
+        self._progress = episodes.progress
         self._sampling = sampling
         self._group_size = group_size
         self._group_timeout_s = group_timeout_s
-        self._on_lost = on_lost
-        self._progress = progress or Progress()
-        self._ask = ask
-        self._abandon = abandon
-        self._updated = updated
         self._failures = failures or GroupBudget()
-        self._paused_s = paused_s
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self.under_way: dict[int, GroupUnderWay] = {}
-        """By ordinal. What is in here when the run starts, of another run, is dispatched first."""
+        """By ordinal. Groups that are in here when the run starts were under way in the run that is resumed. They are
+        dispatched first."""
         self.counters = {"trajectories_started": 0, "moved": 0, "restarted": 0}
-        """Trajectories: those that went on elsewhere from the tokens they had are `moved`; `restarted` are those that
-        were lost before anybody knew a token of theirs."""
+        """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
+        theirs was known."""
 
     async def run(self) -> None:
-        """Consumes free slots and room on replicas, produces groups, ends when the buffer needs no more."""
+        """Consume free slots and room on replicas, produce groups, return when the buffer needs no more."""
         async with asyncio.TaskGroup() as groups:
             for group in list(self.under_way.values()):
                 replica = await self._router.acquire(self._group_size)
@@ -119,14 +134,15 @@ class Rollouter:
                 groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
 
     async def _produce(self, group: GroupUnderWay, replica: str) -> None:
-        """A group that is lost or fails is tried again under the same slot, so that its staleness stays bound."""
+        """Try the group until it is complete or given up, always under the same slot, so that its staleness stays
+        bounded."""
         ordinal = group.prompt.ordinal
         while True:
             try:
                 finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
-                told_all = await self._on_lost(replica, error)
-                self._count_lost(self._progress.so_far(ordinal), told_all)
+                all_known = await self._episodes.replica_lost(replica, error)
+                self._count_lost(self._progress.so_far(ordinal), all_known)
                 self._begin_next(group)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
@@ -140,13 +156,14 @@ class Rollouter:
             replica = await self._room(group)
 
     def _is_failure(self, group: GroupUnderWay, error: Exception) -> bool:
-        """An agent worker that dies takes all its groups with it, and one of them may be why. Those that lost workers
-        twice run alone: the one that ends such a process too is why, and the others are not."""
+        """Whether the error counts against the group. An agent worker that dies takes all its groups with it, and at
+        most one of them is the cause. Groups that lost two workers therefore run alone: a group whose own process dies
+        too is the cause, and the others are cleared."""
         ordinal = group.prompt.ordinal
         if isinstance(error, AgentWorkerLostError):
             if not group.attempt.alone:
                 group.losses += 1
-                logger.warning("prompt %d goes on elsewhere: %s", ordinal, error)
+                logger.warning("prompt %d continues elsewhere: %s", ordinal, error)
                 return False
             for other in self.under_way.values():
                 if not other.attempt.alone:
@@ -156,54 +173,51 @@ class Rollouter:
         return True
 
     async def _take_back(self, group: GroupUnderWay, replica: str) -> None:
-        """What the group has on a replica that lives goes into its next attempt. Nobody waits any more for what still
-        runs there, so it would only take up seats."""
-        if self._ask is not None:
-            await self._ask(replica)
+        """Take what the group has sampled on a replica that lives into its next attempt. Requests of it that still run
+        there are ended: nothing waits for them, and they would only take up seats."""
+        await self._episodes.collect_progress(replica)
         running = self._progress.running(group.prompt.ordinal)
         self._begin_next(group)
-        if self._abandon is not None and running:
-            await self._abandon(replica, running)
+        if running:
+            await self._episodes.abort(replica, running)
 
     def _begin_next(self, group: GroupUnderWay) -> None:
-        """From now on nothing is believed that is told of the attempt before: it may have been abandoned."""
+        """From here on reports about the attempt before are ignored: its requests may have been aborted."""
         ordinal = group.prompt.ordinal
         group.attempt = Attempt(number=group.attempt.number + 1, so_far=self._progress.so_far(ordinal))
         self._progress.end(ordinal)
 
     async def _room(self, group: GroupUnderWay) -> str:
-        """Where the next attempt runs. After an update: before, a replica may still sample with older weights than
-        those that the group has tokens of already."""
+        """Reserve a replica for the next attempt. It waits for an update that is under way: until then the replica may
+        have older weights than those that sampled the tokens of the group."""
         if group.losses >= LOSSES_BEFORE_ALONE:
             await self._alone.acquire()
             if group.losses >= LOSSES_BEFORE_ALONE:
                 group.attempt = replace(group.attempt, alone=True)
-            else:  # another one was why, as is known by now
+            else:  # meanwhile another group was found to be the cause
                 self._alone.release()
-        if self._updated is not None:
-            await self._updated()
+        await self._episodes.updated()
         return await self._router.acquire(self._group_size)
 
     async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
-        prompt = group.prompt
-        self._progress.begin(prompt.ordinal, group.attempt, replica)
+        prompt, attempt = group.prompt, group.attempt
+        self._progress.begin(prompt.ordinal, attempt, replica)
         try:
             what = f"prompt {prompt.ordinal} on {replica}"
-            paused_s = partial(self._paused_s, replica)
-            async with within(self._group_timeout_s, "rollout.group_timeout_s", what, paused_s):
-                return await self._runner.run_group(prompt, replica, self._sampling, self._group_size, group.attempt)
+            async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
+                return await self._episodes.run_group(prompt, replica, self._sampling, self._group_size, attempt)
         finally:
             await self._router.release(replica, self._group_size)
-            if group.attempt.alone:
+            if attempt.alone:
                 self._alone.release()
 
     def _forget(self, ordinal: int) -> None:
-        """Nothing can come in between since the buffer took it, so a checkpoint finds it in one of the two places."""
+        """No await comes between the buffer's taking the group and this, so a checkpoint finds it in one place only."""
         del self.under_way[ordinal]
         self._progress.end(ordinal)
 
-    def _count_lost(self, so_far: dict[str, SoFar], told_all: bool) -> None:
+    def _count_lost(self, so_far: dict[str, SoFar], all_known: bool) -> None:
         known = {name.partition("-")[0] for name, known in so_far.items() if len(known.completion.token_ids)}
         self.counters["moved"] += len(known)
-        if not told_all:  # the others may have had tokens
+        if not all_known:  # the others may have had tokens
             self.counters["restarted"] += max(0, self._group_size - len(known))

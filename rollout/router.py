@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from rollout.errors import NoReplicaLeftError
+
 
 def max_inflight(max_num_seqs: int, group_size: int) -> int:
     """Trajectories routed to one replica at most. A group is charged whole until its longest is done, so as many as
@@ -12,18 +14,6 @@ def max_inflight(max_num_seqs: int, group_size: int) -> int:
     The next group has its room already while it waits for a slot; a group that failed must find room beside it, or
     neither would ever go on."""
     return max(2 * max_num_seqs, group_size) + group_size
-
-
-class NoReplicaLeftError(RuntimeError):
-    """Every replica has been removed; the message names each with its error."""
-
-
-class AgentWorkerLostError(RuntimeError):
-    """The process that ran a group's agent loop died. Another is there to go on, or soon will be."""
-
-
-class ReplicaLostError(RuntimeError):
-    """A replica was lost with what it was generating. The message names it."""
 
 
 @dataclass(slots=True)

@@ -45,6 +45,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.max_replacements": (0, None),
     "rollout.progress_interval_s": (0.05, None),
     "rollout.replica_timeout_s": (1, None),
+    "rollout.answer_timeout_s": (0.1, None),
     "rollout.slow_factor": (2, None),
     "rollout.tensor_parallel_size": (1, None),
     "rollout.data_parallel_size": (1, None),
@@ -93,6 +94,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "checkpoint.keep_every": (1, None),
     "checkpoint.timeout_s": (1, None),
     "serve.port": (0, 65535),
+    "serve.route_timeout_s": (0.1, None),
     "ray.start_timeout_s": (1, None),
 }
 

@@ -15,11 +15,11 @@ from rollout.agents.loop import AgentLoop, load_agent_loop
 from rollout.agents.rotation import Rotation
 from rollout.agents.worker import AgentWorker, EvaluationPart
 from rollout.engines.base import EngineDiedError
+from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica_group import ENV, ReplicaHandle, cancelled_with_us, generate_group, placed
 from rollout.rewards.registry import load_reward
-from rollout.router import AgentWorkerLostError, ReplicaLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from rollout.wire import PackedGroup, pack_group, unpack_group
 

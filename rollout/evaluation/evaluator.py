@@ -4,15 +4,15 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.agents.worker import EvaluationPart
+from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.evaluation.scores import EvaluatedPrompt, mean_accuracy, scores_by_source
 from rollout.failures import FailureBudget
-from rollout.router import AgentWorkerLostError, ReplicaLostError
+from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -26,18 +26,6 @@ class EvaluationRunner(Protocol):
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
     ) -> EvaluationPart:
         """`attempt`: another one in each call, so that no two requests have one name."""
-        ...
-
-
-class InService(Protocol):
-    """The router."""
-
-    async def in_service(self) -> list[str]:
-        """Waits until there is one."""
-        ...
-
-    def visit(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Who drains is not ended while the block runs."""
         ...
 
 
@@ -80,30 +68,27 @@ class Evaluation:
 class Evaluator:
     """Spreads the held-out prompts evenly over the replicas; every evaluation asks the same ones."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         prompts: Sequence[Prompt],
-        replicas: InService,
+        router: ReplicaRouter,
         runner: EvaluationRunner,
         sampling: SamplingParams,
         num_samples: int,
         timeout_s: float,
         failures: FailureBudget,
         on_lost: OnLost,
-        paused_s: Callable[[], float] | None = None,
     ):
-        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left. `paused_s`:
-        for how many seconds, since ever, some replica was paused."""
+        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left."""
         self._prompts = list(prompts)
-        self._replicas = replicas
+        self._router = router
         self._runner = runner
         self._sampling = sampling
         self._num_samples = num_samples
         self._timeout_s = timeout_s
         self._failures = failures
         self._on_lost = on_lost
-        self._paused_s = paused_s
         self._attempts = itertools.count()
         self.num_requests = 0
 
@@ -116,7 +101,7 @@ class Evaluator:
         raises, AgentWorkerLostError past MAX_WORKER_LOSSES, and RewardFailuresError when too many rewards fail.
         """
         left = None if on is None else list(on)
-        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation", self._paused_s):
+        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
             num_shares = min(len(await self._replicas_of(left)), len(self._prompts))
             shares = [self._prompts[index::num_shares] for index in range(num_shares)]
             asking = (self._ask(index, share, left) for index, share in enumerate(shares))
@@ -139,7 +124,7 @@ class Evaluator:
 
     async def _replicas_of(self, left: list[str] | None) -> list[str]:
         if left is None:
-            return await self._replicas.in_service()
+            return await self._router.in_service()
         if not left:
             raise ReplicaLostError("every replica that evaluated was lost")
         return left
@@ -152,7 +137,7 @@ class Evaluator:
             replica = replicas[index % len(replicas)]
             self.num_requests += len(share) * self._num_samples
             try:
-                async with self._replicas.visit(replica):
+                async with self._router.visit(replica):
                     return await self._runner.evaluate(
                         share, replica, self._sampling, self._num_samples, attempt=next(self._attempts)
                     )

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from rollout.errors import ReplicaLostError
 from rollout.evaluation.evaluator import Evaluation, Evaluator
-from rollout.router import ReplicaLostError
 
 
 class Pinning(Protocol):

@@ -1,4 +1,4 @@
-"""Routes by which an operator changes the fleet of a running run: what scripts/fleet.py talks to."""
+"""HTTP routes that show and change the fleet of a training run. `scripts/fleet.py` is their client."""
 
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -6,15 +6,15 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 
+from rollout.fleet.fleet import FleetRefusalError
 from rollout.fleet.lifecycle import IllegalTransitionError
-from rollout.fleet.members import FleetRefusalError
 from rollout.fleet.operator import FleetOperator
 
 MAX_ADDED = 1024
 
 
 def fleet_app(operator: FleetOperator) -> FastAPI:
-    """What is refused is answered with 409 and the reason, and changes nothing."""
+    """A refused change answers 409 with the reason, and changes nothing."""
     app = FastAPI(title="slipstream fleet")
 
     @app.get("/replicas")
@@ -23,7 +23,7 @@ def fleet_app(operator: FleetOperator) -> FastAPI:
 
     @app.post("/replicas")
     async def add(count: Annotated[int, Query(ge=1, le=MAX_ADDED)] = 1) -> list[str]:
-        """Names of the new replicas, which start now."""
+        """Start new replicas. Returns their names at once."""
         return operator.add(count)
 
     @app.post("/replicas/{name}/drain")
@@ -32,7 +32,7 @@ def fleet_app(operator: FleetOperator) -> FastAPI:
 
     @app.post("/replicas/{name}/remove")
     async def remove(name: str) -> None:
-        """Returns when it has ended."""
+        """Return when the replica has ended."""
         await operator.remove(name)
 
     for refusal in (FleetRefusalError, IllegalTransitionError):

@@ -1,41 +1,40 @@
-"""The replicas as one: pause and resume over all of them, and their counters."""
+"""The replicas of a run: which belong to the fleet, in which state each is, and what replaces a lost one."""
 
 import asyncio
 import logging
-import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from configs.runtime.deadline import within
-from configs.schema import PauseMode
+from rollout.errors import TooFewReplicasError
+from rollout.fleet.lifecycle import Lifecycle, ReplicaState
 from rollout.fleet.member import FleetMember
-from rollout.fleet.members import FleetMembers
-from rollout.progress import Progress
-from rollout.replica.pause import PauseInterruptedError
-from rollout.replica.replica import ReplicaStatus
+from rollout.progress import Progress, ProgressReport
 from rollout.router import ReplicaRouter
 
 logger = logging.getLogger(__name__)
-PAUSE_TIMEOUT_S = 60.0
-STATS_TIMEOUT_S = 30.0
-STATUS_TIMEOUT_S = 5.0
-GAUGES_TIMEOUT_S = 2.0
-"""Metrics of a step are not worth waiting for a replica that hangs."""
+CAN_SERVE = (ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
+"""A replica in one of these states serves now, or after the next update."""
 
 
-class FleetPauseError(RuntimeError):
-    """Some replicas could not be paused, resumed or asked. `errors`: replica -> why."""
-
-    def __init__(self, what: str, errors: dict[str, BaseException]):
-        super().__init__(f"{what} failed on " + "; ".join(f"{name}: {error!r}" for name, error in errors.items()))
-        self.errors = errors
+class NoProgressError(RuntimeError):
+    """A replica could not report its progress. The message names it, the cause says why."""
 
 
-class ReplicaFleet(FleetMembers):
-    """Its members, see rollout.fleet.members, and what is done to all of them at once."""
+class FleetRefusalError(ValueError):
+    """The fleet refuses a change. The message says what is allowed."""
 
-    def __init__(  # noqa: PLR0913
+
+class ReplicaFleet:
+    """Owns one `Lifecycle` per replica, and keeps the router in step with them.
+
+    Example of a replacement:
+        await fleet.lose("replica-1", error)  # DEAD; "replica-2" is put into `wanted`
+        name = await fleet.wanted.get()       # the operator starts it
+        fleet.register(replica)               # its engine runs: updates and control reach it
+        await fleet.admit(name, 7)            # its weights are verified: the router may choose it
+    """
+
+    def __init__(
         self,
         replicas: Sequence[FleetMember],
         router: ReplicaRouter,
@@ -45,175 +44,254 @@ class ReplicaFleet(FleetMembers):
         serving: int | None = None,
         max_replacements: int = 0,
         progress: Progress | None = None,
+        answer_timeout_s: float = 5.0,
     ):
-        super().__init__(
-            replicas,
-            router,
-            min_replicas,
-            report,
-            serving=serving,
-            max_replacements=max_replacements,
-            progress=progress,
-        )
-        self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
-        self._num_orders = 0
-        self._before: tuple[PauseMode | None, dict[str, str | None]] | None = None
-        """What a pause that fails goes back to, of the fleet and of each replica: as it was before any of the pauses
-        that are under way."""
-        self._late: set[asyncio.Task[Any]] = set()
-        self._last_stats: dict[str, dict[str, float]] = {}
-        self._last_time = time.monotonic()
-        self._last_busy_s = 0.0
+        """
+        Args:
+            replicas: their engines run.
+            min_replicas: rollout.min_replicas.
+            report: called with a sentence whenever a replica leaves or comes.
+            serving: version that the replicas serve already. None routes nothing to them before their first update.
+            max_replacements: rollout.max_replacements.
+            progress: store of what the replicas report.
+            answer_timeout_s: rollout.answer_timeout_s.
+        """
+        self.router = router
+        self.progress = progress or Progress()
+        self.answer_timeout_s = answer_timeout_s
+        self.wanted: asyncio.Queue[str] = asyncio.Queue()
+        """Names of replicas that are to be started."""
+        self._min_replicas = min_replicas
+        self._report = report
+        self._max_replacements = self._replacements_left = max_replacements
+        self._lives: dict[str, Lifecycle] = {}
+        self._replicas: dict[str, FleetMember] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
+        self._pinned: set[str] = set()
+        self._endings: dict[str, asyncio.Task[bool]] = {}
+        self._lost_at: dict[str, float] = {}  # replacement -> when the replica that it replaces was lost
+        self._recovery_s = 0.0
+        self._num_lost = self._num_replaced = 0
+        self._initial = frozenset(replica.name for replica in replicas)
+        self._next_number = len(replicas)
+        for replica in replicas:
+            self._lives[replica.name] = Lifecycle(replica.name)
+            self.register(replica)
+            if serving is None:
+                router.expect(replica.name, RuntimeError("no weights yet"))
+            else:
+                self._lives[replica.name].verified(serving)
 
-    # -- control -------------------------------------------------------------------------------------------------------
+    @property
+    def lives(self) -> Mapping[str, Lifecycle]:
+        """State of every replica by name, dead ones included."""
+        return self._lives
 
-    async def join(self, replica: FleetMember) -> bool:
-        """Its engine runs. In a paused fleet it is paused too. False when it is not wanted any more. Raises
-        FleetPauseError."""
-        if not self.joined(replica):
+    @property
+    def running(self) -> list[FleetMember]:
+        """Replicas whose engine runs, in service or not."""
+        return self._in(*CAN_SERVE, ReplicaState.DRAINING)
+
+    @property
+    def targets(self) -> list[FleetMember]:
+        """Replicas that take weight updates: those that can serve, except the pinned ones."""
+        return [replica for replica in self._in(*CAN_SERVE) if replica.name not in self._pinned]
+
+    def _in(self, *states: ReplicaState) -> list[FleetMember]:
+        return [replica for name, replica in self._replicas.items() if self._lives[name].state in states]
+
+    def node_of(self, name: str) -> str | None:
+        """The node that runs the replica; None before its engine runs."""
+        return self._replicas[name].node if name in self._replicas else None
+
+    def gauges(self) -> dict[str, float]:
+        """`rollout/recovery_s`: seconds from the last loss that was made good until its replacement was in service."""
+        return {
+            "rollout/replicas_ready": float(len(self._in(ReplicaState.READY))),
+            "rollout/replicas_lost": float(self._num_lost),
+            "rollout/replicas_replaced": float(self._num_replaced),
+            "rollout/recovery_s": self._recovery_s,
+        }
+
+    # -- replicas that come --------------------------------------------------------------------------------------------
+
+    def want(self) -> str:
+        """Ask for one more replica. Returns the name under which it is to be started."""
+        name = f"replica-{self._next_number}"
+        self._next_number += 1
+        self._lives[name] = Lifecycle(name)
+        self.router.expect(name, RuntimeError("starting"))
+        self.wanted.put_nowait(name)
+        return name
+
+    def register(self, replica: FleetMember) -> bool:
+        """Add a replica whose engine runs. Returns False when it was removed while it started."""
+        if self._lives[replica.name].state is not ReplicaState.STARTING:
             return False
-        if (mode := self._mode) is not None:
-            what = f"pause({mode.value})"
-            pause = self._on_all(lambda r: r.pause(mode), PAUSE_TIMEOUT_S, what, [replica], key="PAUSE_TIMEOUT_S")
-            if errors := await pause:
-                raise FleetPauseError(what, errors)
+        self._lives[replica.name].started()
+        self._replicas[replica.name] = replica
+        self._asking[replica.name] = asyncio.Lock()
         return True
 
-    async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
-        """Returns when every replica is paused. Raises FleetPauseError when one is not: then those that were not paused
-        before are resumed, unless another order came meanwhile, which stands."""
-        before, modes = self._before = self._before or (self._mode, {})
-        order = self._order(mode)  # from here on, who joins is paused too
+    async def admit(self, name: str, global_steps: int) -> None:
+        """Let the router choose the replica. The caller has verified that its weights are those of `global_steps`."""
+        life = self._lives[name]
+        if life.state not in CAN_SERVE:
+            return  # it was lost, or began to drain, while it took the update
+        before, was_new = life.state, life.global_steps < 0
+        if before is not ReplicaState.SYNCING:
+            life.sync()
+        life.verified(global_steps)
+        if name in self._lost_at:
+            self._num_replaced += 1
+            self._recovery_s = now() - self._lost_at.pop(name)
+            self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
+        elif before is ReplicaState.STALE:
+            self._report(f"{name} is back in service")
+        elif was_new and name not in self._initial:
+            self._report(f"{name} is in service")
+        await self.router.admit(name)
 
-        async def pause(replica: FleetMember) -> None:
-            modes.setdefault(replica.name, (await replica.status()).pause_mode)
-            if order != self._num_orders:
-                raise PauseInterruptedError("another order came before this one had reached the replica")
-            await replica.pause(mode, clear_cache)
+    # -- replicas that leave, for a while or for good ------------------------------------------------------------------
 
-        errors = await self._on_all(pause, timeout_s, f"pause({mode.value})")
-        if order == self._num_orders:
-            self._before = None
-        if errors and order == self._num_orders:
-            self._mode = before
-            undo = [r for r in self.running if modes.get(r.name, before) is None]
-            self._resume_late([r for r in undo if isinstance(errors.get(r.name), TimeoutError)])
-            undo = [r for r in undo if r.name not in errors]
-            errors |= await self._on_all(lambda r: r.resume(), timeout_s, "resume", undo)
-        if errors:
-            raise FleetPauseError(f"pause({mode.value})", errors)
+    async def eject(self, name: str, error: BaseException) -> None:
+        """Route nothing more to the replica for now. Its requests in flight continue."""
+        life = self._lives[name]
+        if life.state in (ReplicaState.SYNCING, ReplicaState.READY):
+            life.miss()
+            self._report(f"{name} is out of service: {error}")
+            await self.router.eject(name, error)
 
-    def _resume_late(self, replicas: Sequence[FleetMember]) -> None:
-        """Their pauses were cancelled, and yet may have come to be complete. Nobody waits: they do not answer."""
-        task = asyncio.create_task(self._on_all(lambda r: r.resume(), PAUSE_TIMEOUT_S, "resume", replicas))
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
+    async def pin(self, count: int, why: str) -> list[str]:
+        """Take up to `count` replicas out of service and out of updates, but leave one in service. Requests in flight
+        continue. The caller makes sure that no update is under way. Returns the names."""
+        names = self.router.healthy[1:][-count:] if count else []
+        for name in names:
+            self._pinned.add(name)
+            await self.eject(name, RuntimeError(why))
+        return names
 
-    def _order(self, mode: PauseMode | None) -> int:
-        self._mode = mode
-        self._num_orders += 1
-        return self._num_orders
+    def unpin(self, names: Collection[str]) -> None:
+        """Let updates reach the replicas again. The next update, or catching up, brings them back into service."""
+        self._pinned.difference_update(names)
 
-    async def resume(self, timeout_s: float = PAUSE_TIMEOUT_S) -> None:
-        """Returns when every replica goes on. Raises FleetPauseError; the others do go on."""
-        self._order(None)
-        self._before = None
-        errors = await self._on_all(lambda r: r.resume(), timeout_s, "resume")
-        if errors:
-            raise FleetPauseError("resume", errors)
+    async def drain(self, name: str) -> None:
+        """Route nothing more to the replica, for good; it finishes its requests. Raises IllegalTransitionError, and
+        FleetRefusalError when too few replicas would be left."""
+        self._require_spare(name)
+        self._lives[name].drain()
+        self._report(f"{name} drains")
+        await self.router.eject(name, RuntimeError("draining"))
 
-    async def abort(self, request_ids: Collection[str] | None = None, timeout_s: float = PAUSE_TIMEOUT_S) -> list[str]:
-        """End these requests wherever they are; None is all. Returns those that there were. Raises FleetPauseError; on
-        the others they have ended."""
-        ended: list[str] = []
+    async def retire(self, name: str, why: str) -> None:
+        """Shut down a replica that is no longer wanted, without a replacement. Its trajectories continue elsewhere.
+        Idempotent. Raises FleetRefusalError when too few replicas would be left."""
+        self._require_spare(name)
+        if self._lives[name].state is not ReplicaState.DEAD:
+            self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"))
+        await asyncio.shield(self._endings[name])
 
-        async def abort(replica: FleetMember) -> None:
-            ended.extend(await replica.abort(request_ids))
+    async def give_up(self, name: str, error: BaseException) -> None:
+        """Shut down a replica that failed, and replace it within the budget. Every caller that reports the same loss
+        waits until the shutdown is complete."""
+        await asyncio.shield(self._loss(name, error))
 
-        if errors := await self._on_all(abort, timeout_s, "abort"):
-            raise FleetPauseError(f"abort, which ended {len(ended)} requests elsewhere,", errors)
-        return ended
+    async def lose(self, name: str, error: BaseException) -> bool:
+        """`give_up`, and check that enough replicas are left. Returns whether the replica could still report every
+        token that it had sampled. Raises TooFewReplicasError."""
+        ending = self._loss(name, error)
+        self.require_enough(error)
+        return await asyncio.shield(ending)
 
-    async def is_paused(self) -> bool:
-        """Raises FleetPauseError when some are and others are not, or do not say. An empty fleet is what it was told to
-        be."""
-        statuses, errors = await self._statuses()
-        if errors:
-            raise FleetPauseError("is_paused", errors)
-        paused = {status.name: status.pause_mode is not None or status.torn for status in statuses}
-        if len(set(paused.values())) > 1:
-            raise FleetPauseError("is_paused", {name: RuntimeError("paused") for name, is_ in paused.items() if is_})
-        return all(paused.values()) if paused else self._mode is not None
+    def require_enough(self, cause: BaseException) -> None:
+        """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or will be."""
+        pinned = [replica for replica in self._in(ReplicaState.STALE) if replica.name in self._pinned]  # they come back
+        in_service = len(self._in(ReplicaState.READY)) + len(pinned)
+        states = [life.state for life in self._lives.values()]
+        coming = states.count(ReplicaState.STARTING) + states.count(ReplicaState.SYNCING)
+        if in_service + coming < self._min_replicas:
+            left = f"{in_service} replicas are left in service, rollout.min_replicas={self._min_replicas}"
+            if self._max_replacements:
+                left += f", and rollout.max_replacements={self._max_replacements} are used up"
+            raise TooFewReplicasError(f"{left}: {cause}") from cause
 
-    async def statuses(self) -> list[ReplicaStatus]:
-        """The version that each replica serves, and whether it is paused; of those that answer. Who does not is the
-        monitor's to tell."""
-        return (await self._statuses())[0]
+    def _require_spare(self, name: str) -> None:
+        if name not in self._lives:
+            names = ", ".join(known for known, life in self._lives.items() if life.state is not ReplicaState.DEAD)
+            raise FleetRefusalError(f"{name}: there is no such replica; there are {names}")
+        state = self._lives[name].state
+        staying = CAN_SERVE if state in CAN_SERVE else (*CAN_SERVE, ReplicaState.STARTING)
+        left = [other for other, life in self._lives.items() if other != name and life.state in staying]
+        if state in staying and len(left) < self._min_replicas:
+            raise FleetRefusalError(
+                f"{name} cannot go: {len(left)} replicas would be left, rollout.min_replicas={self._min_replicas}"
+            )
 
-    async def _statuses(self) -> tuple[list[ReplicaStatus], dict[str, BaseException]]:
-        statuses: dict[str, ReplicaStatus] = {}
+    def _loss(self, name: str, error: BaseException) -> asyncio.Task[bool]:
+        """The shutdown of the lost replica. A loss that is reported twice counts once."""
+        state = self._lives[name].state
+        if state is not ReplicaState.DEAD:
+            self._num_lost += 1
+            self._end(name, f"{name} is given up: {error}", error)
+            if state is not ReplicaState.DRAINING:
+                self._replace(name)
+        return self._endings[name]
 
-        async def ask(replica: FleetMember) -> None:
-            statuses[replica.name] = await replica.status()
+    def _replace(self, name: str) -> None:
+        if self._replacements_left > 0:
+            self._replacements_left -= 1
+            replacement = self.want()
+            self._lost_at[replacement] = self._lost_at.pop(name, now())
+            self._report(f"{replacement} is to replace {name}")
 
-        replicas = self.running
-        errors = await self._on_all(ask, STATUS_TIMEOUT_S, "reading the state", replicas, key="STATUS_TIMEOUT_S")
-        return [statuses[replica.name] for replica in replicas if replica.name in statuses], errors
+    def _end(self, name: str, text: str, error: BaseException) -> None:
+        self._lives[name].die()
+        self._report(text)
+        self.router.expect(name, error)
+        self._endings[name] = asyncio.create_task(self._shut_down(name, error), name=f"end-{name}")
 
-    async def _on_all(
-        self,
-        call: Callable[[FleetMember], Awaitable[Any]],
-        timeout_s: float,
-        what: str,
-        replicas: Sequence[FleetMember] | None = None,
-        key: str = "timeout_s",
-    ) -> dict[str, BaseException]:
-        """Replica -> error of those on which it failed. `key`: what the deadline is called, for whoever meets it."""
+    async def _shut_down(self, name: str, error: BaseException) -> bool:
+        """Kill the replica, after a last question for its progress: killing it fails the requests that wait for its
+        answers, and they are tried again from what is known then. Returns whether it answered."""
+        await self.router.remove(name, error)
+        if name not in self._replicas:  # it was still starting
+            return True
+        try:
+            async with within(self.answer_timeout_s, "rollout.answer_timeout_s", f"asking {name} for its progress"):
+                await self.take_progress(name)
+            return True
+        except (NoProgressError, TimeoutError) as unanswered:  # the report before counts
+            logger.info("%s", unanswered)
+            return False
+        finally:
+            self._replicas[name].kill()
 
-        async def one(replica: FleetMember) -> None:
-            async with within(timeout_s, key, f"{what} on {replica.name}"):
-                await call(replica)
+    # -- progress ------------------------------------------------------------------------------------------------------
 
-        chosen = self.running if replicas is None else replicas
-        results = await asyncio.gather(*(one(replica) for replica in chosen), return_exceptions=True)
-        return {r.name: error for r, error in zip(chosen, results, strict=True) if error is not None}
+    async def take_progress(self, name: str) -> ProgressReport:
+        """Ask the replica for its progress and store the answer. Raises NoProgressError when it cannot report."""
+        async with self._asking[name]:  # what is known must not change between the question and the answer
+            try:
+                report = await self._replicas[name].progress(self.progress.known(name))
+            except Exception as error:
+                raise NoProgressError(f"{name} told no progress: {error!r}") from error
+            self.progress.take(name, report)
+            return report
 
-    # -- counters ------------------------------------------------------------------------------------------------------
+    async def collect_progress(self, *names: str) -> None:
+        """Ask these replicas, by default all that run, and store what comes within rollout.answer_timeout_s. Silence is
+        no error here: whether a replica is lost is for the monitor to decide."""
+        asked = [name for name in names or [r.name for r in self.running] if name in self._asking]
+        asking = [asyncio.create_task(self.take_progress(name)) for name in asked]
+        if asking:
+            _, late = await asyncio.wait(asking, timeout=self.answer_timeout_s)
+            for task in late:
+                task.cancel()
+        for answer in await asyncio.gather(*asking, return_exceptions=True):
+            if isinstance(answer, Exception) and not isinstance(answer, NoProgressError):
+                raise answer
 
-    async def totals(self, timeout_s: float = STATS_TIMEOUT_S) -> dict[str, float]:
-        """The replicas' counters since their start, summed; of those that died, or do not answer in time, what they
-        said last."""
-        self._last_stats |= await self.stats(timeout_s)
-        totals: defaultdict[str, float] = defaultdict(float)
-        for stats in self._last_stats.values():
-            for key, value in stats.items():
-                totals[key] += value
-        return totals
 
-    async def stats(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, dict[str, float]]:
-        """Counters of each replica that answers."""
-        stats: dict[str, dict[str, float]] = {}
-
-        async def ask(replica: FleetMember) -> None:
-            stats[replica.name] = await replica.stats()
-
-        for error in (await self._on_all(ask, timeout_s, "reading the counters")).values():
-            logger.info("%r", error)  # who is lost is the monitor's to tell
-        return stats
-
-    async def gauges(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        totals = await self.totals(GAUGES_TIMEOUT_S)
-        now = time.monotonic()
-        busy_s = totals["busy_s"] - self._last_busy_s
-        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self.running)))
-        self._last_time, self._last_busy_s = now, totals["busy_s"]
-        return {
-            **self._router.gauges(),
-            **self.member_gauges(),
-            "perf/replica_idle": max(0.0, idle),
-            "rollout/engine_requests": totals["engine_requests"],
-            "rollout/aborted": totals["aborted"],
-            "rollout/continued": totals["continued"],
-            "rollout/prefix_hit_rate": totals["cached_tokens"] / max(1.0, totals["prompt_tokens"]),
-        }
+def now() -> float:
+    """Seconds of the running event loop's clock."""
+    return asyncio.get_running_loop().time()

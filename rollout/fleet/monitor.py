@@ -1,24 +1,29 @@
-"""Watches every replica: asks each how far it is, and declares lost who died, hangs or is slow."""
+"""Asks every replica for its progress, and reports the loss of one that died, hangs or is slow."""
 
 import asyncio
 
-from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.fleet import NoProgressError, ReplicaFleet, now
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.member import FleetMember
-from rollout.fleet.members import NoProgressError, now
 from rollout.progress import ProgressReport
 
 
 class FleetMonitor:
+    """Runs one watch per replica: a question every `interval_s`, while it also waits for the replica's death.
+
+    Example of one watch:
+        fleet.take_progress(name) -> health.observe(name, now, report) -> "no answer for 60 s" -> fleet.lose(name, ...)
+    """
+
     def __init__(self, fleet: ReplicaFleet, health: HealthMonitor, interval_s: float):
-        """`interval_s`: rollout.progress_interval_s, between two questions to one replica."""
+        """`interval_s`: rollout.progress_interval_s."""
         self._fleet = fleet
         self._health = health
         self._interval_s = interval_s
         self._watched: set[str] = set()
 
     async def run(self) -> None:
-        """Never returns. Raises TooFewReplicasError when a loss leaves too few."""
+        """Watch until cancelled. Raises TooFewReplicasError when a loss leaves too few replicas."""
         async with asyncio.TaskGroup() as watches:
             while True:
                 for replica in self._fleet.running:
@@ -28,7 +33,7 @@ class FleetMonitor:
                 await asyncio.sleep(self._interval_s)
 
     async def _watch(self, replica: FleetMember) -> None:
-        """Until it is not running any more. None of the replicas waits for another's answer."""
+        """Return when the replica has left the fleet."""
         death = asyncio.ensure_future(replica.wait_dead())
         asking: asyncio.Task[ProgressReport] | None = None
         try:
@@ -50,9 +55,9 @@ class FleetMonitor:
     def _reason(
         self, replica: FleetMember, death: "asyncio.Future[BaseException]", asking: "asyncio.Task[ProgressReport]"
     ) -> str | None:
-        """Why it is lost; None while it is not. Raises what went wrong on this side."""
+        """Why the replica is lost; None while it is well. Raises errors of the driver itself."""
         log = f"its log is logs/{replica.name}.log in the run folder"
-        if death.done():  # with an error where its whole process went, so that nobody was left to answer
+        if death.done():  # with an exception when the whole process is gone, and could not answer with the reason
             return f"{replica.name} died: {death.exception() or death.result()}; {log}"
         report = None
         if asking.done():

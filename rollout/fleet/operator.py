@@ -1,29 +1,28 @@
-"""Replicas that come and go while a run goes on: replacements of lost ones, and what an operator asks for."""
+"""Replicas that come and go during a run: replacements of lost ones, and changes that an operator asks for."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.control import FleetControl
+from rollout.fleet.fleet import FleetRefusalError, ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.lifecycle import ReplicaState
 from rollout.fleet.member import FleetMember
-from rollout.fleet.members import FleetRefusalError
-from rollout.router import ReplicaRouter
 
 SPEED_OVER_S = 1.0
-"""A speed is shown once the replica has generated for so long."""
+"""Seconds of generating before a speed is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One line of `fleet.py status`."""
+    """One replica in `fleet.py status`."""
 
     name: str
     state: str
     global_steps: int
-    """Tag of the weights that were last verified; -1 before any were."""
+    """Tag of the weights that were verified last; -1 before the first."""
     running: int
     """Requests inside the engine."""
     tokens_per_s: float
@@ -32,23 +31,31 @@ class ReplicaRow:
 
 
 class FleetOperator:
-    """Starts the replicas that the fleet wants, and brings each to the current weights before it is admitted."""
+    """Starts the replicas that the fleet wants, and brings each to the current weights before it serves.
 
-    def __init__(  # noqa: PLR0913
+    Example of a replacement:
+        fleet.wanted.get -> start(name) -> fleet.register -> control.align -> catch_up([name]) -> fleet.admit
+    """
+
+    def __init__(
         self,
         *,
         fleet: ReplicaFleet,
-        router: ReplicaRouter,
+        control: FleetControl,
         health: HealthMonitor,
         start: Callable[[str], Awaitable[FleetMember]],
         catch_up: Callable[[Collection[str]], Awaitable[object]],
         drain_timeout_s: float,
     ):
-        """`start(name)`: a replica whose engine runs, known to every agent worker; cancelled, it leaves nothing behind.
-        `catch_up(names)`: the checkpoint manager's. `drain_timeout_s`: rollout.group_timeout_s, in which every group
-        ends or fails."""
+        """
+        Args:
+            start: makes a replica of this name whose engine runs and which every agent worker knows. When it is
+                cancelled it leaves nothing behind.
+            catch_up: brings replicas to the current weights and admits them: the checkpoint manager's.
+            drain_timeout_s: rollout.group_timeout_s, in which every group ends or fails.
+        """
         self._fleet = fleet
-        self._router = router
+        self._control = control
         self._health = health
         self._start = start
         self._catch_up = catch_up
@@ -57,7 +64,7 @@ class FleetOperator:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Never returns. Raises TooFewReplicasError when no replacement can be started and too few are left."""
+        """Start replicas until cancelled. Raises TooFewReplicasError when replacements fail and too few are left."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 name = await self._fleet.wanted.get()
@@ -70,13 +77,14 @@ class FleetOperator:
         return self._tasks.create_task(work)
 
     async def _bring_up(self, name: str) -> None:
-        """A failure counts as a loss, so that it is tried again as another replica, within the budget."""
+        """Start one replica. A failure counts as a loss: another one is tried, within rollout.max_replacements."""
         error: BaseException = RuntimeError(f"{name} could not be brought to the current weights")
         try:
             replica = await self._start(name)
-            if not await self._fleet.join(replica):  # it was removed meanwhile
+            if not self._fleet.register(replica):  # it was removed meanwhile
                 replica.kill()
                 return
+            await self._control.align(replica)
             await self._catch_up([name])
         except Exception as failure:
             error = failure
@@ -91,17 +99,17 @@ class FleetOperator:
     # -- what an operator asks for -------------------------------------------------------------------------------------
 
     def add(self, count: int) -> list[str]:
-        """Names of `count` new replicas, which start now, each as soon as there is a place for it."""
+        """Start `count` new replicas, each as soon as Ray has a place for it. Returns their names at once."""
         return [self._fleet.want() for _ in range(count)]
 
     async def drain(self, name: str) -> None:
-        """Returns at once. It ends when it has finished what it has, or after `drain_timeout_s`, in which every group
-        ends, as if it was removed."""
+        """Route nothing more to the replica, and remove it when its requests are done, or after `drain_timeout_s`.
+        Returns at once."""
         await self._fleet.drain(name)
         self._task(self._end_when_empty(name))
 
     async def remove(self, name: str) -> None:
-        """Returns when it has ended. What it was generating goes on elsewhere."""
+        """Return when the replica has ended. Its trajectories continue elsewhere."""
         if name in self._fleet.lives and self._fleet.lives[name].state is ReplicaState.DEAD:
             raise FleetRefusalError(f"{name} is DEAD: it has ended already")
         await self._fleet.retire(name, "removed by the operator")
@@ -112,13 +120,13 @@ class FleetOperator:
         why = "drained"
         try:
             async with asyncio.timeout(self._drain_timeout_s):
-                await self._router.emptied(name)
+                await self._fleet.router.emptied(name)
         except TimeoutError:
             why = f"not drained within rollout.group_timeout_s={self._drain_timeout_s:g}"
         await self._fleet.retire(name, why)
 
     def rows(self) -> list[ReplicaRow]:
-        """Every replica that is not DEAD."""
+        """All replicas that are not DEAD."""
         return [self._row(name) for name, life in self._fleet.lives.items() if life.state is not ReplicaState.DEAD]
 
     def _row(self, name: str) -> ReplicaRow:

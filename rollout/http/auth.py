@@ -1,4 +1,4 @@
-"""Who may use which routes."""
+"""The bearer token that protects the control routes."""
 
 import hmac
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class RequireToken:
     """ASGI middleware: every path outside `open_paths` needs `Authorization: Bearer <token>`, and answers 401 without.
 
-    What is not listed is closed, so that a route nobody thought of is not open to everyone.
+    Paths are closed by default, so that a new route is not open by mistake.
     """
 
     def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str]):

@@ -1,7 +1,7 @@
-"""The control routes, as vLLM has them and as FastDeploy has them, over one replica or the whole fleet."""
+"""The control routes of vLLM and of FastDeploy, over one replica or the whole fleet."""
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -10,13 +10,43 @@ from pydantic import BaseModel
 
 from configs.schema import PauseMode
 from rollout.engines.request_ids import client_names, response_name
-from rollout.fleet.fleet import PAUSE_TIMEOUT_S, FleetPauseError
-from rollout.http.controlled import Controlled
+from rollout.errors import FleetPauseError
 from rollout.http.metrics import exposition
 from rollout.replica.pause import PauseConflictError, PauseInterruptedError
+from rollout.replica.replica import ReplicaStatus
 
 OPEN_PATHS = ("/health", "/metrics", "/versions")
-"""Routes that change nothing: probes and scrapers need no token for them."""
+"""Routes that change nothing, so that probes and scrapers need no token."""
+
+
+PAUSE_TIMEOUT_S = 60.0
+"""Default of the `timeout_s` of a pause."""
+
+
+class Controlled(Protocol):
+    """What the control routes act on: one replica, or the fleet."""
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None:
+        """Return when the pause is complete. When it fails, everything is as it was before."""
+        ...
+
+    async def resume(self) -> object: ...
+
+    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
+        """End these requests, or all. Returns the engine's ids of those that it ended."""
+        ...
+
+    async def is_paused(self) -> bool: ...
+
+    async def statuses(self) -> Sequence[ReplicaStatus]: ...
+
+    async def stats(self) -> dict[str, dict[str, float]]:
+        """Counters of each replica."""
+        ...
+
+    async def out_of_service(self) -> str | None:
+        """Why it cannot serve; None when it can."""
+        ...
 
 
 class AbortRequests(BaseModel):
@@ -25,7 +55,7 @@ class AbortRequests(BaseModel):
 
 
 def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
-    """An app with all control routes, to which others may be added."""
+    """An app with all control routes. The caller may add others."""
     app = FastAPI(title="slipstream")
     app.include_router(_vllm_routes(controlled))
     app.include_router(_fastdeploy_routes(controlled))
@@ -48,7 +78,7 @@ def _vllm_routes(controlled: Controlled) -> APIRouter:
         clear_cache: bool = False,
         timeout_s: Annotated[float, Query(gt=0)] = PAUSE_TIMEOUT_S,
     ) -> dict[str, str]:
-        """Returns when the pause is complete: `abort` ends what runs, `wait` lets it finish, `keep` freezes it."""
+        """Answer when the pause is complete. Requests in flight end (`abort`), finish (`wait`) or freeze (`keep`)."""
         await controlled.pause(mode, clear_cache, timeout_s)
         return {"status": "paused"}
 
@@ -84,7 +114,7 @@ def _fastdeploy_routes(controlled: Controlled) -> APIRouter:
 
     @router.post("/abort_requests")
     async def abort_requests(body: AbortRequests) -> dict[str, Any]:
-        """A request's id is that of its response, or the X-Request-Id that its client gave it."""
+        """A request is named by the id of its response, or by the X-Request-Id that its client sent."""
         if not body.abort_all and not body.req_ids:
             raise HTTPException(400, "must provide abort_all=true or req_ids")
         ended = await controlled.abort(None if body.abort_all else body.req_ids)
@@ -111,7 +141,7 @@ def _state_routes(controlled: Controlled, with_engine_metrics: bool) -> APIRoute
 
     @router.get("/versions")
     async def versions() -> dict[str, int]:
-        """The `global_steps` of the weights that each replica serves; -1 before it has any."""
+        """The `global_steps` of the weights that each replica serves; -1 before its first."""
         return {status.name: status.global_steps for status in await controlled.statuses()}
 
     @router.get("/metrics")
@@ -139,7 +169,7 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
 
 
 def _status_of(errors: Collection[BaseException]) -> int:
-    """What one replica answers, where all of those that failed agree."""
+    """The status that a single replica would answer with, if all that failed agree."""
     for kinds, status in (((PauseConflictError, PauseInterruptedError), 409), (TimeoutError, 504)):
         if all(isinstance(error, kinds) for error in errors):
             return status

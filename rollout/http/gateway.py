@@ -10,47 +10,48 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.runtime.deadline import within
+from rollout.errors import NoReplicaLeftError
 from rollout.http.auth import RequireToken
-from rollout.http.control import OPEN_PATHS, control_app
-from rollout.http.controlled import Controlled
-from rollout.router import NoReplicaLeftError, ReplicaRouter
+from rollout.http.control import OPEN_PATHS, Controlled, control_app
+from rollout.router import ReplicaRouter
 
 PROXIED = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET"}
-ROUTE_TIMEOUT_S = 10.0
-"""A replica that is out of service for an update may be back within this."""
-CONNECT_TIMEOUT_S = 10.0
-# Of one connection and not of the request (RFC 9110, 7.6.1), or set anew for the next one.
+# Headers that belong to one connection and not to the request (RFC 9110, 7.6.1), or are set anew for the next one.
 NOT_PASSED_ON = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host"}
 NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-authorization"}
 
 
 def gateway_app(controlled: Controlled, proxy: "Proxy | None", token: str | None) -> ASGIApp:
-    """Without a `proxy` it has the control routes only."""
+    """`proxy`: None leaves only the control routes."""
     app: FastAPI = control_app(controlled, with_engine_metrics=False)
     for path, method in PROXIED.items() if proxy is not None else ():
         app.add_route(path, proxy, methods=[method])  # pyright: ignore[reportArgumentType]
     return app if token is None else RequireToken(app, token, {*OPEN_PATHS, *PROXIED})
 
 
-def upstream_client(token: str | None) -> httpx.AsyncClient:
-    """To the replicas. No deadline on answers: a frozen request has none, and its client may always go away."""
+def upstream_client(token: str | None, route_timeout_s: float) -> httpx.AsyncClient:
+    """The client that connects to the replicas. Answers have no deadline: a frozen request may last for as long as its
+    client stays."""
     headers = {"accept-encoding": "identity"} | ({} if token is None else {"authorization": f"Bearer {token}"})
     return httpx.AsyncClient(
         headers=headers,
-        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        timeout=httpx.Timeout(None, connect=route_timeout_s),
         limits=httpx.Limits(max_connections=None),
         trust_env=False,
     )
 
 
 class Proxy:
-    """ASGI endpoint: a request goes up to one replica, and its answer comes back byte by byte as it is produced."""
+    """ASGI endpoint that sends a request to one replica, and streams its answer back byte by byte."""
 
-    def __init__(self, client: httpx.AsyncClient, router: ReplicaRouter, urls: Mapping[str, str]):
-        """`urls`: of each replica of the router."""
+    def __init__(
+        self, client: httpx.AsyncClient, router: ReplicaRouter, urls: Mapping[str, str], route_timeout_s: float
+    ):
+        """`urls`: replica -> URL. `route_timeout_s`: serve.route_timeout_s."""
         self._client = client
         self._router = router
         self._urls = urls
+        self._route_timeout_s = route_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -71,7 +72,7 @@ class Proxy:
 
     async def _relay(self, request: Request, body: bytes, send: Send) -> None:
         try:
-            async with within(ROUTE_TIMEOUT_S, "ROUTE_TIMEOUT_S", "waiting for a replica in service"):
+            async with within(self._route_timeout_s, "serve.route_timeout_s", "waiting for a replica in service"):
                 name = await self._router.acquire(1)
         except (TimeoutError, NoReplicaLeftError) as error:
             return await _answer(request, send, 503, str(error))
@@ -94,7 +95,7 @@ class Proxy:
                 await send({"type": "http.response.body", "body": b""})
         except httpx.TransportError as error:
             if started:
-                raise  # the connection is cut, so that the client does not take what it has for the whole answer
+                raise  # cuts the connection, so that the client does not take a part of the answer for the whole
             await _answer(request, send, 502, f"{name} did not answer: {error!r}")
 
 

@@ -1,4 +1,4 @@
-"""The Prometheus text of replicas: counters and state, labelled with the replica's name."""
+"""State and counters of replicas as Prometheus text, labelled with the replica's name."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ COUNTERS = {
     "aborted": "Trajectories that were aborted since the start",
     "busy_s": "Seconds with at least one request since the start",
 }
-"""Those of RolloutReplica.stats that are exported."""
+"""The entries of RolloutReplica.stats that are exported."""
 
 
 def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[str, float]], with_engine: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""An ASGI app served on the running event loop, beside whatever else runs there."""
+"""Serves an ASGI app on the running event loop, together with the other tasks of that loop."""
 
 import asyncio
 import socket
@@ -15,17 +15,17 @@ KEEP_ALIVE_S = 75
 """How long an idle connection stays open, as with nginx: longer than httpx, and so OpenAI's client (5 s), and aiohttp
 (15 s) keep one, so that they send no request on a connection that is being closed. uvicorn's own 5 s are too short."""
 CLOSING_S = 1
-"""At the end, requests that still run are given so long; a frozen one would never end by itself."""
+"""Seconds that requests in flight get at the end. A frozen request would never end by itself."""
 
 
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the process's own affair
+        yield  # the process handles its signals itself
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+    """Port 0 takes a free port. Raises ConfigError when the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

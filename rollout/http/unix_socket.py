@@ -1,4 +1,4 @@
-"""A Unix socket that is found in a folder, however long the folder's path is."""
+"""A Unix socket that can be opened through a folder, however long the path of the folder is."""
 
 import shutil
 import socket
@@ -12,7 +12,7 @@ BACKLOG = 16
 
 @contextmanager
 def linked_socket(link: Path) -> Iterator[socket.socket]:
-    """Listens on a socket that only this user can use, and makes `link` point to it. Both are gone afterwards.
+    """Listen on a socket that only this user can use, and make `link` point to it. Both are removed afterwards.
 
     The path of a socket has at most 107 bytes, so it lies in a private folder under /tmp.
     """

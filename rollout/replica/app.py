@@ -3,8 +3,7 @@
 from starlette.types import ASGIApp
 
 from rollout.http.auth import RequireToken
-from rollout.http.control import control_app
-from rollout.http.controlled import Controlled
+from rollout.http.control import Controlled, control_app
 
 
 def replica_app(controlled: Controlled, openai_app: ASGIApp, token: str | None) -> ASGIApp:

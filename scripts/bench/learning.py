@@ -102,8 +102,8 @@ def final(curve: Curve) -> tuple[float, float]:
 
 async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
     """New train workers on the seed's warm model; the replicas' caches of the arm before are emptied."""
-    await parts.fleet.pause(PauseMode.wait, clear_cache=True)
-    await parts.fleet.resume()
+    await parts.control.pause(PauseMode.wait, clear_cache=True)
+    await parts.control.resume()
     workers = make_workers(config, "cpu", run_dir, parts.store, console)
     try:
         await workers.setup(policy_path)

@@ -4,12 +4,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from configs.schema import Config
 from rollout.evaluation.pinned import Updates
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.member import FleetMember
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
-from rollout.progress import Progress
 from rollout.router import ReplicaRouter, max_inflight
 
 
@@ -20,28 +20,34 @@ def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, Hea
 
 
 def make_fleet(
-    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None], progress: Progress
-) -> tuple[ReplicaFleet, ReplicaRouter]:
-    """Of replicas that wait for their first weights."""
+    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None]
+) -> tuple[ReplicaFleet, FleetControl]:
+    """`replicas`: they wait for their first weights."""
     rollout = config.rollout
     inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
     router = ReplicaRouter([replica.name for replica in replicas], inflight)
-    return ReplicaFleet(
-        replicas, router, rollout.min_replicas, report, max_replacements=rollout.max_replacements, progress=progress
-    ), router
+    fleet = ReplicaFleet(
+        replicas,
+        router,
+        rollout.min_replicas,
+        report,
+        max_replacements=rollout.max_replacements,
+        answer_timeout_s=rollout.answer_timeout_s,
+    )
+    return fleet, FleetControl(fleet, config.weight_sync.pause_timeout_s)
 
 
 def make_monitor_and_operator(
     config: Config,
     fleet: ReplicaFleet,
-    router: ReplicaRouter,
+    control: FleetControl,
     manager: Updates,
     start: Callable[[str], Awaitable[FleetMember]],
 ) -> tuple[FleetMonitor, FleetOperator]:
     monitor, health = make_monitor(config, fleet)
     operator = FleetOperator(
         fleet=fleet,
-        router=router,
+        control=control,
         health=health,
         start=start,
         catch_up=manager.catch_up,

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 from rollout.agents.worker_group import AgentWorkerGroup
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
-from rollout.progress import Progress
 from rollout.prompts import EncodedRow
 from rollout.replica.replica_group import ReplicaHandle
-from rollout.router import ReplicaRouter
 from trainer.checkpoint.store import CheckpointStore
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers
 
@@ -19,8 +18,8 @@ class Parts:
     """What a run is made of, all of it started."""
 
     replicas: list[ReplicaHandle]
-    router: ReplicaRouter
     fleet: ReplicaFleet
+    control: FleetControl
     monitor: FleetMonitor
     operator: FleetOperator
     agents: AgentWorkerGroup
@@ -29,4 +28,3 @@ class Parts:
     train_rows: list[EncodedRow]
     val_rows: list[EncodedRow]
     manager: RecoveringUpdater
-    progress: Progress

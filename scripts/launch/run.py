@@ -14,10 +14,8 @@ from configs.validate import ConfigError
 from rollout.agents.loop import AgentLoop
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
-from rollout.http.controlled import FleetControl
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
-from rollout.progress import Progress
 from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica_group import ReplicaActor, create_replicas
 from scripts.export_hf import export, find_checkpoint
@@ -57,7 +55,7 @@ async def run(  # noqa: PLR0913
             async with fleet_socket(parts.operator, run_dir):
                 if listener is None:
                     return await train(config, parts, console, recorder, resumed)
-                control = gateway_app(FleetControl(parts.fleet, parts.router), None, config.serve.token)
+                control = gateway_app(parts.control, None, config.serve.token)
                 async with served(control, listener):
                     console.message(f"control routes: {url_of(listener)}")
                     return await train(config, parts, console, recorder, resumed)
@@ -101,15 +99,13 @@ async def start(  # noqa: PLR0913
         data = starting.create_task(_encode(config, agents, rows, console))
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     train_rows, val_rows = data.result()
-    progress = Progress()
-    fleet, router = make_fleet(config, replicas, console.message, progress)
+    fleet, control = make_fleet(config, replicas, console.message)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
     starter = ReplicaStarter(config, spec, agents, on_start, actor_class, console.message)
-    monitor, operator = make_monitor_and_operator(config, fleet, router, manager, starter)
+    monitor, operator = make_monitor_and_operator(config, fleet, control, manager, starter)
     return Parts(
         monitor=monitor,
         operator=operator,
-        router=router,
         replicas=replicas,
         agents=agents,
         workers=workers,
@@ -117,8 +113,8 @@ async def start(  # noqa: PLR0913
         train_rows=train_rows,
         val_rows=val_rows,
         fleet=fleet,
+        control=control,
         manager=manager,
-        progress=progress,
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from configs.runtime.deadline import within
 from configs.schema import Config, ModelKind
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.http.controlled import FleetControl
 from rollout.http.gateway import Proxy, gateway_app, upstream_client
 from rollout.http.server import listen, served, url_of
 from rollout.replica.replica_group import ReplicaHandle, create_replicas
@@ -30,15 +30,24 @@ async def serve_model(config: Config, device: str, run_dir: Path) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it notes every request
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
-    async with cluster(config, device), upstream_client(config.serve.token) as client:
+    async with cluster(config, device), upstream_client(config.serve.token, config.serve.route_timeout_s) as client:
         model_path = await run.policy_model(config, await run.boot_model(config, run_dir), console)
         replicas = await _start_replicas(config, device, run_dir, model_path, console)
         router = ReplicaRouter([replica.name for replica, _ in replicas], UNBOUNDED)
         handles = [replica for replica, _ in replicas]
-        fleet = ReplicaFleet(handles, router, config.rollout.min_replicas, console.message, serving=0)
+        fleet = ReplicaFleet(
+            handles,
+            router,
+            config.rollout.min_replicas,
+            console.message,
+            serving=0,
+            answer_timeout_s=config.rollout.answer_timeout_s,
+        )
+        control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
         monitor, _ = make_monitor(config, fleet)
-        proxy = Proxy(client, router, {replica.name: url for replica, url in replicas})
-        async with served(gateway_app(FleetControl(fleet, router), proxy, config.serve.token), listener):
+        urls = {replica.name: url for replica, url in replicas}
+        proxy = Proxy(client, router, urls, config.serve.route_timeout_s)
+        async with served(gateway_app(control, proxy, config.serve.token), listener):
             for replica, url in replicas:
                 console.message(f"{replica.name}: {url}")
             console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")

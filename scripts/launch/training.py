@@ -1,15 +1,16 @@
 """The training itself, over parts that are started: from the beginning, or from a checkpoint."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from configs.schema import Config
 from rollout.agents.worker_group import AgentWorkerGroup
-from rollout.evaluation.evaluator import Evaluator, InService, OnLost
+from rollout.evaluation.evaluator import Evaluator, OnLost
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.failures import FailureBudget
 from rollout.prompts import EncodedRow, as_prompt
+from rollout.router import ReplicaRouter
 from rollout.snapshot import OtherPromptsError, capture, encode, restore
 from rollout.types import SamplingParams
 from scripts.launch.parts import Parts
@@ -39,20 +40,17 @@ class _Training:
             config,
             parts.train_rows,
             parts.agents,
-            parts.router,
             parts.fleet,
-            parts.progress,
             self._first_step,
             parts.manager.publishing,
         )
         self._evaluator = make_evaluator(
             config,
             parts.val_rows,
-            parts.router,
+            parts.fleet.router,
             parts.agents,
             self._rollouts.failed_rewards,
             parts.fleet.lose,
-            parts.fleet.paused.of_any,
         )
         if resumed is not None:
             self._restore(resumed)
@@ -68,7 +66,7 @@ class _Training:
             held_out=PinnedEvaluator(
                 self._evaluator, parts.fleet, parts.manager, config.evaluation.replicas, console.message
             ),
-            fleet=parts.fleet,
+            fleet=parts.control,
             recorder=recorder,
             checkpointer=checkpointer,
         )
@@ -87,7 +85,7 @@ class _Training:
     async def summary(self) -> dict[str, Any]:
         """What only this side knows. The engines' counters are of this process, those of the rollouts of the whole
         run."""
-        totals = await self._parts.fleet.totals()
+        totals = await self._parts.control.totals()
         rollouter, num_evaluated = self._rollouts.rollouter, self._evaluator.num_requests
         return {
             "resumed_from": self._first_step,
@@ -104,7 +102,7 @@ class _Training:
 
     async def _snapshot(self) -> bytes:
         """For a checkpoint: with what the replicas have sampled up to now, as far as they answer."""
-        await self._parts.fleet.ask()
+        await self._parts.fleet.collect_progress()
         return await asyncio.to_thread(encode, capture(self._rollouts))
 
     def _restore(self, resumed: Resumed) -> None:
@@ -124,16 +122,15 @@ class _Training:
 def make_evaluator(
     config: Config,
     rows: Sequence[EncodedRow],
-    replicas: InService,
+    router: ReplicaRouter,
     agents: AgentWorkerGroup,
     failures: FailureBudget,
     on_lost: OnLost,
-    paused_s: Callable[[], float] | None = None,
 ) -> Evaluator:
     evaluation = config.evaluation
     return Evaluator(
         prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
-        replicas=replicas,
+        router=router,
         runner=agents,
         sampling=SamplingParams(
             temperature=evaluation.temperature,
@@ -145,5 +142,4 @@ def make_evaluator(
         timeout_s=evaluation.timeout_s,
         failures=failures,
         on_lost=on_lost,
-        paused_s=paused_s,
     )

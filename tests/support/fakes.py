@@ -11,9 +11,9 @@ import numpy as np
 from configs.schema import WeightSyncConfig
 from rollout.engines.base import WeightTag
 from rollout.engines.simulated import SimulatedEngine
-from rollout.progress import Attempt
+from rollout.errors import ReplicaLostError
+from rollout.progress import Attempt, Progress
 from rollout.replica.replica import RolloutReplica
-from rollout.router import ReplicaLostError
 from rollout.types import (
     Completion,
     GenerationRequest,
@@ -147,6 +147,23 @@ class FakeRunner:
         if self._is_flat(ordinal):
             return make_group(ordinal, first, self.live, group_size=group_size)
         return make_mixed_group(ordinal, first, self.live)
+
+
+class FakeEpisodes:
+    """A rollouter's episodes on replicas that are never lost."""
+
+    def __init__(self, runner: FakeRunner):
+        self.run_group = runner.run_group
+        self.progress = Progress()
+
+    async def replica_lost(self, name: str, error: BaseException) -> bool:
+        raise AssertionError(f"{name} cannot be lost") from error
+
+    async def collect_progress(self, name: str) -> None: ...
+
+    async def abort(self, name: str, request_ids: object) -> None: ...
+
+    async def updated(self) -> None: ...
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

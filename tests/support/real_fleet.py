@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
 from rollout.router import ReplicaRouter
@@ -79,6 +79,7 @@ class Scene:
     replicas: list[ReplicaHandle]
     workers: Workers
     fleet: ReplicaFleet
+    control: FleetControl
     model_path: Path
     version: int = 0
 
@@ -136,9 +137,8 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
         on_start=no_redirect,
     )
     router = ReplicaRouter([replica.name for replica in replicas], 64)
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda text: None)
-    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.fleet.fleet.STATUS_TIMEOUT_S", 60.0)  # who has no core for 5 s is still to be heard
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda text: None, answer_timeout_s=60.0)
+    with asyncio.Runner() as runner:
 
         async def start() -> None:
             starts = [r.start(spec, CONFIG.weight_sync) for r, spec in zip(replicas, specs, strict=True)]
@@ -146,7 +146,7 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
 
         runner.run(start())
         try:
-            yield Scene(runner, specs, replicas, workers, fleet, model_path)
+            yield Scene(runner, specs, replicas, workers, fleet, FleetControl(fleet), model_path)
         finally:
             for part in (workers, *replicas):
                 part.kill()

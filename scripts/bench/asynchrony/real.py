@@ -17,6 +17,7 @@ from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
+from rollout.fleet.episodes import FleetEpisodes
 from rollout.prompts import EncodedRow, PromptStream
 from rollout.replica.replica_group import ReplicaActor
 from rollout.rollouter import Rollouter
@@ -204,11 +205,10 @@ async def _framework_throughput(config: Config, parts: Parts, num_groups: int, r
         stream=PromptStream(_labelled(parts.train_rows, "uniform"), config.seed),
         buffer=buffer,
         router=ReplicaRouter([replica.name for replica in parts.replicas], limit),
-        runner=parts.agents,
+        episodes=FleetEpisodes(parts.agents, parts.fleet, parts.manager.publishing),
         sampling=SamplingParams(),
         group_size=config.algorithm.group_size,
         group_timeout_s=600,
-        on_lost=parts.fleet.lose,
     )
     tokens = 0
 

@@ -27,6 +27,7 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
 from rollout.engines.simulated import SimulatedEngine
+from rollout.fleet.episodes import FleetEpisodes
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.replica.replica import RolloutReplica
@@ -99,23 +100,23 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
     row = EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))
+    manager = CheckpointManager(workers, fleet, config.weight_sync)
+    agents = AgentWorker(
+        config=config,
+        tokenizer=NoTokenizer(),
+        loop=ForcedLengths({"": job.length_of}),
+        reward=no_reward,
+        replicas={replica.name: replica.generate_group for replica in replicas},
+    )
     rollouter = Rollouter(
         stream=PromptStream([row], seed=0),
         buffer=buffer,
         router=router,
-        runner=AgentWorker(
-            config=config,
-            tokenizer=NoTokenizer(),
-            loop=ForcedLengths({"": job.length_of}),
-            reward=no_reward,
-            replicas={replica.name: replica.generate_group for replica in replicas},
-        ),
+        episodes=FleetEpisodes(agents, fleet, manager.publishing),
         sampling=SamplingParams(),
         group_size=job.group_size,
         group_timeout_s=1e6,
-        on_lost=fleet.lose,
     )
-    manager = CheckpointManager(workers, fleet, config.weight_sync)
     nothing: Any = Nothing()
     no_checkpoints: Any = NoCheckpoints()
     loop = TrainLoop(

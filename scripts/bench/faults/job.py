@@ -19,10 +19,10 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
 from rollout.engines.simulated import SimulatedEngine
-from rollout.progress import Progress, ProgressReport, in_group
+from rollout.errors import ReplicaLostError
+from rollout.progress import ProgressReport, in_group
 from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import CommitReport, RolloutReplica
-from rollout.router import ReplicaLostError
 from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest
 from scripts.bench.asynchrony.simulated import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
@@ -164,8 +164,7 @@ class Job:
         self.messages: list[str] = []
         self.workers: Any = SavedTrainer(train_s)
         self.workers.global_steps = self.first_step
-        progress = Progress()
-        self.fleet, router = make_fleet(config, self.replicas, self.messages.append, progress)
+        self.fleet, self.control = make_fleet(config, self.replicas, self.messages.append)
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
         self._agents = AgentWorker(
             config=config,
@@ -174,11 +173,11 @@ class Job:
             reward=no_reward,
             replicas={replica.name: replica.generate_group for replica in self.replicas},
         )
-        self.monitor, self.operator = make_monitor_and_operator(config, self.fleet, router, self.manager, self._start)
-        rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
-        self.rollouts = make_rollouts(
-            config, rows, self._agents, router, self.fleet, progress, self.first_step, self.manager.publishing
+        self.monitor, self.operator = make_monitor_and_operator(
+            config, self.fleet, self.control, self.manager, self._start
         )
+        rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
+        self.rollouts = make_rollouts(config, rows, self._agents, self.fleet, self.first_step, self.manager.publishing)
         if resumed is not None:
             restore(resumed.rollouts, self.rollouts)
 
@@ -202,7 +201,7 @@ class Job:
             workers=self.workers,
             manager=self.manager,
             held_out=Nothing(),
-            fleet=self.fleet,
+            fleet=self.control,
             recorder=self._recorder,
             checkpointer=checkpointer,
         )

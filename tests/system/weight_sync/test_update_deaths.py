@@ -75,7 +75,7 @@ def test_the_others_are_brought_to_the_version_and_the_run_goes_on(
         async with asyncio.timeout(COLLECTIVE.stage_timeout_s / 4):
             report = await manager.update_weights(scene.version)
         assert [done.name for done in report.replicas] == [replica.name for replica in others]
-        statuses = await scene.fleet.statuses()
+        statuses = await scene.control.statuses()
         assert [(status.name, status.global_steps) for status in statuses] == [(r.name, scene.version) for r in others]
         assert not any(status.frozen or status.torn or status.pause_mode for status in statuses)
         await scene.check_parameters(tmp_path, weights)

@@ -1,7 +1,6 @@
 """Every prompt becomes one group in the buffer, whatever the order of finishing, or the run ends with the error."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,13 +11,13 @@ from hypothesis import strategies as st
 from configs.schema import StalePolicy
 from rollout.buffer import TooFewGroupsError, TrajectoryBuffer
 from rollout.failures import GroupBudget
+from rollout.fleet.episodes import FleetEpisodes
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.progress import Progress
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
-from tests.support.fakes import FakeRunner, FakeStream, now, run_virtual, settle
+from tests.support.fakes import FakeRunner, FakeStream, run_virtual, settle
 
 GROUP_SIZE = 4
 
@@ -41,7 +40,6 @@ class Setup:
     flat: list[bool] | None = None
     """Which prompts' groups have equal rewards; those are filtered out."""
     make_runner: type[FakeRunner] = FakeRunner
-    paused_s: Callable[[str], float] = lambda replica: 0.0
 
     def __post_init__(self) -> None:
         flat = self.flat or [False]
@@ -54,19 +52,16 @@ class Setup:
         fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
         self.runner = self.make_runner(self.seconds, self.errors, self.deaths, lambda n: flat[n % len(flat)])
         self.stream = FakeStream()
-        self.progress = Progress()
+        self.progress = fleet.progress
         self.rollouter = Rollouter(
             stream=self.stream,  # pyright: ignore
             buffer=self.buffer,
             router=self.router,
-            runner=self.runner,
+            episodes=FleetEpisodes(self.runner, fleet, asyncio.Lock()),
             sampling=SamplingParams(),
             group_size=GROUP_SIZE,
             group_timeout_s=100.0,
-            on_lost=fleet.lose,
-            progress=self.progress,
             failures=self.failures,
-            paused_s=self.paused_s,
         )
 
     async def train(self) -> list[int]:
@@ -249,21 +244,3 @@ def test_a_replica_ejected_while_a_group_waits_for_a_slot_does_not_get_the_group
         await asyncio.wait([run])
 
     run_virtual(main())
-
-
-@pytest.mark.parametrize("paused", ["a", "b"])
-def test_the_time_in_which_its_replica_is_paused_does_not_count_for_a_group(paused: str) -> None:
-    """250 s on replica a, where 100 are allowed, and for 160 of which one of the two was paused."""
-    setup = Setup([250.0], num_steps=1, paused_s=lambda replica: min(now(), 160.0) if replica == paused else 0.0)
-    setup.router = ReplicaRouter(["a"], max_inflight=2 * GROUP_SIZE)
-    setup.rollouter._router = setup.router
-
-    async def main() -> list[int]:
-        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
-        return trained
-
-    if paused == "a":
-        assert run_virtual(main()) == [0, 1] and setup.ordinals("cancel") == []
-    else:
-        with pytest.raises(ExceptionGroup):
-            run_virtual(main())

@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 
+from rollout.errors import AgentWorkerLostError, TooFewReplicasError
 from rollout.failures import GroupBudget, GroupFailuresError
-from rollout.fleet.members import TooFewReplicasError
 from rollout.progress import Attempt, Partial, ProgressReport
 from rollout.rollouter import GroupUnderWay
-from rollout.router import AgentWorkerLostError
 from tests.support.fakes import make_completion, make_prompt, run_virtual
 from tests.unit.rollout.test_rollouter import GROUP_SIZE, Setup
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.router import NoReplicaLeftError, ReplicaRouter, max_inflight
+from rollout.errors import NoReplicaLeftError
+from rollout.router import ReplicaRouter, max_inflight
 from tests.support.fakes import run_virtual, settle
 
 

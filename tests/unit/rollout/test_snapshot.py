@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.failures import FailureBudget, GroupBudget
-from rollout.progress import Attempt, Partial, Progress, ProgressReport, SoFar
+from rollout.progress import Attempt, Partial, ProgressReport, SoFar
 from rollout.prompts import PromptStream
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
 from rollout.snapshot import OtherPromptsError, Rollouts, RolloutState, UnderWay, capture, decode, encode, restore
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import SamplingParams
-from tests.support.fakes import FakeRunner, make_completion, make_group, make_trajectory, run_virtual
+from tests.support.fakes import FakeEpisodes, FakeRunner, make_completion, make_group, make_trajectory, run_virtual
 from tests.unit.rollout.test_prompts import make_rows
 
 B = 2  # groups per step
@@ -42,24 +42,23 @@ class Run:
         self.runner = FakeRunner(self.seconds)
         self.runner.live = self.global_steps
         router = ReplicaRouter(["a", "b"], max_inflight=2 * self.group_size)
-        stream, progress, failures = PromptStream(make_rows(self.num_rows), seed=3), Progress(), GroupBudget()
+        stream, failures = PromptStream(make_rows(self.num_rows), seed=3), GroupBudget()
+        episodes = FakeEpisodes(self.runner)
         rollouter = Rollouter(
             stream=stream,
             buffer=buffer,
             router=router,
-            runner=self.runner,
+            episodes=episodes,
             sampling=SamplingParams(),
             group_size=self.group_size,
             group_timeout_s=1000.0,
-            on_lost=self.never,
-            progress=progress,
             failures=failures,
         )
         self.rollouts = Rollouts(
             stream=stream,
             buffer=buffer,
             rollouter=rollouter,
-            progress=progress,
+            progress=episodes.progress,
             failed_rewards=FailureBudget(),
             failed_groups=failures,
             group_size=self.group_size,
@@ -67,9 +66,6 @@ class Run:
         self.trained: dict[int, list[int]] = {}
         self.told: dict[int, list[int]] = {}
         """Ordinal -> tokens of its request 0 that the replicas have told."""
-
-    async def never(self, name: str, error: BaseException) -> None:
-        raise error
 
     async def until(self, last_step: int) -> RolloutState:
         """What the checkpoint of `last_step` keeps."""

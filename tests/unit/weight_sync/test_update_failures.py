@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.schema import WeightSyncConfig
-from rollout.fleet.members import TooFewReplicasError
+from rollout.errors import TooFewReplicasError
 from tests.support.fakes import run_virtual
 from tests.unit.weight_sync.test_checkpoint_manager import HANGS, WHOLE, Scene
 from weight_sync.checkpoint_manager import WeightUpdateError

@@ -16,10 +16,10 @@ import ray
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker_group import AgentWorkerGroup
+from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt
 from rollout.replica.replica_group import ReplicaHandle
 from rollout.rewards.base import RewardResult
-from rollout.router import AgentWorkerLostError
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
 from rollout.wire import Columns, pack_completions
 from tests.support.fakes import make_prompt

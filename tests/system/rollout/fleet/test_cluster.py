@@ -14,7 +14,6 @@ from configs.schema import Config, RolloutConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.progress import Progress
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
 from rollout.types import Completion, GenerationRequest, SamplingParams
@@ -91,7 +90,7 @@ class Scene:
     def __init__(self, replicas: list[ReplicaHandle]) -> None:
         self.told: list[str] = []
         self.agents = NoAgents()
-        self.fleet, self.router = make_fleet(CONFIG, replicas, self.told.append, Progress())
+        self.fleet, control = make_fleet(CONFIG, replicas, self.told.append)
         self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
         start = ReplicaStarter(
             CONFIG,
@@ -101,7 +100,7 @@ class Scene:
             SimulatedActor,
             self.told.append,
         )
-        self.monitor, self.operator = make_monitor_and_operator(CONFIG, self.fleet, self.router, self.manager, start)
+        self.monitor, self.operator = make_monitor_and_operator(CONFIG, self.fleet, control, self.manager, start)
 
     async def until(self, what: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -143,7 +142,7 @@ def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_rep
             nodes.remove_node(victim, allow_graceful=False)
             await scene.until(lambda: scene.states().get("replica-2") == "STARTING")
             (kept,) = {"replica-0", "replica-1"} - {lost}
-            assert scene.router.healthy == [kept]
+            assert scene.fleet.router.healthy == [kept]
             assert scene.operator.add(1) == ["replica-3"]
             await asyncio.sleep(8)  # by now it is known that the node is dead
             assert scene.states() == {kept: "READY", "replica-2": "STARTING", "replica-3": "STARTING"}, "no room"
@@ -155,7 +154,7 @@ def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_rep
             for name in ("replica-2", "replica-3"):
                 (completion,) = await generate(scene.fleet, name)
                 assert set(completion.token_ids) == {3}, "of the current weights"
-            gauges = scene.fleet.member_gauges()
+            gauges = scene.fleet.gauges()
             assert (gauges["rollout/replicas_lost"], gauges["rollout/replicas_replaced"]) == (1, 1)
 
     asyncio.run(main())

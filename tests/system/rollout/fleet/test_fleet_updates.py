@@ -80,7 +80,7 @@ def test_three_updates_under_load(scene: Scene, name: str, tmp_path: Path) -> No
         return list(await asyncio.gather(*load))
 
     completions = scene.run(scenario())
-    assert {status.global_steps for status in scene.run(scene.fleet.statuses())} == {scene.version}
+    assert {status.global_steps for status in scene.run(scene.control.statuses())} == {scene.version}
     for of_a_replica in completions:
         assert all(len(one.token_ids) == 250 == one.spans[-1].end for one in of_a_replica)
         assert any(len(one.spans) > 1 for one in of_a_replica), "an update came while it generated"
@@ -177,8 +177,8 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
         pauses = []
         for least in (5, 10):
             await counts(scene, lambda ranks: bool(ranks) and all(max(rank) >= least for rank in ranks.values()))  # noqa: B023
-            await scene.fleet.pause(PauseMode.keep)
-            assert await scene.fleet.is_paused()
+            await scene.control.pause(PauseMode.keep)
+            assert await scene.control.is_paused()
             frozen, before = await counts(scene, lambda _: True), None
             while frozen != before:  # what was sampled before the pause is on its way for a while after it
                 await asyncio.sleep(0.5)
@@ -188,10 +188,10 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
             pauses.append((scene.version, frozen))
             scene.version += 1
             await manager.update_weights(scene.version)
-            assert await scene.fleet.is_paused(), "a client's pause outlives an update"
+            assert await scene.control.is_paused(), "a client's pause outlives an update"
             await asyncio.sleep(0.3)
             assert await counts(scene, lambda _: True) == frozen
-            await scene.fleet.resume()
+            await scene.control.resume()
         return calm, list(await asyncio.gather(*running)), pauses
 
     calm, paused, pauses = scene.run(scenario())
@@ -238,5 +238,5 @@ def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene
     report = scene.run(scenario())
     assert [update.name for update in report.replicas] == [survivor.name]
     assert report.failures >= 1
-    statuses = scene.run(scene.fleet.statuses())
+    statuses = scene.run(scene.control.statuses())
     assert [(status.name, status.global_steps) for status in statuses] == [(survivor.name, scene.version)]

@@ -10,7 +10,9 @@ import pytest
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.engines.simulated import SimulatedEngine
-from rollout.fleet.fleet import FleetPauseError, ReplicaFleet
+from rollout.errors import FleetPauseError
+from rollout.fleet.control import FleetControl
+from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
 from rollout.router import ReplicaRouter
@@ -51,22 +53,22 @@ def replicas(ray_cluster: None) -> Iterator[list[ReplicaHandle]]:
         replica.kill()
 
 
-def on_fleet(replicas: list[ReplicaHandle], test: Callable[[ReplicaFleet], Awaitable[None]]) -> None:
+def on_fleet(replicas: list[ReplicaHandle], test: Callable[[FleetControl], Awaitable[None]]) -> None:
     async def main() -> None:
         router = ReplicaRouter([replica.name for replica in replicas], 8)
         async with asyncio.timeout(DEADLINE_S):
-            await test(ReplicaFleet(replicas, router, 1, lambda text: None, serving=0))
+            await test(FleetControl(ReplicaFleet(replicas, router, 1, lambda text: None, serving=0)))
 
     asyncio.run(main())
 
 
-async def until_open(fleet: ReplicaFleet) -> None:
+async def until_open(fleet: FleetControl) -> None:
     while [status.pause_mode or status.frozen for status in await fleet.statuses()] != [False, False]:
         await asyncio.sleep(0.02)
 
 
 def test_a_wait_past_its_deadline_is_taken_back_on_the_replica_that_was_late(replicas: list[ReplicaHandle]) -> None:
-    async def test(fleet: ReplicaFleet) -> None:
+    async def test(fleet: FleetControl) -> None:
         late = replicas[1]
         long = asyncio.create_task(generate_group(late.actor, [make_request("long", 100_000)]))
         await asyncio.sleep(0.2)
@@ -87,7 +89,7 @@ def test_a_wait_past_its_deadline_is_taken_back_on_the_replica_that_was_late(rep
 
 
 def test_a_process_that_stands_still_is_named_and_not_paused_when_it_goes_on(replicas: list[ReplicaHandle]) -> None:
-    async def test(fleet: ReplicaFleet) -> None:
+    async def test(fleet: FleetControl) -> None:
         process = (await replicas[0].actor.processes.remote())[0][0]
         os.kill(process, signal.SIGSTOP)
         try:

@@ -12,9 +12,9 @@ from ray.exceptions import ActorDiedError
 
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineDiedError, EngineSpec
+from rollout.errors import TooFewReplicasError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
-from rollout.fleet.members import TooFewReplicasError
 from rollout.fleet.monitor import FleetMonitor
 from rollout.replica.replica_group import ReplicaHandle, create_replicas, generate_group
 from rollout.router import ReplicaRouter

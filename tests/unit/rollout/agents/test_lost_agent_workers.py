@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rollout import rollouter
+from rollout.errors import AgentWorkerLostError
 from rollout.failures import GroupBudget, GroupFailuresError
-from rollout.router import AgentWorkerLostError
 from rollout.types import TrajectoryGroup
 from tests.support.fakes import FakeRunner, now, run_virtual
 from tests.unit.rollout.test_rollouter import Setup

@@ -6,10 +6,9 @@ from typing import Any
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
-from rollout.progress import Progress
+from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import RolloutReplica
-from rollout.router import AgentWorkerLostError, ReplicaLostError
 from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from scripts.bench.asynchrony.simulated import NoTokenizer, SimulatedTrainer, no_reward
@@ -34,7 +33,7 @@ class Scene:
         )
         self.engines = [ClockedEngine(max_num_seqs=2) for _ in range(num_replicas)]
         self.replicas = [make_replica(f"replica-{index}", engine) for index, engine in enumerate(self.engines)]
-        self.fleet, router = make_fleet(config, self.replicas, [].append, progress := Progress())
+        self.fleet, _ = make_fleet(config, self.replicas, [].append)
         self.workers = SimulatedTrainer(1.0)
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
         self.lost_at: float | None = None
@@ -48,7 +47,7 @@ class Scene:
         )
         self._left_behind: list[asyncio.Task[Any]] = []
         rows = [EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))]
-        self.rollouts = make_rollouts(config, rows, self, router, self.fleet, progress, 0, self.manager.publishing)
+        self.rollouts = make_rollouts(config, rows, self, self.fleet, 0, self.manager.publishing)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any
@@ -108,7 +107,7 @@ def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted
         await scene.manager.publishing.acquire()
         await asyncio.sleep(4)
         assert scene.engines[0].running == []
-        await scene.fleet.ask()
+        await scene.fleet.collect_progress()
         (kept,) = capture(scene.rollouts).under_way
         so_far = {name: some.completion for name, some in kept.so_far.items()}
         assert {name: len(some.token_ids) for name, some in so_far.items()} == {"0": 3, "1": 3}
@@ -127,7 +126,7 @@ def test_versions_ascend_when_a_replica_dies_that_caught_up_between_two_updates(
         await scene.fleet.eject("replica-0", RuntimeError("it evaluates"))
         await scene.manager.catch_up(["replica-0"])
         await asyncio.sleep(4)
-        await scene.fleet.ask()  # as the monitor does
+        await scene.fleet.collect_progress()  # as the monitor does
         scene.engines[0].kill()
         versions = [trajectory.token_versions().tolist() for trajectory in (await scene.group()).trajectories]
         assert versions == [sorted(some) for some in versions]
@@ -148,7 +147,7 @@ def test_versions_ascend_when_a_replica_dies_that_has_an_update_before_the_other
         updating = asyncio.create_task(scene.manager.update_weights(1))
         await asyncio.sleep(4)
         assert scene.replicas[0].global_steps == 1 and scene.replicas[1].global_steps == 0
-        await scene.fleet.ask()  # as the monitor does
+        await scene.fleet.collect_progress()  # as the monitor does
         first.kill()
         group = await scene.group()
         await updating

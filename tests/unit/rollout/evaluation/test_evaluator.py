@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rollout.agents.worker import EvaluationPart
+from rollout.errors import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, TooFewReplicasError
 from rollout.evaluation.evaluator import MAX_WORKER_LOSSES, Evaluator, OnLost
 from rollout.evaluation.scores import EvaluatedSample
 from rollout.failures import FailureBudget, RewardFailuresError
-from rollout.fleet.members import TooFewReplicasError
-from rollout.router import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, ReplicaRouter
+from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
 from tests.support.fakes import make_prompt, now, run_virtual, settle
 
@@ -68,7 +68,7 @@ def make_evaluator(
     prompts = [replace(make_prompt(ordinal), data_source="odd" * (ordinal % 2)) for ordinal in range(num_prompts)]
     return Evaluator(
         prompts=prompts,
-        replicas=router or make_router(),
+        router=router or make_router(),
         runner=runner,
         sampling=GREEDY,
         num_samples=num_samples,

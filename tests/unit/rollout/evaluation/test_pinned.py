@@ -8,11 +8,12 @@ import pytest
 
 from configs.schema import WeightSyncConfig
 from rollout.agents.worker import EvaluationPart
+from rollout.errors import ReplicaLostError, TooFewReplicasError
 from rollout.evaluation.pinned import MixedVersionsError, PinnedEvaluator
 from rollout.evaluation.scores import EvaluatedSample
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.members import TooFewReplicasError
-from rollout.router import ReplicaLostError, ReplicaRouter
+from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
 from tests.support.fakes import now, run_virtual, settle
 from tests.unit.rollout.evaluation.test_evaluator import make_evaluator
@@ -78,7 +79,7 @@ class Scene:
         """Start the replica that the fleet wants next, in no time, and bring it to the trainer's weights."""
         name = self.fleet.wanted.get_nowait()
         self.targets[name] = FakeTarget(name, self.events)
-        self.fleet.joined(self.targets[name])  # pyright: ignore[reportArgumentType]
+        self.fleet.register(self.targets[name])  # pyright: ignore[reportArgumentType]
         await self.manager.catch_up([name])
 
     def of(self, name: str) -> list[str]:
@@ -95,7 +96,9 @@ def test_a_pinned_replica_keeps_its_version_while_updates_go_on_and_then_catches
         evaluating = asyncio.create_task(scene.evaluator.evaluate())
         await settle()
         assert scene.router.healthy == ["a"] and [target.name for target in scene.fleet.targets] == ["a"]
-        assert [status.name for status in await scene.fleet.statuses()] == ["a", "b"], "control still reaches it"
+        assert [status.name for status in await FleetControl(scene.fleet).statuses()] == ["a", "b"], (
+            "control still reaches it"
+        )
         scene.events.clear()
         await scene.update(2)
         await scene.update(3)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from configs.schema import PauseMode
-from rollout.fleet.fleet import FleetPauseError
+from rollout.errors import FleetPauseError
 from rollout.replica.pause import PauseInterruptedError
 from rollout.replica.replica import ReplicaStatus
 from tests.support.fakes import ClockedEngine, answer, make_replica, now, run_virtual, settle, start_group
@@ -44,7 +44,7 @@ def test_a_replica_that_does_not_answer_is_named_in_time_and_the_others_go_on(er
         group = start_group(setup.replicas["a"], 8)
         began = now()
         with pytest.raises(FleetPauseError) as raised:
-            await setup.fleet.pause(PauseMode.keep, timeout_s=5)
+            await setup.control.pause(PauseMode.keep, timeout_s=5)
         assert list(raised.value.errors) == ["b"] and now() - began <= 6
         assert answer((await group)[0]) == (8, "stop")
         assert not setup.replicas["a"].is_paused()
@@ -58,8 +58,8 @@ def test_of_a_replica_that_does_not_answer_nothing_is_told_and_the_others_tell()
         began = now()
         assert await setup.paused() == {"a": None}
         with pytest.raises(FleetPauseError, match=r"is_paused failed on b: TimeoutError\('reading the state on b"):
-            await setup.fleet.is_paused()
-        assert now() - began == 10, "each in STATUS_TIMEOUT_S"
+            await setup.control.is_paused()
+        assert now() - began == 10, "each in rollout.answer_timeout_s"
 
     on_fleet(test)
 
@@ -74,7 +74,7 @@ def test_over_http_who_does_not_answer_is_named_with_504_and_the_others_are_told
 
             replicas[1].status = hang
             unknown = await client.get("/is_paused")
-            reason = "reading the state on r1 took longer than STATUS_TIMEOUT_S=5.0"
+            reason = "reading the state on r1 took longer than rollout.answer_timeout_s=5.0"
             assert (unknown.status_code, unknown.json()["replicas"]) == (504, {"r1": reason})
             assert (await client.get("/versions")).json() == {"r0": 3}
             metrics = await client.get("/metrics")
@@ -92,7 +92,7 @@ def test_an_abort_ends_requests_on_the_others_and_names_who_did_not_answer() -> 
         group = start_group(setup.replicas["a"], 30)
         await asyncio.sleep(1.5)
         with pytest.raises(FleetPauseError, match="abort, which ended 1 requests elsewhere, failed on b: OSError"):
-            await setup.fleet.abort()
+            await setup.control.abort()
         assert answer((await group)[0]) == (1, "abort")
 
     on_fleet(test)
@@ -104,16 +104,17 @@ def test_a_resume_that_ends_a_wait_leaves_an_open_fleet_that_others_join_open() 
     async def test(setup: Setup) -> None:
         groups = setup.start(30)
         await asyncio.sleep(0.5)
-        await setup.fleet.pause(PauseMode.keep)
-        waiting = asyncio.create_task(setup.fleet.pause(PauseMode.wait))
+        await setup.control.pause(PauseMode.keep)
+        waiting = asyncio.create_task(setup.control.pause(PauseMode.wait))
         await asyncio.sleep(3)
-        await setup.fleet.resume()
+        await setup.control.resume()
         with pytest.raises(FleetPauseError) as raised:
             await waiting
         assert all(isinstance(error, PauseInterruptedError) for error in raised.value.errors.values())
         late = make_replica(setup.fleet.want(), ClockedEngine())
-        await setup.fleet.join(late)
-        assert not late.is_paused() and not await setup.fleet.is_paused()
+        assert setup.fleet.register(late)
+        await setup.control.align(late)
+        assert not late.is_paused() and not await setup.control.is_paused()
         await asyncio.gather(*groups.values())
 
     on_fleet(test)
@@ -125,16 +126,16 @@ def test_a_pause_that_fails_takes_nothing_back_of_an_order_that_came_later() -> 
     async def test(setup: Setup) -> None:
         setup.start(300)
         await settle()
-        waiting = asyncio.create_task(setup.fleet.pause(PauseMode.wait, timeout_s=20))
+        waiting = asyncio.create_task(setup.control.pause(PauseMode.wait, timeout_s=20))
         await asyncio.sleep(10)
         setup.engines["b"].seconds["freeze"] = 15  # longer than is left for the wait, shorter than for the abort
         setup.replicas["b"]._control._timeout_s = 100
-        aborting = asyncio.create_task(setup.fleet.pause(PauseMode.abort))
+        aborting = asyncio.create_task(setup.control.pause(PauseMode.abort))
         with pytest.raises(FleetPauseError):
             await waiting
         await aborting
         assert await setup.paused() == {"a": "abort", "b": "abort"}
-        assert await setup.fleet.is_paused()
+        assert await setup.control.is_paused()
 
     on_fleet(test)
 
@@ -144,9 +145,9 @@ def test_a_fleet_of_nobody_is_as_it_was_told_to_be() -> None:
         await setup.fleet.lose("a", OSError("died"))
         with pytest.raises(Exception, match="0 replicas are left"):
             await setup.fleet.lose("b", OSError("died"))
-        assert not await setup.fleet.is_paused()
-        await setup.fleet.pause(PauseMode.keep)
-        assert await setup.fleet.is_paused()
+        assert not await setup.control.is_paused()
+        await setup.control.pause(PauseMode.keep)
+        assert await setup.control.is_paused()
 
     on_fleet(test)
 
@@ -154,13 +155,13 @@ def test_a_fleet_of_nobody_is_as_it_was_told_to_be() -> None:
 def test_a_resume_that_comes_before_a_pause_has_reached_a_replica_stands() -> None:
     async def test(setup: Setup) -> None:
         answer_late(setup, "b", [3])
-        pausing = asyncio.create_task(setup.fleet.pause(PauseMode.keep))
+        pausing = asyncio.create_task(setup.control.pause(PauseMode.keep))
         await asyncio.sleep(1)
-        await setup.fleet.resume()
+        await setup.control.resume()
         with pytest.raises(FleetPauseError) as raised:
             await pausing
         assert [type(error) for error in raised.value.errors.values()] == [PauseInterruptedError]
-        assert await setup.paused() == {"a": None, "b": None} and not await setup.fleet.is_paused()
+        assert await setup.paused() == {"a": None, "b": None} and not await setup.control.is_paused()
 
     on_fleet(test)
 
@@ -170,15 +171,16 @@ def test_of_pauses_that_overlap_and_fail_nothing_is_left() -> None:
 
     async def test(setup: Setup) -> None:
         answer_late(setup, "b", [100, 100])
-        pausing = [asyncio.create_task(setup.fleet.pause(PauseMode.keep, timeout_s=5))]
+        pausing = [asyncio.create_task(setup.control.pause(PauseMode.keep, timeout_s=5))]
         await asyncio.sleep(2)
-        pausing.append(asyncio.create_task(setup.fleet.pause(PauseMode.keep, timeout_s=5)))
+        pausing.append(asyncio.create_task(setup.control.pause(PauseMode.keep, timeout_s=5)))
         for pause in pausing:
             with pytest.raises(FleetPauseError):
                 await pause
-        assert await setup.paused() == {"a": None, "b": None} and not await setup.fleet.is_paused()
+        assert await setup.paused() == {"a": None, "b": None} and not await setup.control.is_paused()
         late = make_replica(setup.fleet.want(), ClockedEngine())
-        await setup.fleet.join(late)
+        assert setup.fleet.register(late)
+        await setup.control.align(late)
         assert not late.is_paused()
 
     on_fleet(test)

@@ -5,8 +5,9 @@ import asyncio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rollout.errors import TooFewReplicasError
+from rollout.fleet.fleet import FleetRefusalError
 from rollout.fleet.lifecycle import IllegalTransitionError, ReplicaState
-from rollout.fleet.members import FleetRefusalError, TooFewReplicasError
 from tests.unit.rollout.fleet.test_operator import DIED, START_S, Setup, operated
 
 STEPS = ["lose", "add", "drain", "remove", "eject", "train", "update", "pin", "unpin", "wait"]

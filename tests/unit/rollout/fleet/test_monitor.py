@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
-from configs.schema import PauseMode, WeightSyncConfig
+from configs.schema import WeightSyncConfig
 from rollout.engines.base import EngineDiedError
+from rollout.errors import TooFewReplicasError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
-from rollout.fleet.members import TooFewReplicasError
 from rollout.fleet.monitor import FleetMonitor
 from rollout.progress import ProgressReport
 from rollout.replica.replica import RolloutReplica
@@ -154,24 +154,6 @@ def test_a_replica_that_does_not_go_on_is_lost_within_its_deadline_and_ended(
     watched(test)
 
 
-def test_it_is_known_for_how_long_a_client_has_paused_a_replica() -> None:
-    async def test(setup: Setup, watch: asyncio.Task[None]) -> None:
-        await setup.replicas["a"].pause(PauseMode.keep)
-        await asyncio.sleep(1500)
-        await setup.replicas["a"].resume()
-        await asyncio.sleep(100)
-        assert setup.fleet.paused.of("a") == pytest.approx(1500, abs=2) and setup.fleet.paused.of("b") == 0
-        assert setup.fleet.paused.of_any() == setup.fleet.paused.of("a")
-        await setup.replicas["b"].pause(PauseMode.keep)
-        await asyncio.sleep(10)
-        await setup.fleet.lose("b", OSError("died"))
-        before = setup.fleet.paused.of("b")
-        await asyncio.sleep(10)
-        assert setup.fleet.paused.of("b") == before, "the dead are not paused"
-
-    watched(test)
-
-
 def test_a_replica_with_clients_of_its_own_is_alive() -> None:
     """Over HTTP they ask the engine itself: one answer after another, so that some request always runs."""
 
@@ -217,7 +199,7 @@ def test_an_error_of_the_store_is_no_loss_of_a_replica() -> None:
 
     async def main() -> None:
         setup = Setup()
-        setup.fleet._progress = BrokenStore()
+        setup.fleet.progress = BrokenStore()
         with pytest.raises(ExceptionGroup) as raised:
             await setup.monitor.run()
         assert raised.group_contains(KeyError, match="a bug") and setup.told == []
@@ -231,7 +213,7 @@ def test_replicas_that_join_are_watched_and_those_that_left_are_not() -> None:
         late = WatchedReplica(name, ClockedEngine(), WeightSyncConfig())
         await asyncio.sleep(2)
         assert late.asked == 0
-        assert await setup.fleet.join(late)
+        assert setup.fleet.register(late)
         await asyncio.sleep(2)
         assert late.asked >= 2
         await setup.fleet.retire(name, "no longer wanted")

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable, Collection
 import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
-from rollout.fleet.fleet import ReplicaFleet
+from rollout.errors import TooFewReplicasError
+from rollout.fleet.control import FleetControl
+from rollout.fleet.fleet import FleetRefusalError, ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.lifecycle import IllegalTransitionError
-from rollout.fleet.members import FleetRefusalError, TooFewReplicasError
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
@@ -38,13 +39,14 @@ class Setup:
             self.told.append,
             max_replacements=max_replacements,
         )
+        self.control = FleetControl(self.fleet)
         self.source = FakeSource("trainer", self.events)
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig())
         health = HealthMonitor(60.0, None)
         self.monitor = FleetMonitor(self.fleet, health, 1.0)
         self.operator = FleetOperator(
             fleet=self.fleet,
-            router=self.router,
+            control=self.control,
             health=health,
             start=self.start,
             catch_up=self.catch_up,
@@ -109,7 +111,7 @@ def test_a_lost_replica_is_replaced_by_one_that_serves_only_with_current_weights
             "replica-2 is to replace replica-1",
             "replica-2 is in service, 10.0 s after the one it replaces was lost",
         ]
-        assert setup.fleet.member_gauges() == {
+        assert setup.fleet.gauges() == {
             "rollout/replicas_ready": 2,
             "rollout/replicas_lost": 1,
             "rollout/replicas_replaced": 1,
@@ -144,21 +146,21 @@ def test_nothing_is_routed_to_the_dead_from_the_moment_of_the_loss_on() -> None:
 @pytest.mark.parametrize("mode", PauseMode)
 def test_who_joins_a_paused_fleet_is_paused_too_until_the_fleet_is_resumed(mode: PauseMode) -> None:
     async def test(setup: Setup, running: asyncio.Task[None]) -> None:
-        await setup.fleet.pause(mode)
+        await setup.control.pause(mode)
         for name in ("replica-0", "replica-1"):
             await setup.fleet.lose(name, DIED)
         await asyncio.sleep(START_S + 1)
         assert setup.router.healthy == ["replica-2", "replica-3"]
-        assert await setup.fleet.is_paused()
-        assert [status.pause_mode for status in await setup.fleet.statuses()] == [mode.value] * 2
+        assert await setup.control.is_paused()
+        assert [status.pause_mode for status in await setup.control.statuses()] == [mode.value] * 2
         frozen = start_group(setup.replicas["replica-2"], 3)
         await asyncio.sleep(50)
         assert not frozen.done()
-        await setup.fleet.resume()
+        await setup.control.resume()
         await frozen
         setup.operator.add(1)
         await asyncio.sleep(START_S + 1)
-        assert "replica-4" in setup.router.healthy and not await setup.fleet.is_paused()
+        assert "replica-4" in setup.router.healthy and not await setup.control.is_paused()
 
     operated(test)
 
@@ -169,14 +171,14 @@ def test_who_cannot_be_paused_does_not_join_a_paused_fleet() -> None:
             raise OSError("cannot freeze")
 
     async def test(setup: Setup, running: asyncio.Task[None]) -> None:
-        await setup.fleet.pause(PauseMode.keep)
+        await setup.control.pause(PauseMode.keep)
         make, setup.make = setup.make, lambda name: Unpausable(name, ClockedEngine(), WeightSyncConfig())
         setup.operator.add(1)
         await asyncio.sleep(START_S + 1)
         setup.make = make
         failed = "replica-2 is given up: pause(keep) failed on replica-2: OSError('cannot freeze')"
         assert setup.told == [failed, "replica-3 is to replace replica-2"]
-        assert await setup.fleet.is_paused()
+        assert await setup.control.is_paused()
 
     operated(test)
 
@@ -240,7 +242,7 @@ def test_what_an_operator_adds_serves_once_it_has_the_weights_and_can_be_removed
         assert "start of replica-3 cancelled" in setup.events
         rows = [(row.name, row.state, row.global_steps, row.node is not None) for row in setup.operator.rows()]
         assert rows == [(f"replica-{i}", "READY", 7, True) for i in range(3)]
-        assert setup.fleet.member_gauges()["rollout/replicas_lost"] == 0
+        assert setup.fleet.gauges()["rollout/replicas_lost"] == 0
 
     operated(test)
 

@@ -10,9 +10,10 @@ from starlette.types import ASGIApp
 
 from configs.schema import WeightSyncConfig
 from rollout.engines.request_ids import client_names, response_name
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.control import control_app
-from rollout.http.controlled import FleetControl, ReplicaControl
+from rollout.http.controlled import ReplicaControl
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
@@ -46,7 +47,7 @@ async def fleet_client(
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda _: None, serving=3)
     for replica in replicas:
         await replica.tag_loaded(3)
-    async with client_of(control_app(FleetControl(fleet, router), with_engine_metrics=False)) as client:
+    async with client_of(control_app(FleetControl(fleet), with_engine_metrics=False)) as client:
         yield replicas, client, router
 
 

@@ -103,7 +103,7 @@ def gateway(
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     client = httpx.AsyncClient(transport=upstream, headers=headers)
     control = ReplicaControl(RolloutReplica("r0", ClockedEngine(), WeightSyncConfig()))
-    return gateway_app(control, Proxy(client, router, URLS), token), router
+    return gateway_app(control, Proxy(client, router, URLS, 10.0), token), router
 
 
 def in_flight(router: ReplicaRouter) -> float:

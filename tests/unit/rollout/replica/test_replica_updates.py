@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
+from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.router import ReplicaRouter
 from rollout.types import VersionSpan
@@ -23,6 +24,7 @@ class Setup:
         self.replicas = [make_replica(n, e, pause_mode=mode) for n, e in zip("ab", self.engines, strict=True)]
         self.router = ReplicaRouter(["a", "b"], 8)
         self.fleet = ReplicaFleet(self.replicas, self.router, 1, self.told.append, serving=0)
+        self.control = FleetControl(self.fleet)
         self.manager = CheckpointManager(FakeSource("trainer", []), self.fleet, WeightSyncConfig(**DEADLINES))
 
 
@@ -42,7 +44,7 @@ def test_they_generate_through_an_update_and_then_serve_the_new_version() -> Non
         groups = [start_group(replica, 5, 3) for replica in setup.replicas]
         await asyncio.sleep(1.5)
         await setup.manager.update_weights(1)
-        assert [status.global_steps for status in await setup.fleet.statuses()] == [1, 1]
+        assert [status.global_steps for status in await setup.control.statuses()] == [1, 1]
         for group in groups:
             long, short = await group
             assert (long.token_ids.tolist(), short.token_ids.tolist()) == ([0, 0, 1, 1, 1], [0, 0, 1])
@@ -63,9 +65,9 @@ def test_a_driver_that_goes_away_leaves_them_open_and_whole() -> None:
         await asyncio.wait([updating])
         assert (await groups[0])[0].spans == (VersionSpan(0, 1, 0), VersionSpan(1, 9, 1))
         assert (await groups[1])[0].spans == (VersionSpan(0, 9, 0),)
-        statuses = await setup.fleet.statuses()
+        statuses = await setup.control.statuses()
         assert [(status.global_steps, status.torn) for status in statuses] == [(1, False), (0, False)]
-        assert not await setup.fleet.is_paused()
+        assert not await setup.control.is_paused()
 
     on_replicas(test)
 
@@ -86,13 +88,13 @@ def test_a_pause_that_waits_for_long_requests_costs_no_replica(mode: PauseMode, 
     async def test(setup: Setup) -> None:
         groups = [start_group(replica, 900) for replica in setup.replicas]
         await asyncio.sleep(4.5)
-        pausing = asyncio.create_task(setup.fleet.pause(PauseMode.wait, timeout_s=2000))
+        pausing = asyncio.create_task(setup.control.pause(PauseMode.wait, timeout_s=2000))
         await asyncio.sleep(10)
         report = await setup.manager.update_weights(1)
         assert report.failures == 0 and setup.router.healthy == ["a", "b"]
         await pausing
-        assert await setup.fleet.is_paused()
-        await setup.fleet.resume()
+        assert await setup.control.is_paused()
+        await setup.control.resume()
         for group in groups:
             spans = (VersionSpan(0, tokens_before, 0), VersionSpan(tokens_before, 900, 1))
             assert (await group)[0].spans == spans

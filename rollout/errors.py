@@ -1,0 +1,25 @@
+"""Errors that are raised in one part of the rollouts and handled in another."""
+
+
+class ReplicaLostError(RuntimeError):
+    """A replica was lost while it generated. The message names it."""
+
+
+class AgentWorkerLostError(RuntimeError):
+    """The process that ran a group's agent loop died. Another process replaces it."""
+
+
+class NoReplicaLeftError(RuntimeError):
+    """Every replica has been removed. The message names each with its error."""
+
+
+class FleetPauseError(RuntimeError):
+    """Some replicas could not be paused, resumed or asked. `errors`: replica -> why."""
+
+    def __init__(self, what: str, errors: dict[str, BaseException]):
+        super().__init__(f"{what} failed on " + "; ".join(f"{name}: {error!r}" for name, error in errors.items()))
+        self.errors = errors
+
+
+class TooFewReplicasError(RuntimeError):
+    """Fewer replicas are left than rollout.min_replicas. The message names the loss that was one too many."""

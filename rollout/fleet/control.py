@@ -1,0 +1,212 @@
+"""Orders and questions to all replicas at once: pause, resume, abort, state and counters."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.runtime.deadline import within
+from configs.schema import PauseMode
+from rollout.errors import FleetPauseError
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.member import FleetMember
+from rollout.replica.pause import PauseInterruptedError
+from rollout.replica.replica import ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    seconds: float
+    key: str
+    """What the error calls it."""
+
+
+class FleetControl:
+    """What clients ask of the whole fleet, over HTTP or in the process: `rollout.http.control.Controlled`.
+
+    Example:
+        await control.pause(PauseMode.keep)  # every replica is frozen, or none is and FleetPauseError is raised
+        await control.align(replica)         # a replica that starts meanwhile is paused too
+        await control.resume()
+    """
+
+    def __init__(self, fleet: ReplicaFleet, pause_timeout_s: float = 60.0):
+        """`pause_timeout_s`: weight_sync.pause_timeout_s."""
+        self._fleet = fleet
+        self._pausing = _Deadline(pause_timeout_s, "weight_sync.pause_timeout_s")
+        self._answering = _Deadline(fleet.answer_timeout_s, "rollout.answer_timeout_s")
+        self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
+        self._num_orders = 0
+        self._before: tuple[PauseMode | None, dict[str, str | None]] | None = None
+        """State of the fleet and of each replica before the oldest pause that is under way: a pause that fails goes
+        back to it."""
+        self._late: set[asyncio.Task[Any]] = set()
+        self._last_stats: dict[str, dict[str, float]] = {}
+        self._last_time = time.monotonic()
+        self._last_busy_s = 0.0
+
+    # -- pause, resume, abort ------------------------------------------------------------------------------------------
+
+    async def align(self, replica: FleetMember) -> None:
+        """Pause a replica that was just registered if the fleet is paused. Raises FleetPauseError."""
+        if (mode := self._mode) is not None:
+            what = f"pause({mode.value})"
+            if errors := await self._on_all(lambda r: r.pause(mode), what, self._pausing, [replica]):
+                raise FleetPauseError(what, errors)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
+        """Return when every replica is paused.
+
+        Args:
+            timeout_s: deadline of each replica; by default weight_sync.pause_timeout_s.
+
+        Raises:
+            FleetPauseError: a replica is not paused. The replicas that were not paused before are resumed, unless
+                another order came meanwhile, which stands.
+        """
+        before, modes = self._before = self._before or (self._mode, {})
+        order = self._order(mode)  # replicas that are registered from here on are paused too
+        deadline = self._pausing if timeout_s is None else _Deadline(timeout_s, "timeout_s")
+
+        async def pause(replica: FleetMember) -> None:
+            modes.setdefault(replica.name, (await replica.status()).pause_mode)
+            if order != self._num_orders:
+                raise PauseInterruptedError("another order came before this one had reached the replica")
+            await replica.pause(mode, clear_cache)
+
+        errors = await self._on_all(pause, f"pause({mode.value})", deadline)
+        if order == self._num_orders:
+            self._before = None
+        if errors and order == self._num_orders:
+            self._mode = before
+            undo = [r for r in self._fleet.running if modes.get(r.name, before) is None]
+            self._resume_late([r for r in undo if isinstance(errors.get(r.name), TimeoutError)])
+            undo = [r for r in undo if r.name not in errors]
+            errors |= await self._on_all(lambda r: r.resume(), "resume", deadline, undo)
+        if errors:
+            raise FleetPauseError(f"pause({mode.value})", errors)
+
+    def _resume_late(self, replicas: Sequence[FleetMember]) -> None:
+        """Resume replicas whose pause was cancelled at the deadline: it may still have become complete. Nothing waits
+        for the answers, because these replicas may never answer."""
+        task = asyncio.create_task(self._on_all(lambda r: r.resume(), "resume", self._pausing, replicas))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    def _order(self, mode: PauseMode | None) -> int:
+        self._mode = mode
+        self._num_orders += 1
+        return self._num_orders
+
+    async def resume(self) -> None:
+        """Return when every replica generates again. Raises FleetPauseError; the other replicas do generate."""
+        self._order(None)
+        self._before = None
+        if errors := await self._on_all(lambda r: r.resume(), "resume", self._pausing):
+            raise FleetPauseError("resume", errors)
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
+        """End these requests, by default all. Returns the ids of those that ended. Raises FleetPauseError; on the other
+        replicas they have ended."""
+        ended: list[str] = []
+
+        async def abort(replica: FleetMember) -> None:
+            ended.extend(await replica.abort(request_ids))
+
+        if errors := await self._on_all(abort, "abort", self._answering):
+            raise FleetPauseError(f"abort, which ended {len(ended)} requests elsewhere,", errors)
+        return ended
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    async def is_paused(self) -> bool:
+        """Whether the fleet is paused; an empty fleet is what the last order made it. Raises FleetPauseError when the
+        replicas differ, or one does not answer."""
+        statuses, errors = await self._statuses()
+        if errors:
+            raise FleetPauseError("is_paused", errors)
+        paused = {status.name: status.pause_mode is not None or status.torn for status in statuses}
+        if len(set(paused.values())) > 1:
+            raise FleetPauseError("is_paused", {name: RuntimeError("paused") for name, is_ in paused.items() if is_})
+        return all(paused.values()) if paused else self._mode is not None
+
+    async def out_of_service(self) -> str | None:
+        return None if self._fleet.router.healthy else "no replica is in service"
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        """Version and pause of each replica that answers."""
+        return (await self._statuses())[0]
+
+    async def _statuses(self) -> tuple[list[ReplicaStatus], dict[str, BaseException]]:
+        statuses: dict[str, ReplicaStatus] = {}
+
+        async def ask(replica: FleetMember) -> None:
+            statuses[replica.name] = await replica.status()
+
+        replicas = self._fleet.running
+        errors = await self._on_all(ask, "reading the state", self._answering, replicas)
+        return [statuses[replica.name] for replica in replicas if replica.name in statuses], errors
+
+    # -- counters ------------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> dict[str, dict[str, float]]:
+        """Counters of each replica that answers, since its start."""
+        stats: dict[str, dict[str, float]] = {}
+
+        async def ask(replica: FleetMember) -> None:
+            stats[replica.name] = await replica.stats()
+
+        for error in (await self._on_all(ask, "reading the counters", self._answering)).values():
+            logger.info("%r", error)  # whether the replica is lost is for the monitor to decide
+        return stats
+
+    async def totals(self) -> dict[str, float]:
+        """Counters summed over all replicas there have been. A replica that died, or does not answer in time, counts
+        with its last answer."""
+        self._last_stats |= await self.stats()
+        totals: defaultdict[str, float] = defaultdict(float)
+        for stats in self._last_stats.values():
+            for key, value in stats.items():
+                totals[key] += value
+        return totals
+
+    async def gauges(self) -> dict[str, float]:
+        """Metrics of router, fleet and engines; `perf/replica_idle` since the last call."""
+        totals = await self.totals()
+        now = time.monotonic()
+        busy_s = totals["busy_s"] - self._last_busy_s
+        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self._fleet.running)))
+        self._last_time, self._last_busy_s = now, totals["busy_s"]
+        return {
+            **self._fleet.router.gauges(),
+            **self._fleet.gauges(),
+            "perf/replica_idle": max(0.0, idle),
+            "rollout/engine_requests": totals["engine_requests"],
+            "rollout/aborted": totals["aborted"],
+            "rollout/continued": totals["continued"],
+            "rollout/prefix_hit_rate": totals["cached_tokens"] / max(1.0, totals["prompt_tokens"]),
+        }
+
+    # -- one call on every replica -------------------------------------------------------------------------------------
+
+    async def _on_all(
+        self,
+        call: Callable[[FleetMember], Awaitable[Any]],
+        what: str,
+        deadline: _Deadline,
+        replicas: Sequence[FleetMember] | None = None,
+    ) -> dict[str, BaseException]:
+        """Call the replicas, by default all that run, concurrently. Returns the errors by replica."""
+
+        async def one(replica: FleetMember) -> None:
+            async with within(deadline.seconds, deadline.key, f"{what} on {replica.name}"):
+                await call(replica)
+
+        chosen = self._fleet.running if replicas is None else replicas
+        results = await asyncio.gather(*(one(replica) for replica in chosen), return_exceptions=True)
+        return {r.name: error for r, error in zip(chosen, results, strict=True) if error is not None}

@@ -57,10 +57,8 @@ def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]
 def read(checkpoint: Checkpoint) -> Resumed:
     """Raises CheckpointError."""
     try:
-        rollouts = decode((checkpoint.path / f"{ROLLOUTS}.bin").read_bytes())
-        return Resumed(
-            checkpoint=checkpoint, rollouts=rollouts, recorder=(checkpoint.path / f"{RECORDER}.bin").read_bytes()
-        )
+        rollouts = decode(checkpoint.snapshot(ROLLOUTS))
+        return Resumed(checkpoint=checkpoint, rollouts=rollouts, recorder=checkpoint.snapshot(RECORDER))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path} cannot be resumed by this version: {error}") from error
 

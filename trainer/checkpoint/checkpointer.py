@@ -1,4 +1,4 @@
-"""Saves the run while it goes on: what must be of one moment is taken at once, and written in the background."""
+"""Saves the run during training: the state of one moment is copied at once and written in the background."""
 
 import asyncio
 import time
@@ -6,37 +6,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from configs.checkpoint import CheckpointConfig
 from configs.runtime.deadline import within
-from trainer.checkpoint.store import CheckpointError, CheckpointStore
-from trainer.worker.recovery import TRAIN_FOLDER
+from trainer.checkpoint.store import MODEL_FOLDER, TRAIN_FOLDER, CheckpointError, CheckpointStore, snapshot_file
+
+if TYPE_CHECKING:
+    from trainer.worker.recovery import RecoveringWorkers
 
 T = TypeVar("T")
-MODEL_FOLDER = "model"
-"""Of a checkpoint: config and tokenizer."""
-SNAPSHOT_SUFFIX = ".bin"
 SAVE_ERRORS = (CheckpointError, OSError, TimeoutError)
-"""What a save may fail of, while training goes on. Anything else is an error of ours."""
+"""Errors of a save that do not end the training. Any other error is a bug."""
 
 Snapshots = Mapping[str, Callable[[], Awaitable[bytes]]]
-
-
-class CheckpointWorkers(Protocol):
-    """The train workers, as the checkpointer sees them."""
-
-    async def stage_checkpoint(self, folder: Path) -> None:
-        """Returns when training may go on."""
-        ...
-
-    async def finish_checkpoint(self) -> None:
-        """Returns when what was staged is written."""
-        ...
-
-    async def model_files(self) -> dict[str, bytes]: ...
-
-    def forget_before(self, global_steps: int) -> None: ...
+"""By name, functions that return the state of a part of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +41,36 @@ def is_first_update_after(every: int, global_steps: int, interval: int) -> bool:
 
 
 class Checkpointer:
-    """One save at a time: `stage`, while nothing trains, then `commit`, which returns at once.
+    """Saves one checkpoint at a time: `stage` while nothing trains, then `commit`, which returns at once.
 
-    A save that fails is reported and counted, and leaves nothing that could be taken for a checkpoint. As a context:
-    entering it removes what a crash left, leaving it waits for the last save, or gives it up when the run has failed.
+    A save that fails is reported and counted, and leaves nothing that looks like a checkpoint. Entered as a context, it
+    removes what a crash left; on exit it waits for the last save, or cancels it if the run has failed.
+
+    Example:
+        async with checkpointer:
+            ...
+            if checkpointer.is_due(20):
+                await checkpointer.stage(20)             # copies the state; training waits
+                checkpointer.commit({"recorder": ...})   # writes it while training continues
     """
 
     def __init__(  # noqa: PLR0913
         self,
         *,
         store: CheckpointStore,
-        workers: CheckpointWorkers,
+        workers: "RecoveringWorkers",
         snapshots: Snapshots,
         config: CheckpointConfig,
         total_steps: int,
         update_interval: int,
         report: Callable[[str], None],
     ):
-        """`snapshots`: by name, what gives the state of other parts. Taken while staging. `update_interval`:
-        weight_sync.interval; a checkpoint follows an update."""
+        """
+        Args:
+            snapshots: taken by `stage`.
+            update_interval: weight_sync.interval. Only an update can be followed by a checkpoint.
+            report: shows a message to the user.
+        """
         self._store = store
         self._workers = workers
         self._snapshots = snapshots
@@ -95,11 +90,13 @@ class Checkpointer:
         return is_last or is_first_update_after(every, global_steps, self._update_interval)
 
     async def stage(self, global_steps: int) -> None:
-        """Takes the snapshots and copies the workers' state. Waits for the save before. Raises what a snapshot raises,
-        and what broke in the save before other than the saving."""
+        """Take the snapshots and copy the train workers' state. First wait for the previous save.
+
+        Raises the errors of snapshots, and those of the previous save that are not SAVE_ERRORS.
+        """
         await self._until_committed()
         started = time.perf_counter()
-        files = {f"{name}{SNAPSHOT_SUFFIX}": await take() for name, take in self._snapshots.items()}
+        files = {snapshot_file(name): await take() for name, take in self._snapshots.items()}
         try:
             if self._model_files is None:
                 self._model_files = await self._workers.model_files()
@@ -116,17 +113,22 @@ class Checkpointer:
         self._staged = _Save(global_steps, aside, files, started)
 
     def commit(self, files: Mapping[str, bytes]) -> None:
-        """Writes what is staged, and makes it count, in the background. `files`: snapshots that could only be taken
-        now, by name. Does nothing when staging failed."""
+        """Write what is staged and publish the checkpoint, in the background. Do nothing if staging failed.
+
+        Args:
+            files: by name, snapshots that could not be taken earlier.
+        """
         if self._staged is None:
             return
-        self._staged.files.update({f"{name}{SNAPSHOT_SUFFIX}": data for name, data in files.items()})
+        self._staged.files.update({snapshot_file(name): data for name, data in files.items()})
         self._committing = asyncio.create_task(self._commit(self._staged), name="checkpoint")
         self._staged = None
 
     def gauges(self) -> dict[str, float]:
-        """Failures so far; seconds (from its start) and megabytes of the last save that ended well. Raises what broke
-        in the background other than the saving."""
+        """Return the number of failed saves, and seconds and megabytes of the last good one.
+
+        Raises the error of a background save if it is not one of SAVE_ERRORS.
+        """
         if self._committing is not None and self._committing.done():
             self._committing.result()
         return {"checkpoint/failures": float(self._failures), **self._last}

@@ -1,8 +1,12 @@
-"""Checkpoints on disk: each a folder that is whole or does not count.
+"""Checkpoints on disk: each a folder that is complete or does not count.
 
-A checkpoint is written aside (`.step_000020.<nonce>`), flushed to the disk, renamed to `step_000020`, and only then
-marked: COMPLETE.json, itself written aside and renamed, names every file with its size and checksum. Whoever removes a
-checkpoint removes the marker first. So a crash at any moment leaves each checkpoint either good or refused.
+    checkpoints/step_000020/    written as .step_000020.<nonce>, flushed to the disk, then renamed
+        train/                  sharded state of the train workers (torch.distributed.checkpoint)
+        model/                  config and tokenizer of the policy
+        rollouts.bin ...        snapshots of the other parts
+        COMPLETE.json           the marker, written and renamed last: size and checksum of every file
+
+A checkpoint is removed marker first. So a crash at any moment leaves each checkpoint either good or refused.
 """
 
 import asyncio
@@ -19,28 +23,50 @@ from typing import Any
 
 from configs.checkpoint import MARKER
 
+TRAIN_FOLDER = "train"
+MODEL_FOLDER = "model"
 CHUNK = 2**22
 _COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_NAME = re.compile(r"\.step_\d{6,}\.[0-9a-f]+")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is not what was written. The message says what is wrong."""
+    """A checkpoint cannot be written, or differs from what was written. The message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Example: Checkpoint(path=Path("runs/x/checkpoints/step_000020"), global_steps=20, nbytes=2_400_000)."""
+    """A good checkpoint.
+
+    Example: Checkpoint(path=Path("runs/x/checkpoints/step_000020"), global_steps=20, nbytes=2_400_000)
+    """
 
     path: Path
     global_steps: int
     """Optimizer steps taken."""
     nbytes: int
-    """Of all its files but the marker."""
+    """Size of all files but the marker."""
+
+    @property
+    def train_folder(self) -> Path:
+        return self.path / TRAIN_FOLDER
+
+    @property
+    def model_folder(self) -> Path:
+        return self.path / MODEL_FOLDER
+
+    def snapshot(self, name: str) -> bytes:
+        """Read the snapshot of that name. Raises OSError if there is none."""
+        return (self.path / snapshot_file(name)).read_bytes()
+
+
+def snapshot_file(name: str) -> str:
+    """Return the file name of a snapshot in a checkpoint."""
+    return f"{name}.bin"
 
 
 class Disk:
-    """What the store does to the file system, so that a test can crash before, within and after each call."""
+    """The operations of the store on the file system, so that a test can crash before, within and after each."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -49,7 +75,7 @@ class Disk:
         path.write_bytes(data)
 
     def sync(self, path: Path) -> None:
-        """Flush a file's content, or the names in a folder."""
+        """Flush the content of a file, or the names in a folder, to the disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -60,12 +86,20 @@ class Disk:
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """A file, or an empty folder."""
+        """Remove a file or an empty folder."""
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class CheckpointStore:
-    """The checkpoints of one folder. Blocking calls: an event loop has them in a thread."""
+    """The checkpoints of one folder. Its calls block: an event loop runs them in a thread.
+
+    Example:
+        aside = store.begin(20)
+        ...                                     # the train workers write into aside / TRAIN_FOLDER
+        marker = store.seal(aside, 20, {"recorder.bin": b"..."})
+        checkpoint = store.publish(aside, 20, marker)
+        store.prune(keep_last=2, keep_every=None, newest=checkpoint)
+    """
 
     def __init__(self, folder: Path, disk: Disk | None = None):
         self.folder = folder
@@ -74,13 +108,13 @@ class CheckpointStore:
         self._disk = disk or Disk()
 
     def begin(self, global_steps: int) -> Path:
-        """A folder to write the checkpoint of that step into."""
+        """Make a folder into which the checkpoint of that step is written."""
         aside = self.folder / f".step_{global_steps:06d}.{uuid.uuid4().hex[:8]}"
         self._disk.make_folder(aside)
         return aside
 
     def seal(self, aside: Path, global_steps: int, files: Mapping[str, bytes]) -> bytes:
-        """Adds `files` (by relative path) and flushes all to the disk. Returns the marker's text: the slow part."""
+        """Add `files` (by relative path) and flush everything to the disk. Return the marker. This is the slow part."""
         for name, data in files.items():
             self._disk.make_folder((aside / name).parent)
             self._disk.write(aside / name, data)
@@ -93,7 +127,7 @@ class CheckpointStore:
         return _marker_text({"global_steps": global_steps, "files": entries})
 
     def publish(self, aside: Path, global_steps: int, marker: bytes) -> Checkpoint:
-        """Makes what was sealed count, in the place of an older checkpoint of that step."""
+        """Make the sealed folder a checkpoint. It replaces an older checkpoint of that step."""
         path = self.folder / f"step_{global_steps:06d}"
         if path.exists():
             self._remove(path)
@@ -107,7 +141,10 @@ class CheckpointStore:
         return _checkpoint(path, _parse_marker(marker))
 
     def prune(self, keep_last: int, keep_every: int | None, newest: Checkpoint) -> None:
-        """Keeps `newest`, `keep_last` in all, those of multiples of `keep_every`, and no half one."""
+        """Remove all but the `keep_last` newest and those of multiples of `keep_every`. Incomplete ones are removed.
+
+        `newest` counts as the newest and is kept, even if checkpoints of later steps exist.
+        """
         marked = [path for path in self._folders() if (path / MARKER).exists() and path != newest.path]
         kept = {newest.path, *marked[: keep_last - 1]}
         for path in self._folders():
@@ -116,25 +153,24 @@ class CheckpointStore:
                 self._remove(path)
 
     def abandon(self, aside: Path) -> None:
-        """Removes what was written aside, as far as it is there."""
+        """Remove what was written aside, if it exists."""
         if aside.exists():
             self._remove(aside)
 
     def remove_leftovers(self) -> None:
-        """Of saves that a crash interrupted. Not while one is under way."""
+        """Remove the folders of saves that a crash interrupted. No save may be running."""
         for path in sorted(self.folder.glob(".step_*")):
             if _ASIDE_NAME.fullmatch(path.name):
                 self._remove(path)
 
     def remove_after(self, global_steps: int) -> None:
-        """Those of later steps: a run that goes on from `global_steps` is not their run any more."""
+        """Remove checkpoints of later steps, because the run continues from `global_steps`."""
         for path in self._folders():
             if _steps_of(path) > global_steps:
                 self._remove(path)
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whose marker and files are what was written. Newer ones that are not are reported, each in a
-        sentence that says what is wrong and what is taken in its place."""
+        """Return the newest checkpoint that passes `verified`. Each newer one is reported, with what is wrong."""
         refused: list[str] = []
         found = None
         for path in self._folders():
@@ -149,7 +185,7 @@ class CheckpointStore:
         return found
 
     def _folders(self) -> list[Path]:
-        """The newest first, marked or not."""
+        """Return the folders of all checkpoints, complete or not, newest first."""
         if not self.folder.is_dir():
             return []
         named = [path for path in self.folder.iterdir() if _COMPLETE_NAME.fullmatch(path.name)]
@@ -159,13 +195,17 @@ class CheckpointStore:
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove(path / MARKER)
             self._disk.sync(path)
-        for inner in sorted(path.rglob("*"), reverse=True):  # what is in a folder comes before it
+        for inner in sorted(path.rglob("*"), reverse=True):  # the content of a folder before the folder
             self._disk.remove(inner)
         self._disk.remove(path)
 
 
 def verified(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError when it is none, or not what was written: reads all of it."""
+    """Read the whole checkpoint at `path` and compare it with its marker.
+
+    Raises:
+        CheckpointError: it has no marker, or a file differs from what was written.
+    """
     marker = path / MARKER
     try:
         content = _parse_marker(marker.read_bytes())
@@ -187,7 +227,7 @@ def verified(path: Path) -> Checkpoint:
 
 
 def _marker_text(content: dict[str, Any]) -> bytes:
-    """Exactly one text for each content, so that any other is refused."""
+    """Return the only text for that content, so that any other text is refused."""
     text = json.dumps(content, sort_keys=True)
     return (json.dumps({"content": content, "crc32": zlib.crc32(text.encode())}, sort_keys=True, indent=1)).encode()
 
@@ -212,7 +252,7 @@ def _steps_of(path: Path) -> int:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of the content: finds every truncation and every single flipped bit."""
+    """Return the CRC-32 of the content, which finds every single flipped bit."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

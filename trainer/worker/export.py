@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder: config, tokenizer and safetensors."""
+"""Exports a checkpoint as a Hugging Face folder: config, tokenizer and safetensors."""
 
 import shutil
 from pathlib import Path
@@ -6,23 +6,23 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.checkpoint.checkpointer import MODEL_FOLDER
 from trainer.checkpoint.store import Checkpoint
 from trainer.tiny.model import new_directory
-from trainer.worker.recovery import TRAIN_FOLDER
 from trainer.worker.state import policy_weights
 
 
 def export_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the policy as `folder`: all of it or nothing. Needs host memory for its float32 weights.
+    """Write the policy as `folder`, completely or not at all. Its float32 weights must fit into host memory.
 
-    Raises FileExistsError if there is such a folder, and RuntimeError if the weights are not those of the config.
+    Raises:
+        FileExistsError: `folder` exists.
+        RuntimeError: the weights do not fit the model's config.
     """
-    source = checkpoint.path / MODEL_FOLDER
+    source = checkpoint.model_folder
     with new_directory(folder) as aside:
-        with torch.device("meta"):  # its weights come next
+        with torch.device("meta"):  # allocates nothing: the weights are assigned below
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
-        weights = policy_weights(checkpoint.path / TRAIN_FOLDER)
+        weights = policy_weights(checkpoint.train_folder)
         model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
         model.tie_weights()
         model.save_pretrained(aside)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from trainer.worker.worker_group import TrainWorkerGroup
 
 T = TypeVar("T")
-TRAIN_FOLDER = "train"
-"""Of a checkpoint: what the train workers wrote."""
 
 
 class TrainWorkersLostError(RuntimeError):
@@ -68,7 +66,7 @@ class RecoveringWorkers:
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from there, before the first step."""
-        await self._group.load_checkpoint(checkpoint.path / TRAIN_FOLDER)
+        await self._group.load_checkpoint(checkpoint.train_folder)
         self._resumed = checkpoint
         self._next_step = checkpoint.global_steps
 
@@ -175,7 +173,7 @@ class RecoveringWorkers:
                 reason = f"the train workers cannot go on from {origin} to step {self._next_step}"
                 raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
             again = [(step, self._trained[step]) for step in steps]  # of which a save that waits may forget some
-            await self._group.start_again(None if checkpoint is None else checkpoint.path / TRAIN_FOLDER)
+            await self._group.start_again(None if checkpoint is None else checkpoint.train_folder)
         for step, batch in again:
             await self._take(batch, step)
         origin = "the first policy" if checkpoint is None else checkpoint.path.name

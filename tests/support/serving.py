@@ -1,11 +1,8 @@
 """`make serve` in a process of its own, and clients of it."""
 
 import asyncio
-import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,17 +14,18 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
-from tests.support.paths import ROOT
+from tests.support.whole_runs import kill, launched
 
 START_DEADLINE_S = 240
 DEADLINE_S = 120
 AT_ONCE_S = 20
-"""Of what never came if it waited for a resume. A busy machine may give a process no core for seconds."""
+"""Deadline of what would never come if it waited for a resume. A busy machine may leave a process without a core for
+seconds."""
 SETTLED_S = 2.0
 LONG = 10_000
 """Tokens of a request that does not end by itself within a test, also where its client gets no core for seconds."""
 LONG_ENOUGH = ("rollout.max_response_tokens=12000", "model.max_position_embeddings=16384")
-"""Overrides of a server that has room for them."""
+"""Overrides of a server that has room for LONG."""
 
 _Count = TypeVar("_Count")
 
@@ -42,20 +40,8 @@ class Server:
 
     @classmethod
     def start(cls, folder: Path, *overrides: str) -> "Server":
-        with (folder / "output.txt").open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.serve", f"hydra.run.dir={folder / 'run'}", *overrides],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-                # Of a shell's background jobs SIGINT is ignored, and children inherit that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-        return cls(process, folder / "output.txt")
+        command = [sys.executable, "-m", "scripts.serve", f"hydra.run.dir={folder / 'run'}", *overrides]
+        return cls(launched(command, folder / "output.txt"), folder / "output.txt")
 
     def wait_until_it_serves(self) -> None:
         deadline = time.monotonic() + START_DEADLINE_S
@@ -68,14 +54,11 @@ class Server:
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> None:
-        for child in [self.process, *self.children]:  # only what this test started
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                child.kill()
-        self.process.wait(timeout=10)
+        kill(self.process, self.children)
 
 
 def run(server: Server, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """The server is idle and open again afterwards, for the next test."""
+    """Runs the scenario, and leaves the server idle and resumed for the next test."""
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=None, trust_env=False) as client:
@@ -102,7 +85,7 @@ def path(chat: bool) -> str:
 
 @dataclass
 class Stream:
-    """What a streaming client has seen: per choice."""
+    """What a streaming client has received, per choice."""
 
     times: list[float] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -136,7 +119,7 @@ class Stream:
 
 
 async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Not its aiter_lines(): that splits at characters too which a sampled text may hold, as U+0085."""
+    """httpx's own aiter_lines() also splits at characters that a sampled text may contain, such as U+0085."""
     rest = b""
     async for chunk in response.aiter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -145,7 +128,7 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def num_tokens(stream: Stream) -> int:
-    """Of its first choice. A busy machine sends several in one chunk."""
+    """The tokens of its first choice. A busy machine sends several in one chunk."""
     return len(stream.token_ids.get(0, ()))
 
 
@@ -166,10 +149,10 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def settled(count: Callable[[], _Count]) -> _Count:
-    """What it counts once nothing comes any more: what was sampled before a pause is on its way for a while after."""
+    """The count once nothing more arrives: tokens sampled before a pause arrive for a while after it."""
     found, unchanged = count(), 0
     async with asyncio.timeout(DEADLINE_S / 2):
-        while unchanged < SETTLED_S / 0.05:  # counted, and not by the clock: this process may stand still as well
+        while unchanged < SETTLED_S / 0.05:  # count looks, not time: this process may stand still as well
             await asyncio.sleep(0.05)
             unchanged = unchanged + 1 if found == (found := count()) else 0
     return found
@@ -182,7 +165,7 @@ async def post(client: httpx.AsyncClient, url: str, **kwargs: Any) -> dict[str, 
 
 
 async def is_paused(client: httpx.AsyncClient, url: str) -> bool:
-    """Asked again while a replica has no core for so long that it does not answer in time, which is an error."""
+    """Asks again when a replica without a core answers too late, which is an error."""
     async with asyncio.timeout(DEADLINE_S / 2):
         while not (response := await client.get(f"{url}/is_paused")).is_success:
             await asyncio.sleep(0.1)

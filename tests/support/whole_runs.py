@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,20 @@ SIZES = [
     "data.num_val=16",
     "rollout.max_num_seqs=16",
 ]
+TRAIN = (sys.executable, "-m", "scripts.train")
 START_DEADLINE_S = 180
 END_DEADLINE_S = 90
 GONE_DEADLINE_S = 60
 RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Two per node try for a minute to tell the driver that Ray has ended, for which Ray has no setting, and then end."""
+"""Two per node try for a minute to reach the driver after Ray has ended, for which Ray has no setting."""
 
 
 def small(model: Path, reward: str = "length_parity") -> list[str]:
-    """Of an untrained model that is there already, which saves seconds. `reward`: of tests.support.rewards."""
+    """Overrides of a short run on an untrained model folder, which saves the warm-up.
+
+    Args:
+        reward: the name of a function in tests.support.rewards.
+    """
     return [*SIZES, "model.kind=hf", f"model.path={model}", f"rollout.reward=tests.support.rewards:{reward}"]
 
 
@@ -72,43 +77,54 @@ class Run:
         return self.process.returncode
 
     def survivors(self) -> list[str]:
-        """Command lines of its processes that are still there at the deadline after its end."""
         return survivors(self.children.values())
 
 
-@contextlib.contextmanager
-def started(tmp_path: Path, *overrides: str) -> Iterator[Run]:
-    """A run of the tiny model, unless the overrides say which."""
-    tmp_path.mkdir(parents=True, exist_ok=True)
-    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
-    if not any(override.startswith("model=") for override in overrides):
-        overrides = ("model=tiny", *overrides)
+def launched(command: Sequence[str | Path], output: Path, **environment: str) -> subprocess.Popen[str]:
+    """The command as a shell starts it, in the checkout, with its output in a file."""
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.train", f"hydra.run.dir={run_dir}", *overrides],
+        return subprocess.Popen(
+            command,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # Of a shell's background jobs SIGINT is ignored, and children inherit that.
+            # A shell ignores SIGINT for its background jobs, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
         )
-        run = Run(process, run_dir, output, {}, {})
-        try:
-            yield run
-        finally:
-            run.watch_children()
-            for child in [process, *run.children.values()]:  # only what this test started
-                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    child.kill()
-            process.wait(timeout=10)
+
+
+def kill(process: subprocess.Popen[str], children: Iterable[psutil.Process]) -> None:
+    """Only what a test has started itself."""
+    for child in [process, *children]:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            child.kill()
+    process.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def started(
+    tmp_path: Path, *overrides: str, command: Sequence[str | Path] = TRAIN, **environment: str
+) -> Iterator[Run]:
+    """A run of the tiny model, unless the overrides say which."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
+    if not any(override.startswith("model=") for override in overrides):
+        overrides = ("model=tiny", *overrides)
+    process = launched([*command, f"hydra.run.dir={run_dir}", *overrides], output, **environment)
+    run = Run(process, run_dir, output, {}, {})
+    try:
+        yield run
+    finally:
+        run.watch_children()
+        kill(process, run.children.values())
 
 
 def survivors(processes: Collection[psutil.Process]) -> list[str]:
-    """Command lines of those that are still there at the deadline, but for RAYS_OWN_AGENTS. Empty once none is."""
+    """Command lines of the processes that still run at the deadline, apart from RAYS_OWN_AGENTS."""
     deadline = time.monotonic() + GONE_DEADLINE_S
     while left := [line for one in processes if (line := command_of(one)) and not line.startswith(RAYS_OWN_AGENTS)]:
         if time.monotonic() > deadline:
@@ -118,7 +134,7 @@ def survivors(processes: Collection[psutil.Process]) -> list[str]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """Empty when it has ended."""
+    """The command line of a process, or '' once it has ended."""
     try:
         return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -126,7 +142,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def find(run: Run, title: str) -> psutil.Process:
-    """The run's process whose command line begins with `title`."""
+    """The process of the run with `title` in its command line."""
     for child in run.children.values():
         if title in command_of(child):
             return child
@@ -134,7 +150,7 @@ def find(run: Run, title: str) -> psutil.Process:
 
 
 def trained(run: Run) -> list[list[dict[str, Any]]]:
-    """What was trained: the trajectories of every step."""
+    """The trajectories that were trained in every step, as the run recorded them."""
     steps = []
     for path in sorted((run.run_dir / "trajectories").glob("step_*.jsonl")):
         with path.open(encoding="utf-8") as lines:  # not splitlines(): a response may hold characters it splits at

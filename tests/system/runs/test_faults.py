@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from scripts.bench.faults.run import throttled
-from tests.support.whole_runs import ROOT, Run, check_training, command_of, find, small, started, survivors, trained
+from tests.support.paths import ROOT
+from tests.support.whole_runs import Run, check_training, command_of, find, small, started, survivors, trained
 from trainer.tracking.sinks import read_metrics
 
 pytestmark = pytest.mark.slow

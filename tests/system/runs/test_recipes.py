@@ -1,5 +1,5 @@
-"""Every recipe made for GPUs and downloads, here with the tiny model: real GSM8K where it is, else small data that has
-the published columns."""
+"""The recipes, made for GPUs and downloads, with the tiny model: on the real GSM8K if it is there, else on small files
+with the published columns."""
 
 import json
 import subprocess
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from scripts.prepare_data import prepare
+from tests.support.paths import GSM8K, ROOT
 from tests.support.published import dapo_record, write_jsonl, write_parquet
-from tests.support.whole_runs import ROOT, START_DEADLINE_S, Run, started
+from tests.support.whole_runs import START_DEADLINE_S, Run, started
 from trainer.tracking.sinks import read_metrics
 
 pytestmark = pytest.mark.slow
 
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 NUM_QUESTIONS = 12
 SMALL = [
     "model=tiny",
@@ -47,6 +47,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
+def recipe(name: str, data: Path) -> dict[str, Any]:
+    """The shell script of a recipe with its data prepared, in this Python."""
+    command = [ROOT / "scripts" / "recipes" / f"{name}.sh"]
+    return {"command": command, "VIRTUAL_ENV": sys.prefix, "DATA": str(data)}
+
+
 def steps_of(run: Run) -> list[dict[str, float]]:
     assert run.wait_for_end(START_DEADLINE_S) == 0, run.output.read_text()
     return read_metrics(run.run_dir / "metrics.jsonl")
@@ -56,13 +62,10 @@ def test_dapo_math(tmp_path: Path, data: Path) -> None:
     """Groups of 16, the +1/-1 reward, and avg@32 of the held-out problems, one step off."""
     with started(
         tmp_path,
-        "recipe=dapo_math",
         *SMALL,
-        "trainer.num_ranks=1",
-        f"data.train_files={data}/dapo_math/train.parquet",
-        f"data.val_files={data}/aime_2024/test.parquet",
         "rollout.max_staleness=1",
         "algorithm.filter_groups=false",  # untrained, it solves nothing
+        **recipe("dapo_math", data),
     ) as run:
         metrics = steps_of(run)
         assert f"train: {NUM_QUESTIONS} prompts, 0 left out" in run.output.read_text()
@@ -87,17 +90,15 @@ def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path)
     """Synchronous, two FSDP ranks. The processes of math-verify start inside the Ray actor, and end with the run."""
     with started(
         tmp_path,
-        "recipe=gsm8k",
         *SMALL,
         "trainer.num_ranks=2",
         "data.num_val=12",
         "data.max_prompt_tokens=1200",  # a byte each, and the instruction
-        f"data.train_files={data}/gsm8k/train.parquet",
-        f"data.val_files={data}/gsm8k/test.parquet",
         "rollout.max_staleness=0",
         "rollout.verify_timeout_s=50",
         "rollout.reward=math_verify+0.5*format+tests.support.rewards:length_parity",
         "rollout.format_pattern=.*",
+        **recipe("gsm8k", data),
     ) as run:
         metrics = steps_of(run)
         num_prompts = 7473 if GSM8K.is_dir() else NUM_QUESTIONS

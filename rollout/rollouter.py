@@ -10,8 +10,9 @@ from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.failures import GroupBudget
-from rollout.progress import Attempt, Progress, SoFar
+from rollout.progress import Attempt, PartialCompletion, Progress
 from rollout.prompts import PromptStream
+from rollout.request_ids import InGroup, RequestId
 from rollout.router import ReplicaRouter
 from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
@@ -47,7 +48,7 @@ class Episodes(Protocol):
         """Bring `progress` up to date with the replica, if it answers."""
         ...
 
-    async def abort(self, name: str, request_ids: Collection[str]) -> None:
+    async def abort(self, name: str, request_ids: Collection[RequestId]) -> None:
         """End requests on the replica that nothing waits for any more, if it answers."""
         ...
 
@@ -142,7 +143,7 @@ class Rollouter:
                 finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
                 all_known = await self._episodes.replica_lost(replica, error)
-                self._count_lost(self._progress.so_far(ordinal), all_known)
+                self._count_lost(self._progress.partials(ordinal), all_known)
                 self._begin_next(group)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
@@ -184,7 +185,7 @@ class Rollouter:
     def _begin_next(self, group: GroupUnderWay) -> None:
         """From here on reports about the attempt before are ignored: its requests may have been aborted."""
         ordinal = group.prompt.ordinal
-        group.attempt = Attempt(number=group.attempt.number + 1, so_far=self._progress.so_far(ordinal))
+        group.attempt = Attempt(number=group.attempt.number + 1, partials=self._progress.partials(ordinal))
         self._progress.end(ordinal)
 
     async def _room(self, group: GroupUnderWay) -> str:
@@ -216,8 +217,8 @@ class Rollouter:
         del self.under_way[ordinal]
         self._progress.end(ordinal)
 
-    def _count_lost(self, so_far: dict[str, SoFar], all_known: bool) -> None:
-        known = {name.partition("-")[0] for name, known in so_far.items() if len(known.completion.token_ids)}
+    def _count_lost(self, partials: dict[InGroup, PartialCompletion], all_known: bool) -> None:
+        known = {episode for (episode, _), partial in partials.items() if partial.completion.num_tokens}
         self.counters["moved"] += len(known)
         if not all_known:  # the others may have had tokens
             self.counters["restarted"] += max(0, self._group_size - len(known))

@@ -12,8 +12,9 @@ import numpy as np
 
 from rollout.buffer import TrajectoryBuffer
 from rollout.failures import FailureBudget, GroupBudget
-from rollout.progress import Attempt, Progress, SoFar
+from rollout.progress import Attempt, PartialCompletion, Progress
 from rollout.prompts import PromptStream
+from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
 from rollout.types import Trajectory, TrajectoryGroup
 
@@ -29,7 +30,7 @@ class UnderWay:
     ordinal: int
     claimed_version: int
     failures: int
-    so_far: dict[str, SoFar]
+    partials: dict[InGroup, PartialCompletion]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +85,7 @@ def capture(rollouts: Rollouts) -> RolloutState:
                 ordinal=ordinal,
                 claimed_version=group.slot.claimed_version,
                 failures=group.failures,
-                so_far=rollouts.progress.so_far(ordinal) or dict(group.attempt.so_far),
+                partials=rollouts.progress.partials(ordinal) or dict(group.attempt.partials),
             )
             for ordinal, group in rollouts.rollouter.under_way.items()
         ),
@@ -121,7 +122,7 @@ def restore(state: RolloutState, rollouts: Rollouts) -> int:
             rollouts.rollouter.under_way[under_way.ordinal] = GroupUnderWay(
                 slot=slot,
                 prompt=rollouts.stream.at(under_way.ordinal),
-                attempt=Attempt(so_far=under_way.so_far),
+                attempt=Attempt(partials=under_way.partials),
                 failures=under_way.failures,
             )
     rollouts.stream.ordinal = state.next_ordinal

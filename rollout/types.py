@@ -3,11 +3,15 @@
 Token sequences are numpy arrays, because Ray moves them between processes on one node without a copy.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollout.request_ids import RequestId
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -31,7 +35,7 @@ class Prompt:
     """What the reward compares with."""
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Other columns of the row, for rewards of the user's own."""
+    """Other columns of the row, for the user's own rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +50,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
-    """Makes one request's sampling repeatable, whatever runs beside it."""
+    """Makes a request's sampling repeatable, whatever else the engine runs."""
+
+    def reseeded(self, *path: int) -> Self:
+        """The same with a seed derived from `seed` and `path`, if there is a seed at all."""
+        if self.seed is None:
+            return self
+        digest = hashlib.sha256("/".join(map(str, (self.seed, *path))).encode()).digest()
+        return replace(self, seed=int.from_bytes(digest[:4], "big") >> 1)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled by the weights tagged `global_steps`.
+    """Tokens [start, end) were sampled by the weights tagged `global_steps`.
 
     Example: [VersionSpan(0, 12, 4), VersionSpan(12, 30, 5)]: an update came after token 12.
     """
@@ -61,32 +72,80 @@ class VersionSpan:
     global_steps: int
 
 
+def merge_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version become one span. `spans` lie one after the other, without gaps."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].global_steps == span.global_steps:
+            span = replace(span, start=merged.pop().start)
+        merged.append(span)
+    return tuple(merged)
+
+
+def shift_spans(spans: Iterable[VersionSpan], by: int) -> tuple[VersionSpan, ...]:
+    """The spans `by` tokens further on. What would lie before token 0 is cut off."""
+    return tuple(
+        VersionSpan(max(span.start + by, 0), span.end + by, span.global_steps) for span in spans if span.end + by > 0
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What a replica answers to one request."""
+    """A replica's answer to one request, or a part of it."""
 
     token_ids: IntArray  # [T]
     logprobs: FloatArray  # [T] of the sampling distribution: temperature, top-p and top-k are in it
     spans: tuple[VersionSpan, ...]
     """Cover [0, T) without gap or overlap, versions ascending."""
     finish_reason: str
-    """"stop" (end-of-sequence), "length" (max_tokens) or "abort"."""
+    """"stop" (end-of-sequence), "length" (max_tokens), "abort", or "" while the request runs."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Consecutive parts of one request, as one. At least one part."""
+        if len(parts) == 1:
+            return parts[0]
+        spans: list[VersionSpan] = []
+        offset = 0
+        for part in parts:
+            spans += shift_spans(part.spans, offset)
+            offset += part.num_tokens
+        return cls(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            spans=merge_spans(spans),
+            finish_reason=parts[-1].finish_reason,
+            cached_tokens=parts[0].cached_tokens,
+        )
+
+    def after(self, start: int) -> Self:
+        """Without the first `start` tokens."""
+        return replace(
+            self,
+            token_ids=self.token_ids[start:],
+            logprobs=self.logprobs[start:],
+            spans=shift_spans(self.spans, -start),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One trajectory's request to a replica: token ids in, token ids out."""
+    """One request of an episode to a replica: token ids in, token ids out."""
 
-    request_id: str
+    request_id: RequestId
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    so_far: Completion | None = None
-    """What was sampled already, elsewhere: the replica goes on from there, and answers with the whole."""
-    goes_on: bool = False
-    """Set by `continuation.generate_through`: an earlier part of it was inside an engine, so that it takes a seat
-    before those of which none was."""
+    partial: Completion | None = None
+    """What another replica, or an earlier run, has sampled of it. The replica continues from there, and answers with
+    the whole."""
+    is_continuation: bool = False
+    """Whether an engine was at work on it before. Set by the replica: such a request takes a seat before new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,21 +168,21 @@ class Trajectory:
     """Name of the replica that sampled it."""
     cached_tokens: int = 0
     reward_metrics: dict[str, float] = field(default_factory=dict)
-    """What the reward said beside the number."""
+    """What the reward function reported besides the number."""
     overlong_penalty: float = 0.0
-    """Of a response near its limit, 0 or less; not part of `reward`."""
+    """At most 0; below for a response near its limit. Not part of `reward`."""
     error: str | None = None
     """Why there is no reward."""
 
     @property
     def shaped_reward(self) -> float:
-        """What is learned."""
+        """The reward that is learned from."""
         return self.reward + self.overlong_penalty
 
     @property
     def is_scored(self) -> bool:
-        """Whether its reward says anything. One without a reward, or that somebody aborted, is not trained, and counts
-        in no baseline."""
+        """Whether its reward says anything. A trajectory without one, or that a client aborted, is not trained and
+        counts in no baseline."""
         return self.error is None and self.finish_reason != "abort"
 
     @property
@@ -146,11 +205,11 @@ class TrajectoryGroup:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     greedy: Trajectory | None = None
-    """A greedy trajectory of the prompt, not trained, where the advantage compares with its reward (remax)."""
+    """With remax: a greedy trajectory, not trained, whose reward is the baseline."""
 
     @property
     def errors(self) -> list[str | None]:
-        """Why rewards failed, None for each that did not."""
+        """Why rewards failed; None for each that did not."""
         every = self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
         return [trajectory.error for trajectory in every]
 
@@ -162,7 +221,7 @@ class TrajectoryGroup:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether nothing is left of it to learn from: somebody aborted every trajectory."""
+        """Whether a client aborted every trajectory, so that nothing is left to learn from."""
         return all(trajectory.finish_reason == "abort" for trajectory in self.trajectories)
 
     @property
@@ -172,7 +231,7 @@ class TrajectoryGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of the group."""
+        """Response tokens of all trajectories."""
         return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
 
 

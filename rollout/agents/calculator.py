@@ -1,4 +1,4 @@
-"""An example of an environment: a calculator for arithmetic word problems.
+"""An example environment: a calculator for arithmetic word problems.
 
 rollout.agent_loop=rollout.agents.calculator:agent_loop
 """
@@ -14,10 +14,10 @@ CALL = re.compile(r"calc: *(-?\d{1,9}) *([-+*]) *(-?\d{1,9})\s*$")
 
 
 class Calculator:
-    """A turn that ends with, for example, `calc: 17 * 3` is answered with the result; any other ends the episode."""
+    """Answers a turn that ends with, for example, `calc: 17 * 3` with the result. Any other turn ends the episode."""
 
     def __init__(self, _prompt: Prompt):
-        """Knows nothing of the question."""
+        """It needs nothing of the prompt."""
 
     async def step(self, text: str) -> Step:
         call = CALL.search(text)

@@ -1,4 +1,4 @@
-"""From rows to prompts: the template, the chat template, tokens."""
+"""How a row becomes a prompt: template, chat template, tokens."""
 
 from collections.abc import Sequence
 from typing import Any

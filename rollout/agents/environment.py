@@ -15,11 +15,11 @@ class Step:
     """What the policy reads next, with everything around it that the chat template wants; special tokens count."""
     done: bool = False
     reward: float | None = None
-    """Added up over the episode. Where no step gives one, rollout.reward scores the response."""
+    """Summed over the episode. If no step gives one, rollout.reward scores the response."""
 
 
 class Environment(Protocol):
-    """Of one episode."""
+    """The environment of one episode."""
 
     async def step(self, text: str) -> Step:
         """`text`: the policy's turn, decoded without special tokens. What blocks belongs into `asyncio.to_thread`."""

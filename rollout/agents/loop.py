@@ -1,13 +1,14 @@
-"""Agent loops: how prompts become episodes, over a `generate` callable."""
+"""What an agent loop is: it makes episodes of prompts, over a `generate` callable."""
 
-import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from configs.runtime.dotted import find
+from rollout.progress import PartialCompletion, prompt_checksum
+from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult
 from rollout.types import (
     BoolArray,
@@ -21,25 +22,28 @@ from rollout.types import (
 )
 
 GenerateGroup = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
-"""Requests in, completions out in the same order; all on one replica."""
+"""Sends requests to one replica, and returns their completions in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeTask:
     """One episode to run."""
 
-    name: str
-    """Unique among all that are under way: what its requests' ids begin with."""
+    request_id: RequestId
+    """Of its first turn; `at_turn` makes those of the others."""
     prompt: Prompt
     index: int
     """Place in the prompt's group."""
     sampling: SamplingParams
-    """`max_tokens` is of the whole response, all turns and what the environment says included."""
+    """`max_tokens` bounds the whole response: all turns, and what the environment says."""
+
+    def at_turn(self, turn: int) -> RequestId:
+        return replace(self.request_id, turn=turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """A trajectory before its reward; the fields are those of `Trajectory`."""
+    """A trajectory before its reward. Fields as in `Trajectory`."""
 
     response_ids: IntArray  # [R]
     loss_mask: BoolArray  # [R]
@@ -48,13 +52,19 @@ class Episode:
     finish_reason: str
     cached_tokens: int
     result: RewardResult | None = None
-    """From an environment that gives the reward itself, or failed. None: the reward function scores the response."""
+    """From an environment that gives the reward itself, or that failed. None: the reward function scores the
+    response."""
 
 
 @runtime_checkable
 class AgentLoop(Protocol):
+    """A user's own is the `package.module:name` in rollout.agent_loop.
+
+    Example: `SingleTurn`, below.
+    """
+
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        """One episode per task, in order."""
+        """Returns one episode per task, in order."""
         ...
 
 
@@ -63,15 +73,15 @@ class SingleTurn:
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         requests = [
-            GenerationRequest(request_id=task.name, prompt_ids=task.prompt.token_ids, sampling=task.sampling)
+            GenerationRequest(request_id=task.request_id, prompt_ids=task.prompt.token_ids, sampling=task.sampling)
             for task in tasks
         ]
         return [as_episode(completion) for completion in await generate(requests)]
 
 
 def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
-    """single_turn, or what the function or class at `package.module:name` makes of the tokenizer. Raises ValueError
-    when that is no agent loop."""
+    """`name`: single_turn, or the `package.module:name` of a class or function that makes a loop of the tokenizer.
+    Raises ValueError for what is no agent loop."""
     if name == "single_turn":
         return SingleTurn()
     loop = find("rollout.agent_loop", name, ("tokenizer",), known=("single_turn",))(tokenizer)
@@ -83,7 +93,7 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
 def as_episode(completion: Completion) -> Episode:
     return Episode(
         response_ids=completion.token_ids,
-        loss_mask=np.ones(len(completion.token_ids), np.bool_),
+        loss_mask=np.ones(completion.num_tokens, np.bool_),
         rollout_logprobs=completion.logprobs,
         spans=completion.spans,
         finish_reason=completion.finish_reason,
@@ -91,15 +101,23 @@ def as_episode(completion: Completion) -> Episode:
     )
 
 
-def group_sampling(sampling: SamplingParams, group_size: int, ordinal: int) -> list[SamplingParams]:
-    """Sampling parameters of every trajectory of a group: with a seed, each gets one of its own, from (seed, ordinal,
-    index) alone, so that it does not matter what runs beside it, or where."""
-    return [seeded(sampling, ordinal, index) for index in range(group_size)]
+def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:
+    """`generate` for a later attempt: requests that are complete are answered at once, others continue from the tokens
+    they have. A request with another prompt than before begins anew."""
 
+    async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
+        answers: dict[RequestId, Completion] = {}
+        rest: list[GenerationRequest] = []
+        for request in requests:
+            partial = partials.get(request.request_id.in_group)
+            if partial is None or partial.prompt_checksum != prompt_checksum(request.prompt_ids):
+                rest.append(request)
+            elif partial.completion.finish_reason:
+                answers[request.request_id] = partial.completion
+            else:
+                rest.append(replace(request, partial=partial.completion))
+        completions = await generate(rest) if rest else []
+        answers |= {request.request_id: completion for request, completion in zip(rest, completions, strict=True)}
+        return [answers[request.request_id] for request in requests]
 
-def seeded(sampling: SamplingParams, *path: int) -> SamplingParams:
-    """With a seed of its own for every `path`, if there is a seed at all."""
-    if sampling.seed is None:
-        return sampling
-    digest = hashlib.sha256("/".join(map(str, (sampling.seed, *path))).encode()).digest()
-    return replace(sampling, seed=int.from_bytes(digest[:4], "big") >> 1)
+    return generate_the_rest

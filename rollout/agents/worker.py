@@ -1,4 +1,4 @@
-"""Runs agent loops and rewards, away from the driver's event loop. `agent_worker_group.py` puts it into Ray actors."""
+"""Runs agent loops and rewards, away from the driver's event loop. `worker_group.py` puts it into Ray actors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,11 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.agents.encoding import encode
-from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, group_sampling
+from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, resume_from
 from rollout.evaluation.scores import EvaluatedSample
-from rollout.progress import FIRST, Attempt, going_on
+from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
+from rollout.request_ids import RequestId
 from rollout.rewards.base import Reward, RewardResult, WeightedSum
 from rollout.rewards.dapo import overlong_penalty
 from rollout.rewards.scoring import RewardScorer
@@ -20,14 +21,14 @@ from rollout.types import IntArray, Prompt, SamplingParams, Trajectory, Trajecto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPart:
-    """What one replica answered to its share of the held-out set, in the order of the prompts."""
+    """One replica's answers to its share of the held-out set."""
 
     samples: tuple[tuple[EvaluatedSample, ...], ...]
-    """Per prompt."""
+    """Per prompt, in order."""
     versions: frozenset[int]
-    """`global_steps` of all tokens: one, when no update came in between."""
+    """`global_steps` of all tokens: one version, unless an update came in between."""
     errors: tuple[str, ...] = ()
-    """Why rewards failed, where they did; the accuracy of such a sample is 0."""
+    """Why rewards failed. The accuracy of such a sample is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,12 @@ class _Scored:
 
 
 class AgentWorker:
-    """`tokenizer`: of transformers. `replicas`: name -> a callable that generates there."""
+    """Runs the episodes of a group on one replica, and scores them.
+
+    Example:
+        worker.connect("replica-3", generate)
+        group = await worker.run_group(prompt, "replica-3", sampling, group_size=8)
+    """
 
     def __init__(
         self,
@@ -50,6 +56,11 @@ class AgentWorker:
         reward: Reward | WeightedSum,
         replicas: Mapping[str, GenerateGroup],
     ):
+        """
+        Args:
+            tokenizer: of transformers.
+            replicas: by name, a callable that generates there.
+        """
         self._config = config
         self._tokenizer = tokenizer
         self._loop = loop
@@ -57,32 +68,28 @@ class AgentWorker:
         self._replicas = dict(replicas)
 
     def connect(self, name: str, generate: GenerateGroup) -> None:
-        """From now on it can generate on this replica too."""
+        """From now on the worker can generate on this replica too."""
         self._replicas[name] = generate
 
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
-        """Rows whose prompt has at most `max_tokens` tokens; the others are left out."""
+        """See `rollout.agents.encoding.encode`."""
         return encode(self._tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
     ) -> TrajectoryGroup:
-        """All trajectories of the prompt, on one replica, with their rewards; for remax a greedy one besides.
+        """Run all episodes of the prompt on one replica, and score them; with remax a greedy one besides.
 
-        An agent loop runs from its beginning, also where the attempt has something to go on from: what it asks is then
-        answered with what was sampled before. An environment gets back into its state by hearing the same again; where
-        it answers otherwise, the trajectory goes on anew from there.
+        A later attempt runs the agent loop from its beginning, too. Its requests are answered with what was sampled
+        before, so an environment gets back into its state by hearing the same turns again. Where it answers
+        otherwise, the trajectory is sampled anew from there.
         """
         sampling = self._with_stop(sampling)
-        tasks = [
-            EpisodeTask(name=attempt.episode_name(prompt.ordinal, index), prompt=prompt, index=index, sampling=params)
-            for index, params in enumerate(group_sampling(sampling, group_size, prompt.ordinal))
-        ]
+        every = [sampling.reseeded(prompt.ordinal, index) for index in range(group_size)]
         if self._config.algorithm.advantage == "remax":
-            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
-            name = attempt.episode_name(prompt.ordinal, "greedy")
-            tasks.append(EpisodeTask(name=name, prompt=prompt, index=group_size, sampling=greedy))
-        scored = await self._run(tasks, going_on(attempt.so_far, self._replicas[replica]))
+            every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None))
+        first = RequestId(ordinal=prompt.ordinal, attempt=attempt.number)
+        scored = await self._run(_tasks(prompt, first, every), resume_from(attempt.partials, self._replicas[replica]))
         prompt_ids = np.asarray(prompt.token_ids, np.int32)
         trajectories = tuple(_trajectory(prompt_ids, some, replica) for some in scored)
         return TrajectoryGroup(
@@ -94,13 +101,20 @@ class AgentWorker:
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
-        """`num_samples` episodes per prompt, all side by side on one replica, with their scores. `attempt`: another one
-        in each call, since the requests of one that was lost may still run there."""
+        """Run `num_samples` episodes per prompt, all at once on one replica, and score them.
+
+        Args:
+            attempt: another number in each call, since requests of a lost one may still run.
+        """
         sampling = self._with_stop(sampling)
         tasks = [
-            EpisodeTask(name=f"eval.{attempt}-{prompt.ordinal}-{index}", prompt=prompt, index=index, sampling=params)
+            task
             for prompt in prompts
-            for index, params in enumerate(group_sampling(sampling, num_samples, prompt.ordinal))
+            for task in _tasks(
+                prompt,
+                RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True),
+                [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)],
+            )
         ]
         scored = await self._run(tasks, self._replicas[replica])
         samples = [_evaluated(some) for some in scored]
@@ -111,7 +125,7 @@ class AgentWorker:
         )
 
     async def _run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[_Scored]:
-        """Episodes with their rewards, in order: the environment's where it gives one, else the reward function's."""
+        """Episodes with their rewards, in order. A reward is the environment's, or else the reward function's."""
         episodes = await self._loop.run(tasks, generate)
         texts = [self._decode(episode.response_ids) for episode in episodes]
         to_score = [index for index, episode in enumerate(episodes) if episode.result is None]
@@ -141,10 +155,18 @@ class AgentWorker:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _with_stop(self, sampling: SamplingParams) -> SamplingParams:
-        """The engine is not asked for text, so the end of the sequence is a stop token like any other."""
+        """The engine returns no text, so the end-of-sequence token is a stop token like any other."""
         if sampling.ignore_eos:
             return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self._tokenizer.eos_token_id))
+
+
+def _tasks(prompt: Prompt, first: RequestId, every: Sequence[SamplingParams]) -> list[EpisodeTask]:
+    """One episode per sampling, numbered from 0."""
+    return [
+        EpisodeTask(request_id=replace(first, episode=index), prompt=prompt, index=index, sampling=sampling)
+        for index, sampling in enumerate(every)
+    ]
 
 
 def _evaluated(scored: _Scored) -> EvaluatedSample:

@@ -1,43 +1,43 @@
-"""Agent workers in Ray actors, taken in turn."""
+"""Agent workers in Ray actors, which take turns."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.runtime.deadline import within
 from configs.schema import Config
+from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
 from rollout.agents.loop import AgentLoop, load_agent_loop
-from rollout.agents.rotation import Rotation
 from rollout.agents.worker import AgentWorker, EvaluationPart
-from rollout.engines.base import EngineDiedError
-from rollout.errors import AgentWorkerLostError, ReplicaLostError
+from rollout.errors import AgentWorkerLostError
 from rollout.progress import FIRST, Attempt
 from rollout.prompts import EncodedRow, Row
-from rollout.replica.replica_group import ENV, ReplicaHandle, cancelled_with_us, generate_group, placed
 from rollout.rewards.registry import load_reward
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 from rollout.wire import PackedGroup, pack_group, unpack_group
 
 logger = logging.getLogger(__name__)
+W = TypeVar("W")
 
 
-class AgentWorkerActor(AgentWorker):
-    """The edge: builds the worker's parts inside its process. It knows no replica by itself, so that one is as good as
-    any other."""
+class AgentWorkerActor:
+    """An agent worker in a process of its own. Each call brings the replica that it generates on, so that a worker
+    which has just been started is as good as any other."""
 
     def __init__(
         self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
     ):
         on_start()
-        from transformers import AutoTokenizer  # noqa: PLC0415  (imports torch; the driver does without)
+        from transformers import AutoTokenizer  # imports torch, which the driver does without
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-        super().__init__(
+        self._worker = AgentWorker(
             config=config,
             tokenizer=tokenizer,
             loop=agent_loop or load_agent_loop(config.rollout.agent_loop, tokenizer),
@@ -45,75 +45,67 @@ class AgentWorkerActor(AgentWorker):
             replicas={},
         )
 
-    async def call_on(self, replica: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of AgentWorker, whose second argument is the name of this replica."""
-        self.connect(args[1], partial(_generate, args[1], replica))
-        return await getattr(self, method)(*args, **kwargs)
-
-    async def packed_group(self, *args: Any) -> PackedGroup:
-        """`run_group`, as it travels."""
-        return pack_group(await self.run_group(*args))
-
     async def ready(self) -> None:
-        """Returns once the constructor has."""
+        """Answers once the constructor has returned."""
 
+    async def encode(self, rows: list[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
+        return self._worker.encode(rows, template, chat_template, max_tokens)
 
-async def _generate(name: str, actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
-    try:
-        return await generate_group(actor, requests)
-    except (RayActorError, EngineDiedError) as error:
-        raise ReplicaLostError(f"{name} died while it generated: {error}") from error
+    async def run_group(
+        self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> PackedGroup:
+        self._worker.connect(replica.name, replica.generate_group)
+        return pack_group(await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt))
+
+    async def evaluate(
+        self, prompts: list[Prompt], replica: ReplicaClient, sampling: SamplingParams, num_samples: int, attempt: int
+    ) -> EvaluationPart:
+        self._worker.connect(replica.name, replica.generate_group)
+        return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Worker:
     name: str
     actor: Any
+    """Ray's handle of an `AgentWorkerActor`."""
 
 
 class AgentWorkerGroup:
-    """The driver's side: a `rollout.rollouter.GroupRunner`."""
+    """The driver's side of all agent workers. Implements `GroupRunner` and `EvaluationRunner`.
+
+    Example:
+        group = AgentWorkerGroup(config=config, tokenizer_path=path, replicas=clients, on_start=on_start)
+        rows = await group.encode(rows, template, chat_template, max_tokens)
+        trajectories = await group.run_group(prompt, "replica-3", sampling, group_size=8)
+    """
 
     def __init__(
         self,
         *,
         config: Config,
         tokenizer_path: str,
-        replicas: list[ReplicaHandle],
+        replicas: Iterable[ReplicaClient],
         on_start: Callable[[str], Callable[[], None]],
         agent_loop: AgentLoop | None = None,
     ):
-        """`agent_loop`: sent to every worker, in place of rollout.agent_loop."""
+        """
+        Args:
+            on_start: for a worker's name, what its process runs first.
+            agent_loop: sent to every worker, in place of the one in rollout.agent_loop.
+        """
         options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
         self._class = ray.remote(**options)(AgentWorkerActor)
         self._arguments = {"config": config, "tokenizer_path": tokenizer_path, "agent_loop": agent_loop}
         self._on_start = on_start
         self._start_timeout_s = config.rollout.start_timeout_s
-        self._replicas = {replica.name: replica.actor for replica in replicas}
+        self._replicas = {replica.name: replica for replica in replicas}
         workers = [self._start(f"agent-worker-{index}") for index in range(config.rollout.num_agent_workers)]
         self._rotation = Rotation(workers, self._replace)
 
-    def _start(self, name: str) -> _Worker:
-        return _Worker(name, self._class.remote(**self._arguments, on_start=self._on_start(name)))
-
-    async def _replace(self, lost: _Worker) -> _Worker:
-        """Not left to Ray, which would send calls to one that is still on its way."""
-        ray.kill(lost.actor)  # where it was only out of reach
-        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
-            return await placed(
-                lambda: self._start(lost.name),
-                lambda worker: worker.actor.ready.remote(),
-                lambda worker: ray.kill(worker.actor),
-                lambda text: logger.info("%s %s", lost.name, text),
-            )
-
-    async def ready(self) -> None:
-        for worker in self._rotation.serving:
-            await worker.actor.ready.remote()
-
-    def connect(self, replica: ReplicaHandle) -> None:
-        """From now on the workers can generate on it too."""
-        self._replicas[replica.name] = replica.actor
+    def connect(self, replica: ReplicaClient) -> None:
+        """From now on the workers can generate on this replica too."""
+        self._replicas[replica.name] = replica
 
     async def encode(
         self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
@@ -124,35 +116,107 @@ class AgentWorkerGroup:
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
     ) -> TrajectoryGroup:
-        arguments = (prompt, replica, sampling, group_size, attempt)
-        if not attempt.alone:
-            return unpack_group(await self._in_turn("packed_group", *arguments))
-        worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
-        try:
-            return unpack_group(await self._call(worker, "packed_group", *arguments))
-        finally:
-            ray.kill(worker.actor)
+        def run(worker: _Worker) -> Any:
+            return worker.actor.run_group.remote(prompt, self._replicas[replica], sampling, group_size, attempt)
+
+        packed = await (self._alone(prompt.ordinal, run) if attempt.alone else self._in_turn(run))
+        return unpack_group(packed)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
-        """Raises AgentWorkerLostError; the next call must have another `attempt`."""
-        return await self._in_turn("evaluate", list(prompts), replica, sampling, num_samples, attempt=attempt)
+        """Raises AgentWorkerLostError. The next call must have another `attempt`."""
+        return await self._in_turn(
+            lambda worker: worker.actor.evaluate.remote(
+                list(prompts), self._replicas[replica], sampling, num_samples, attempt
+            )
+        )
 
-    async def _in_turn(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _in_turn(self, call: Callable[[_Worker], Any]) -> Any:
         worker = await self._rotation.next()
         try:
-            return await self._call(worker, method, *args, **kwargs)
+            return await _result(worker, call)
         except AgentWorkerLostError:
             self._rotation.lose(worker)
             raise
 
-    async def _call(self, worker: _Worker, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _alone(self, ordinal: int, call: Callable[[_Worker], Any]) -> Any:
+        """In a process that ends with the call. An agent loop or a reward that crashes its process on one prompt would
+        otherwise take the other groups of its worker along, again and again."""
+        worker = self._start(f"agent-worker-of-prompt-{ordinal}")
         try:
-            return await cancelled_with_us(
-                worker.actor.call_on.remote(self._replicas[args[1]], method, *args, **kwargs)
+            return await _result(worker, call)
+        finally:
+            ray.kill(worker.actor)
+
+    def _start(self, name: str) -> _Worker:
+        return _Worker(name, self._class.remote(**self._arguments, on_start=self._on_start(name)))
+
+    async def _replace(self, lost: _Worker) -> _Worker:
+        """Start another in place of a lost one. Ray's own restart would send it calls before it has started."""
+        ray.kill(lost.actor)  # it may have been out of reach only
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
+            return await placed(
+                lambda: self._start(lost.name),
+                lambda worker: worker.actor.ready.remote(),
+                lambda worker: ray.kill(worker.actor),
+                lambda text: logger.info("%s %s", lost.name, text),
             )
-        except RayTaskError:
-            raise  # of the method: if an actor died, then one of the agent loop's own
-        except RayActorError as error:
-            raise AgentWorkerLostError(f"{worker.name} died: {error}") from error
+
+
+async def _result(worker: _Worker, call: Callable[[_Worker], Any]) -> Any:
+    try:
+        return await cancelled_with_us(call(worker))
+    except RayTaskError:
+        raise  # of the call itself: an actor that died then was the agent loop's own
+    except RayActorError as error:
+        raise AgentWorkerLostError(f"{worker.name} died: {error}") from error
+
+
+class NoWorkerLeftError(RuntimeError):
+    """The last worker was lost, and none could be started in its place. The cause says why."""
+
+
+class Rotation(Generic[W]):
+    """Workers that take turns. A lost one is replaced while the others continue.
+
+    Example:
+        worker = await rotation.next()
+        rotation.lose(worker)  # its call failed because it died
+        another = await rotation.next()
+    """
+
+    def __init__(self, workers: Iterable[W], replace: Callable[[W], Awaitable[W]]):
+        """`replace(lost)`: starts a worker in its place."""
+        self._serving = deque(workers)
+        self._replace = replace
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._error: Exception | None = None
+
+    @property
+    def serving(self) -> list[W]:
+        return list(self._serving)
+
+    async def next(self) -> W:
+        """Waits until a worker serves. Raises NoWorkerLeftError."""
+        while not self._serving:
+            if not self._replacing:
+                raise NoWorkerLeftError(f"no agent worker is left: {self._error}") from self._error
+            await asyncio.wait(self._replacing, return_when=asyncio.FIRST_COMPLETED)
+        self._serving.rotate(-1)
+        return self._serving[-1]
+
+    def lose(self, worker: W) -> None:
+        """Replace the worker. Idempotent, since every call that it had in flight reports its loss."""
+        if worker in self._serving:
+            self._serving.remove(worker)
+            task = asyncio.create_task(self._bring_another(worker))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    async def _bring_another(self, lost: W) -> None:
+        try:
+            self._serving.append(await self._replace(lost))
+        except Exception as error:
+            logger.warning("an agent worker is not replaced", exc_info=error)
+            self._error = error

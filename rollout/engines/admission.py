@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class _Waiter:
     request_id: str
     width: int
-    goes_on: bool
+    is_continuation: bool
     answer: asyncio.Future[bool]
 
 
@@ -42,16 +42,16 @@ class Admission:
     def has(self, request_id: str) -> bool:
         return request_id in self._widths or any(waiter.request_id == request_id for waiter in self._waiting)
 
-    async def enter(self, request_id: str, width: int = 1, goes_on: bool = False) -> bool:
+    async def enter(self, request_id: str, width: int = 1, is_continuation: bool = False) -> bool:
         """Wait for `width` seats (at most all of them). False when the request was turned away while it waited.
 
-        `goes_on`: a part of it was inside before. It comes before all those of which none was.
+        `is_continuation`: a part of it was inside before. It comes before all those of which none was.
         Raises ValueError for an id that is inside or waiting already.
         """
         if self.has(request_id):
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(request_id, min(width, self._num_seats), goes_on, answer)
+        waiter = _Waiter(request_id, min(width, self._num_seats), is_continuation, answer)
         self._waiting.insert(self._place(waiter), waiter)
         self._admit()
         try:
@@ -70,7 +70,7 @@ class Admission:
         width = self._widths.pop(request_id)
         self._taken -= width
         self._notify()
-        return await self.enter(new_id, width, goes_on=True)
+        return await self.enter(new_id, width, is_continuation=True)
 
     def submitted(self, request_id: str) -> None:
         self._submitting.discard(request_id)
@@ -113,7 +113,7 @@ class Admission:
 
     def _place(self, waiter: _Waiter) -> int:
         """In the queue: behind its like."""
-        return sum(other.goes_on for other in self._waiting) if waiter.goes_on else len(self._waiting)
+        return sum(other.is_continuation for other in self._waiting) if waiter.is_continuation else len(self._waiting)
 
     def _has_room(self, width: int) -> bool:
         return not self._holds and self._taken + width <= self._num_seats

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from rollout.engines.usage import Usage
 from rollout.replica.pause import Pausable
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 
 
@@ -47,13 +48,13 @@ class WeightTag:
 class EngineDiedError(RuntimeError):
     """The engine is gone: every request, now and later, fails with this."""
 
-    def __init__(self, what: str, so_far: Completion | None = None):
-        """`so_far`: what the request had sampled. finish_reason is ""."""
+    def __init__(self, what: str, partial: Completion | None = None):
+        """`partial`: what the request had sampled. finish_reason is ""."""
         super().__init__(what)
-        self.so_far = so_far
+        self.partial = partial
 
     def __reduce__(self) -> tuple[type["EngineDiedError"], tuple[str, Completion | None]]:
-        return EngineDiedError, (str(self), self.so_far)
+        return EngineDiedError, (str(self), self.partial)
 
 
 class Engine(Pausable, Protocol):
@@ -66,7 +67,7 @@ class Engine(Pausable, Protocol):
         """
         ...
 
-    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
+    def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
         """What these requests, where they run, have sampled after their first `known[request_id]` tokens; finish_reason
         is "". Those that have nothing new may be left out."""
         ...

@@ -13,6 +13,7 @@ import numpy as np
 from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError, WeightTag
 from rollout.engines.usage import Usage
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, VersionSpan
 
 
@@ -64,7 +65,8 @@ class SimulatedEngine:
             self.usage.change(-1)
 
     async def _generate(self, request: GenerationRequest) -> Completion:
-        if not await self._admission.enter(request.request_id, goes_on=request.goes_on):
+        name = str(request.request_id)
+        if not await self._admission.enter(name, is_continuation=request.is_continuation):
             if self._death.done():
                 raise self._death.result()
             return _completion([], "abort")
@@ -74,20 +76,20 @@ class SimulatedEngine:
             self._num_submitted += 1
             self._num_prefilled += len(request.prompt_ids)
             sequence = self._start(request)
-            self._admission.submitted(request.request_id)
+            self._admission.submitted(name)
             return await sequence.done
         except EngineDiedError as error:
-            sequence = self._running.get(request.request_id)  # None: killed as it was let in
+            sequence = self._running.get(name)  # None: killed as it was let in
             raise EngineDiedError(str(error), sequence and _completion(sequence.tokens, "")) from None
         finally:
-            self._running.pop(request.request_id, None)
-            self._admission.leave(request.request_id)
+            self._running.pop(name, None)
+            self._admission.leave(name)
 
     def _start(self, request: GenerationRequest) -> _Sequence:
         length, limit = self._length_of(request), request.sampling.max_tokens
         finish_reason = "length" if length > limit else "stop"
         sequence = _Sequence(min(length, limit), finish_reason, asyncio.get_running_loop().create_future())
-        self._running[request.request_id] = sequence
+        self._running[str(request.request_id)] = sequence
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._step_until_idle())
         return sequence
@@ -128,9 +130,13 @@ class SimulatedEngine:
         self._may_step.set()
         return asyncio.get_running_loop().time() - self._frozen_at
 
-    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
-        running = [name for name in known if name in self._running]
-        return {name: _completion(self._running[name].tokens[known[name] :], "") for name in running}
+    def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
+        running = {request_id: self._running.get(str(request_id)) for request_id in known}
+        return {
+            request_id: _completion(sequence.tokens[known[request_id] :], "")
+            for request_id, sequence in running.items()
+            if sequence is not None
+        }
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         self._staged = manifest

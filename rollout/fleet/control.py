@@ -110,13 +110,13 @@ class FleetControl:
         if errors := await self._on_all(lambda r: r.resume(), "resume", self._pausing):
             raise FleetPauseError("resume", errors)
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
+    async def abort(self, names: Collection[str] | None = None) -> list[str]:
         """End these requests, by default all. Returns the ids of those that ended. Raises FleetPauseError; on the other
         replicas they have ended."""
         ended: list[str] = []
 
         async def abort(replica: FleetMember) -> None:
-            ended.extend(await replica.abort(request_ids))
+            ended.extend(await replica.abort(names))
 
         if errors := await self._on_all(abort, "abort", self._answering):
             raise FleetPauseError(f"abort, which ended {len(ended)} requests elsewhere,", errors)

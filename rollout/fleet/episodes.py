@@ -8,6 +8,7 @@ from typing import Protocol
 from configs.runtime.deadline import within
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt
+from rollout.request_ids import RequestId
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,11 @@ class FleetEpisodes:
     async def collect_progress(self, name: str) -> None:
         await self._fleet.collect_progress(name)
 
-    async def abort(self, name: str, request_ids: Collection[str]) -> None:
+    async def abort(self, name: str, request_ids: Collection[RequestId]) -> None:
         for replica in (replica for replica in self._fleet.running if replica.name == name):
             try:
                 async with within(self._fleet.answer_timeout_s, "rollout.answer_timeout_s", f"abort on {name}"):
-                    await replica.abort(request_ids)
+                    await replica.abort([str(request_id) for request_id in request_ids])
             except Exception as error:  # whether the replica is lost is for the monitor to decide
                 logger.info("%s may still run %d requests: %r", name, len(request_ids), error)
 

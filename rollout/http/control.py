@@ -9,11 +9,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from configs.schema import PauseMode
-from rollout.engines.request_ids import client_names, response_name
 from rollout.errors import FleetPauseError
 from rollout.http.metrics import exposition
 from rollout.replica.pause import PauseConflictError, PauseInterruptedError
 from rollout.replica.replica import ReplicaStatus
+from rollout.request_ids import ClientNames
 
 OPEN_PATHS = ("/health", "/metrics", "/versions")
 """Routes that change nothing, so that probes and scrapers need no token."""
@@ -32,8 +32,8 @@ class Controlled(Protocol):
 
     async def resume(self) -> object: ...
 
-    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
-        """End these requests, or all. Returns the engine's ids of those that it ended."""
+    async def abort(self, names: Collection[str] | None) -> list[str]:
+        """End these requests, or all. Returns the engine's names of those that it ended."""
         ...
 
     async def is_paused(self) -> bool: ...
@@ -118,9 +118,10 @@ def _fastdeploy_routes(controlled: Controlled) -> APIRouter:
         if not body.abort_all and not body.req_ids:
             raise HTTPException(400, "must provide abort_all=true or req_ids")
         ended = await controlled.abort(None if body.abort_all else body.req_ids)
+        known = [ClientNames.of(name) for name in ended]
         if body.abort_all:
-            return _success({"aborted": sorted({response_name(name) for name in ended}), "not_found": []})
-        names = {name for request_id in ended for name in client_names(request_id)}
+            return _success({"aborted": sorted({names.response for names in known}), "not_found": []})
+        names = {name for names in known for name in names.every}
         return _success(
             {
                 "aborted": [name for name in body.req_ids if name in names],

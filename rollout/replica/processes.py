@@ -56,7 +56,7 @@ def end_descendants_with_this() -> None:
     """
     owner = process_tree(os.getpid())[0]
     subprocess.Popen(
-        [sys.executable, "-m", "rollout.replica.processes", json.dumps(owner)],
+        [sys.executable, "-m", __name__, json.dumps(owner)],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C is not for it
     )

@@ -10,9 +10,11 @@ from typing import Any
 from configs.runtime.deadline import within
 from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
 from rollout.engines.base import Engine, EngineDiedError, WeightTag
-from rollout.progress import ProgressReport, Told
-from rollout.replica.continuation import generate_through, whole_id
+from rollout.progress import ProgressReport
+from rollout.replica.continuation import generate_in_parts
 from rollout.replica.pause import PauseControl
+from rollout.replica.progress_log import ProgressLog
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 
 
@@ -52,12 +54,12 @@ class RolloutReplica:
         self._engine = engine
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
-        self._interrupted: set[str] = set()  # requests that an update aborted, and that go on after it
-        self._told = Told()
+        self._interrupted: set[str] = set()  # names of requests that an update aborted, and that continue after it
+        self._log = ProgressLog()
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
-        self._started = self._finished = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
+        self._started = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
@@ -72,32 +74,32 @@ class RolloutReplica:
         if self.global_steps < 0:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
         self._started += 1
-        self._told.begin(request)
+        self._log.begin(request)
         completion = None
         try:
-            completion, parts = await generate_through(request, self._generate_part, self._was_interrupted)
+            completion, parts = await generate_in_parts(request, self._generate_part, self._was_interrupted)
         except BaseException as error:
             self._aborted += 1
-            if isinstance(error, EngineDiedError) and error.so_far is not None:
-                self._told.lose(request.request_id, error.so_far)
+            if isinstance(error, EngineDiedError) and error.partial is not None:
+                self._log.lose(request.request_id, error.partial)
             raise
         finally:
-            self._told.end(request.request_id, completion)
-        self._continued += parts - 1  # -1: it was complete, but for saying so
-        self._finished += 1
+            self._log.end(request.request_id, completion)
+        self._continued += parts - 1  # -1 if `partial` was complete, but for its finish_reason
         self._aborted += completion.finish_reason == "abort"
         self._prompt_tokens += len(request.prompt_ids)
         self._cached_tokens += completion.cached_tokens
         return completion
 
     async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
-        self._told.go_on(whole_id(part.request_id), part.request_id, before)
+        self._log.begin_part(part.request_id, before)
         return await self._engine.generate(part)
 
-    def _was_interrupted(self, request_id: str) -> bool:
-        if request_id not in self._interrupted:
+    def _was_interrupted(self, part: RequestId) -> bool:
+        name = str(part)
+        if name not in self._interrupted:
             return False
-        self._interrupted.discard(request_id)
+        self._interrupted.discard(name)
         return True
 
     # -- control: see rollout.replica.pause ----------------------------------------------------------------------------
@@ -108,11 +110,15 @@ class RolloutReplica:
     async def resume(self) -> float:
         return await self._control.resume()
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
-        """End these requests, running, frozen or waiting, with the tokens they have; None is all of them."""
-        if request_ids is not None:
-            request_ids = {self._told.part_of(name) for name in request_ids}
-        return [whole_id(name) for name in await self._control.abort(request_ids)]
+    async def abort(self, names: Collection[str] | None = None) -> list[str]:
+        """End these requests, running, frozen or waiting, with the tokens they have; None is all of them.
+
+        `names`: the texts of `RequestId`s, or what HTTP clients know their requests by. Returns the engine's names.
+        """
+        if names is not None:
+            names = {str(self._log.current_part(own)) if (own := RequestId.parse(name)) else name for name in names}
+        ended = await self._control.abort(names)
+        return [str(own.whole) if (own := RequestId.parse(name)) else name for name in ended]
 
     def is_paused(self) -> bool:
         return self._control.paused
@@ -180,9 +186,9 @@ class RolloutReplica:
             expected = (manifest["global_steps"], checksum)
             raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
 
-    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
-        """`known`: request -> how many of its tokens the caller has been told."""
-        pieces = self._engine.partials(self._told.known_parts(known))
+    async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
+        """`known`: how many tokens of each request the caller has."""
+        sampled = self._engine.partials(self._log.known_parts(known))
         usage = self._engine.usage
         return ProgressReport(
             tokens=usage.tokens,
@@ -190,7 +196,7 @@ class RolloutReplica:
             paused=self._control.frozen,
             busy_s=usage.busy_s,
             request_s=usage.request_s,
-            partials=self._told.partials(known, pieces),
+            deltas=self._log.deltas(known, sampled),
         )
 
     async def wait_dead(self) -> BaseException:
@@ -203,7 +209,6 @@ class RolloutReplica:
         return {
             "global_steps": self.global_steps,
             "trajectories": self._started,
-            "finished": self._finished,
             "aborted": self._aborted,
             "continued": self._continued,
             "running": usage.running,

@@ -1,33 +1,33 @@
-"""Replicas in Ray actors: where they are placed, and how the driver and the agent workers call them."""
+"""Replicas in Ray actors: where they are placed, and how the driver calls them."""
 
 import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
-from configs.runtime.environment import QUIET_NCCL, REPO_ROOT
+from configs.runtime.environment import QUIET_NCCL
 from configs.schema import PauseMode, WeightSyncConfig
+from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
-from rollout.http.controlled import ReplicaControl
-from rollout.http.server import listen, serve, url_of
 from rollout.progress import ProgressReport
-from rollout.replica.app import replica_app
 from rollout.replica.processes import ProcessId, end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import CommitReport, ReplicaStatus, RolloutReplica
-from rollout.types import Completion, GenerationRequest
-from rollout.wire import Columns, pack_completions, unpack_completions
+from rollout.request_ids import RequestId
+from rollout.types import GenerationRequest
+from rollout.wire import Columns, pack_completions
 
-A = TypeVar("A")
+P = ParamSpec("P")
+R = TypeVar("R")
+ControlCall = Callable[Concatenate["ReplicaActor", P], Coroutine[Any, Any, R]]
 LOOPBACK = "127.0.0.1"
 MAX_REQUESTS = 8192
 """Groups that may wait in one replica's actor."""
 MAX_CONTROL_CALLS = 64
-PLACEMENTS = 3
-"""Of an actor that comes while a run goes on: Ray may place it on a node that is dead, until it knows that it is."""
 
 # Two replicas and a trainer share a laptop's two cores: vLLM's own binding would put all of them on the same core.
 CPU_ENV = {
@@ -37,80 +37,103 @@ CPU_ENV = {
 }
 # Saves seconds at the first request with logprobs, where nothing else is compiled.
 EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
-ENV = {
-    "PYTHONPATH": str(REPO_ROOT),  # vLLM's worker processes import weight_sync.receiver.vllm_receiver
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_PLUGINS": "",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+
+
+def control(method: ControlCall[P, R]) -> ControlCall[P, R]:
+    """A control call. Ray runs it on the event loop of another concurrency group, so that it never queues behind
+    generations; from there it hops to the loop on which the engine lives."""
+
+    @wraps(method)
+    async def on_engine_loop(self: "ReplicaActor", *args: P.args, **kwargs: P.kwargs) -> R:
+        call = method(self, *args, **kwargs)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+
+    return ray.method(concurrency_group="control")(on_engine_loop)  # pyright: ignore[reportReturnType]
 
 
 class ReplicaActor:
-    """The edge. Ray runs each concurrency group on an event loop of its own, so that control calls never queue behind
-    generations; the engine lives on the first loop, and control calls hop there."""
+    """A `RolloutReplica` with its engine, in a process of its own."""
 
     def __init__(self, name: str, on_start: Callable[[], None]):
         on_start()
         self._name = name
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
-        """The number of its workers."""
-        from rollout.engines.vllm.engine import VllmEngine  # noqa: PLC0415  (vLLM takes seconds to import, and only actors may)
+        """Returns the number of the engine's workers."""
+        from rollout.engines.vllm.engine import VllmEngine  # takes seconds, and the driver does without
 
         self._home = asyncio.get_running_loop()
-        end_descendants_with_this()  # first: it may be killed while a large model is loaded, too
+        end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
         self._engine = VllmEngine(spec)
         self._replica = RolloutReplica(self._name, self._engine, config)
         return self._replica.num_workers
 
     async def place(self) -> tuple[str, str]:
-        """Id and name of the node that it was placed on."""
+        """Returns id and name of the node that the actor was placed on."""
         return ray.get_runtime_context().get_node_id(), socket.gethostname()
 
     async def processes(self) -> list[ProcessId]:
-        """Its own, and those of the engine."""
+        """Returns the actor's own process and the engine's."""
         return process_tree(os.getpid())
 
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
-        """Starts its HTTP server, on the engine's loop: on 127.0.0.1, or on this node's address. Returns its URL."""
-        host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
-        listener = listen(host, port=0)
-        app = replica_app(ReplicaControl(self._replica), await self._engine.openai_app(chat_template), token)
+        """Start an HTTP server on the engine's loop: on 127.0.0.1, or on this node's address. Returns its URL."""
+        from rollout.http.server import listen, serve, url_of  # FastAPI, which no other process that imports this needs
+        from rollout.replica.app import replica_app
+
+        listener = listen(LOOPBACK if on_loopback else ray.util.get_node_ip_address(), port=0)
+        app = replica_app(self._replica, await self._engine.openai_app(chat_template), token)
         self._server = asyncio.create_task(serve(app, listener))
         return url_of(listener)
 
     async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
-        """See the function of this name, which callers use."""
+        """Callers use `ReplicaClient.generate_group`."""
         return pack_completions(await self._replica.generate_group(requests))
 
-    async def control(self, method: str, *args: Any) -> Any:
-        """Any other method of RolloutReplica, on the engine's loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(method, args), self._home))
+    @control
+    async def tag_loaded(self, global_steps: int) -> None:
+        await self._replica.tag_loaded(global_steps)
 
-    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
-        result = getattr(self._replica, method)(*args)
-        return await result if isinstance(result, Coroutine) else result
+    @control
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await self._replica.pause(mode, clear_cache)
 
+    @control
+    async def resume(self) -> float:
+        return await self._replica.resume()
 
-async def generate_group(actor: Any, requests: list[GenerationRequest]) -> list[Completion]:
-    """On a replica's actor, from wherever it is known."""
-    return unpack_completions(await cancelled_with_us(actor.generate_group.remote(requests)))
+    @control
+    async def abort(self, names: Collection[str] | None) -> list[str]:
+        return await self._replica.abort(names)
 
+    @control
+    async def status(self) -> ReplicaStatus:
+        return await self._replica.status()
 
-async def cancelled_with_us(call: Any) -> Any:
-    """Whoever gives up waiting for an actor's answer ends the work on it too."""
-    try:
-        return await call
-    except asyncio.CancelledError:
-        ray.cancel(call)
-        raise
+    @control
+    async def stage(self, manifest: dict[str, Any]) -> None:
+        await self._replica.stage(manifest)
+
+    @control
+    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
+        return await self._replica.commit(manifest)
+
+    @control
+    async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
+        return await self._replica.progress(known)
+
+    @control
+    async def stats(self) -> dict[str, float]:
+        return await self._replica.stats()
+
+    @control
+    async def wait_dead(self) -> BaseException:
+        return await self._replica.wait_dead()
 
 
 class _Shared:
-    """What all replicas are told is put into Ray's object store once: to pickle the manifest of a large model takes
-    from 0.2 to 20 ms, in which the driver does nothing else."""
+    """Puts what all replicas get into Ray's object store once. To pickle the manifest of a large model takes the driver
+    0.2 to 20 ms."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, ray.ObjectRef] | None = None
@@ -121,7 +144,7 @@ class _Shared:
         return self._last[1]
 
     def forget(self) -> None:
-        """Before the cluster ends that it belongs to."""
+        """To be called before the cluster ends."""
         self._last = None
 
 
@@ -129,20 +152,28 @@ manifests = _Shared()
 
 
 class ReplicaHandle:
-    """The driver's side of one replica: a `weight_sync.protocol.WeightTarget`."""
+    """The driver's side of one replica. Calls raise what the replica raised, with its traceback as a note.
+
+    Example:
+        replica = create_replica("replica-0", spec, on_start)
+        await replica.start(spec, config)
+        await replica.pause(PauseMode.keep)
+    """
 
     def __init__(self, name: str, actor: Any):
         self.name = name
         self.actor = actor
+        """Ray's handle of a `ReplicaActor`."""
+        self.client = ReplicaClient(name, actor)
         self.num_workers = 0
-        """Known once it has started."""
+        """Known after `start`."""
         self.node = ""
-        """Known once it has been placed."""
+        """Known after `placed`."""
         self._node_id = ""
         self._processes: list[ProcessId] = []
 
     async def placed(self) -> None:
-        """Returns when Ray has found room for it and its process runs: maybe only when a node joins."""
+        """Returns when Ray has found room for the actor and its process runs: maybe only when a node joins."""
         self._node_id, self.node = await self.actor.place.remote()
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> None:
@@ -154,51 +185,50 @@ class ReplicaHandle:
         return await self.actor.serve.remote(on_loopback, token, chat_template)
 
     async def tag_loaded(self, global_steps: int) -> None:
-        await self._control("tag_loaded", global_steps)
+        await self._result(self.actor.tag_loaded.remote(global_steps))
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
-        await self._control("pause", mode, clear_cache)
+        await self._result(self.actor.pause.remote(mode, clear_cache))
 
     async def resume(self) -> float:
-        return await self._control("resume")
+        return await self._result(self.actor.resume.remote())
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
-        return await self._control("abort", request_ids)
+    async def abort(self, names: Collection[str] | None = None) -> list[str]:
+        return await self._result(self.actor.abort.remote(names))
 
     async def status(self) -> ReplicaStatus:
-        return await self._control("status")
+        return await self._result(self.actor.status.remote())
 
     async def stage(self, manifest: dict[str, Any]) -> None:
-        await self._control("stage", manifests.ref(manifest))
+        await self._result(self.actor.stage.remote(manifests.ref(manifest)))
 
     async def commit(self, manifest: dict[str, Any]) -> CommitReport:
         is_whole = "tensors" in manifest
-        return await self._control("commit", manifests.ref(manifest) if is_whole else manifest)
+        return await self._result(self.actor.commit.remote(manifests.ref(manifest) if is_whole else manifest))
+
+    async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
+        return await self._result(self.actor.progress.remote(known))
 
     async def stats(self) -> dict[str, float]:
-        return await self._control("stats")
+        return await self._result(self.actor.stats.remote())
 
     async def wait_dead(self) -> BaseException:
-        return await self._control("wait_dead")
+        return await self._result(self.actor.wait_dead.remote())
 
-    async def progress(self, known: Mapping[str, int]) -> ProgressReport:
-        return await self._control("progress", known)
+    async def _result(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except RayTaskError as error:
+            error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
+            raise error.cause from None
 
     def kill(self) -> None:
-        """Ends the actor and the engine's processes, stopped ones too. Of an actor that does not react, Ray kills all
-        of them 5 s later; on this node we do not wait for that."""
+        """End the actor and the engine's processes, stopped ones too. Ray kills all processes of an actor that does not
+        react 5 s later; on this node we do not wait for that."""
         ray.kill(self.actor)
         if self._processes and self._node_id == ray.get_runtime_context().get_node_id():
             actor, *engine = self._processes
             kill_processes([*engine, actor] if is_stopped(actor[0]) else engine)
-
-    async def _control(self, method: str, *args: Any) -> Any:
-        """Raises what the method raised, with the replica's traceback as a note."""
-        try:
-            return await self.actor.control.options(concurrency_group="control").remote(method, *args)
-        except RayTaskError as error:
-            error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
-            raise error.cause from None
 
 
 def gpus_of(spec: EngineSpec) -> float:
@@ -206,37 +236,10 @@ def gpus_of(spec: EngineSpec) -> float:
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
-    """Environment of the process that hosts the engine, and of the engine's own."""
+    """The environment of an actor and of its engine's processes."""
     if spec.device != "cpu":
         return ENV | QUIET_NCCL
     return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
-
-
-async def placed(
-    create: Callable[[], A],
-    first_answer: Callable[[A], Awaitable[object]],
-    end: Callable[[A], None],
-    report: Callable[[str], None],
-) -> A:
-    """An actor that `create` made, and that has given its first answer. One that dies before is made anew, maybe
-    elsewhere, PLACEMENTS times in all.
-
-    `end` is called on every other. Raises what the last one died of, what its constructor raised, or what
-    `first_answer` raised. `report`: told why one is placed again.
-    """
-    placements = 0
-    while True:
-        placements += 1
-        actor = create()
-        try:
-            await first_answer(actor)
-            return actor
-        except BaseException as error:
-            end(actor)
-            died = isinstance(error, RayActorError) and not error.actor_init_failed
-            if not died or placements == PLACEMENTS:
-                raise
-            report(f"is placed again: {error}")
 
 
 def create_replicas(
@@ -245,7 +248,7 @@ def create_replicas(
     on_start: Callable[[str], Callable[[], None]],
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> list[ReplicaHandle]:
-    """Actors named replica-0, replica-1, ..., not yet started."""
+    """Create actors named replica-0, replica-1, ..., not yet started."""
     return [create_replica(f"replica-{index}", spec, on_start, actor_class) for index in range(num_replicas)]
 
 
@@ -255,7 +258,7 @@ def create_replica(
     on_start: Callable[[str], Callable[[], None]],
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> ReplicaHandle:
-    """An actor, not yet started. `on_start(name)` gives what its process runs first (where its output goes)."""
+    """Create an actor, not yet started. `on_start(name)`: what its process runs first (where its output goes)."""
     options: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": gpus_of(spec) if spec.device == "cuda" else 0,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from configs.runtime.deadline import within
 from configs.schema import Config
+from rollout.actor_group import placed
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
 from rollout.fleet.app import fleet_app
 from rollout.fleet.operator import FleetOperator
 from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica, placed
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from scripts.fleet import SOCKET_FILE
 
 
@@ -47,7 +48,7 @@ class ReplicaStarter:
             self._report(f"{name} starts on {replica.node}")
             async with within(self._config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
                 await replica.start(self._spec, self._config.weight_sync)
-                self._agents.connect(replica)
+                self._agents.connect(replica.client)
         except BaseException:
             replica.kill()
             raise

@@ -33,7 +33,8 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[st
         console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
         spec, on_start = run.engine_spec(config, device, model_path), output_to(run_dir)
         replicas = create_replicas(config.rollout.num_replicas, spec, on_start)
-        agents = AgentWorkerGroup(config=config, tokenizer_path=model_path, replicas=replicas, on_start=on_start)
+        clients = [replica.client for replica in replicas]
+        agents = AgentWorkerGroup(config=config, tokenizer_path=model_path, replicas=clients, on_start=on_start)
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
             await asyncio.gather(*(replica.start(spec, config.weight_sync) for replica in replicas))
             await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))

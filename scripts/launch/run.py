@@ -84,7 +84,7 @@ async def start(  # noqa: PLR0913
     agents = AgentWorkerGroup(
         config=config,
         tokenizer_path=boot_path,
-        replicas=replicas,
+        replicas=[replica.client for replica in replicas],
         on_start=on_start,
         agent_loop=agent_loop,
     )

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from rollout.engines.simulated import SimulatedEngine
 from rollout.errors import ReplicaLostError
 from rollout.progress import Attempt, Progress
 from rollout.replica.replica import RolloutReplica
+from rollout.request_ids import RequestId
 from rollout.types import (
     Completion,
     GenerationRequest,
@@ -169,8 +170,21 @@ class FakeEpisodes:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedId(RequestId):
+    """Has the name that a test gives it, as a request over HTTP has the name that its client gives it."""
+
+    name: str
+    ordinal: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def make_request(name: str, num_tokens: int) -> GenerationRequest:
-    return GenerationRequest(request_id=name, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=num_tokens))
+    """`name`: the text of a RequestId, or any other."""
+    request_id = RequestId.parse(name) or NamedId(name=name)
+    return GenerationRequest(request_id=request_id, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=num_tokens))
 
 
 def start(engine: SimulatedEngine, name: str, num_tokens: int) -> asyncio.Task[Completion]:
@@ -274,8 +288,8 @@ def make_replica(name: str, engine: ClockedEngine, **config: Any) -> RolloutRepl
 
 
 def start_group(replica: RolloutReplica, *lengths: int, prefix: str = "") -> asyncio.Task[list[Completion]]:
-    """Requests of so many tokens, named 0, 1, ... after the prefix."""
-    requests = [make_request(f"{prefix}{index}", length) for index, length in enumerate(lengths)]
+    """Requests of so many tokens, named 0-0, 0-1, ... or, with a prefix, by it and their number."""
+    requests = [make_request(f"{prefix or '0-'}{index}", length) for index, length in enumerate(lengths)]
     return asyncio.create_task(replica.generate_group(requests))
 
 

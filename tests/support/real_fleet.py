@@ -17,10 +17,11 @@ from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, We
 from rollout.engines.base import EngineSpec
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica, generate_group
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.support.dumps import check_dump
+from tests.support.fakes import make_request
 from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
 from tests.system.rollout.replica.test_replica_actor import no_redirect
 from trainer.tiny.model import build_model, build_tokenizer, write_model_directory
@@ -232,7 +233,7 @@ async def change_all(workers: TrainWorkerGroup, seed: int) -> dict[str, torch.Te
 def requests(name: str, count: int, max_tokens: int) -> list[GenerationRequest]:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return [
-        GenerationRequest(request_id=f"{name}-{index}", prompt_ids=tuple(range(5 + index, 40)), sampling=sampling)
+        replace(make_request(f"{name}-{index}", max_tokens), prompt_ids=tuple(range(5 + index, 40)), sampling=sampling)
         for index in range(count)
     ]
 
@@ -242,5 +243,5 @@ async def kept_busy(replica: ReplicaHandle, name: str, until: asyncio.Event) -> 
     completions: list[Completion] = []
     while not until.is_set():
         group = requests(f"{name}-{replica.name}-{len(completions)}", 4, 250)
-        completions += await generate_group(replica.actor, group)
+        completions += await replica.client.generate_group(group)
     return completions

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "scripts": {"configs", "rollout", "trainer", "weight_sync"},
 }
 LIVES_IN = {
-    "ray": ("rollout/*/*_group.py", "trainer/worker/*_group.py", "scripts/launch/*", "scripts/bench/*"),
+    "ray": ("rollout/*_group.py", "trainer/worker/*_group.py", "scripts/launch/*", "scripts/bench/*"),
     "vllm": ("rollout/engines/vllm/*", "weight_sync/receiver/*"),
     "wandb": ("trainer/tracking/wandb_sink.py",),
     "torch": (
@@ -165,6 +165,14 @@ def test_pure_modules_import_nothing_heavy_through_others_either() -> None:
         and "weight_sync.checkpoint_manager" in modules
     )
     code = f"import sys, {', '.join(modules)}; print(*{HEAVY} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+@pytest.mark.parametrize("module", ["rollout.agents.worker_group", "rollout.replica.replica_group"])
+def test_processes_that_serve_nothing_load_neither_web_server_nor_fleet(module: str) -> None:
+    """Ray loads the module of an actor's class in the actor's process."""
+    code = f"import sys, {module}; print(*{{'fastapi', 'starlette', 'uvicorn', 'rollout.fleet'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 

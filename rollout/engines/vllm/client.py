@@ -22,9 +22,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.engines.admission import Admission
-from rollout.engines.request_ids import client_names
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.outputs import Sampled, unstarted_answer, with_its_end
+from rollout.request_ids import ClientNames, repeated
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
 """Since 0.32. Since 0.27 the engine can be told a version, and puts it on nothing."""
@@ -80,13 +80,13 @@ class GatedLLM(AsyncLLM):
             self.admission.submitted(request_id)
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, goes_on: bool = False, **kwargs: Any
+        self, prompt: Any, sampling_params: Any, request_id: str, *, is_continuation: bool = False, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         inside_id = self._name_inside(request_id)
         sampled = Sampled(sampling_params)
         self.usage.change(+1)
         try:
-            may_run = await self.admission.enter(inside_id, sampling_params.n, goes_on)
+            may_run = await self.admission.enter(inside_id, sampling_params.n, is_continuation)
             while may_run:
                 async with aclosing(super().generate(prompt, sampling_params, inside_id, **kwargs)) as outputs:
                     async for output in outputs:
@@ -113,7 +113,7 @@ class GatedLLM(AsyncLLM):
         """Unique here: a client over HTTP may send an id again while it is in use, and so do we with one taken back."""
         if not self.admission.has(request_id):
             return request_id
-        inside_id = f"{request_id}~{next(self.numbers)}"
+        inside_id = repeated(request_id, next(self.numbers))
         self.client_ids[inside_id] = request_id
         return inside_id
 
@@ -123,7 +123,9 @@ class GatedLLM(AsyncLLM):
         known = {inside: self.client_ids.get(inside, inside) for inside in inside_ids}
         if request_ids is not None:
             wanted = set(request_ids)
-            known = {inside: name for inside, name in known.items() if not wanted.isdisjoint(client_names(name))}
+            known = {
+                inside: name for inside, name in known.items() if not wanted.isdisjoint(ClientNames.of(name).every)
+            }
         running = [inside for inside in self.admission.inside if inside in known]
         self.admission.turn_away(known)
         if running:

@@ -15,8 +15,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout.engines.base import EngineDiedError, EngineSpec, WeightTag
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
-from rollout.replica.continuation import spans_after
-from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from rollout.request_ids import RequestId
+from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan, shift_spans
 
 RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
@@ -41,15 +41,16 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         params = _sampling_params(request.sampling)
+        name = str(request.request_id)
         final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, request.request_id, goes_on=request.goes_on):
+            async for output in self._llm.generate(prompt, params, name, is_continuation=request.is_continuation):
                 final = output
         except EngineDeadError as error:
             known = self.partials({request.request_id: 0})  # the front end outlives the core, with all its tokens
             raise EngineDiedError("the vLLM engine core died", known.get(request.request_id)) from error
         finally:
-            boundaries = self._boundaries.pop(request.request_id, [])
+            boundaries = self._boundaries.pop(name, [])
         assert final is not None and final.finished
         return self._completion(final, boundaries)
 
@@ -77,9 +78,14 @@ class VllmEngine:
     async def thaw(self) -> float:
         return await self._llm.thaw()
 
-    def partials(self, known: Mapping[str, int]) -> dict[str, Completion]:
+    def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
         states = self._llm.running_states()
-        return {name: self._piece(states[name], name, start) for name, start in known.items() if name in states}
+        names = {request_id: str(request_id) for request_id in known}
+        return {
+            request_id: self._piece(states[name], name, known[request_id])
+            for request_id, name in names.items()
+            if name in states
+        }
 
     async def stage(self, manifest: dict[str, Any]) -> None:
         self._staged = manifest
@@ -170,7 +176,7 @@ class VllmEngine:
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray(state.logprobs_processor.logprobs.logprobs[start:end], np.float32),
-            spans=spans_after(self._spans(labels, self._boundaries.get(name, []), end), start),
+            spans=shift_spans(self._spans(labels, self._boundaries.get(name, []), end), -start),
             finish_reason="",
             cached_tokens=state.num_cached_tokens,
         )

@@ -20,6 +20,7 @@ from rollout.engines.base import EngineSpec
 from rollout.fleet.episodes import FleetEpisodes
 from rollout.prompts import EncodedRow, PromptStream
 from rollout.replica.replica_group import ReplicaActor
+from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
@@ -155,8 +156,8 @@ class BareReplicaActor(ReplicaActor):
 
         async def generate(request: GenerationRequest) -> int:
             prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
-            num_tokens = 0
-            async for output in self._bare.generate(prompt, _sampling_params(request.sampling), request.request_id):
+            name, num_tokens = str(request.request_id), 0
+            async for output in self._bare.generate(prompt, _sampling_params(request.sampling), name):
                 num_tokens = len(output.outputs[0].token_ids)
             return num_tokens
 
@@ -183,7 +184,7 @@ async def _bare_throughput(config: Config, parts: Parts, num_groups: int, repeti
     length_of = LENGTHS["uniform"]
     requests = [
         GenerationRequest(
-            request_id=f"bare-{prompt.ordinal}-{index}",
+            request_id=RequestId(ordinal=prompt.ordinal, episode=index),
             prompt_ids=prompt.token_ids,
             sampling=SamplingParams(max_tokens=length_of(prompt.ordinal, index), ignore_eos=True),
         )

@@ -20,7 +20,7 @@ from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
 from rollout.engines.simulated import SimulatedEngine
 from rollout.errors import ReplicaLostError
-from rollout.progress import ProgressReport, in_group
+from rollout.progress import ProgressReport
 from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import CommitReport, RolloutReplica
 from rollout.snapshot import capture, encode, restore
@@ -123,8 +123,7 @@ class FaultyLoop:
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         episodes = await ForcedLengths({"": LENGTHS}).run(tasks, generate)
-        is_first = "." not in in_group(tasks[0].name)[0]
-        if self.faults and is_first:
+        if self.faults and tasks[0].request_id.attempt == 0:
             if self.faults.pop() == "raises":
                 raise RuntimeError("the tool of the agent loop raised")
             await asyncio.sleep(1e9)

@@ -11,7 +11,7 @@ import cloudpickle
 
 from rollout.engines.base import EngineSpec, WeightTag
 from rollout.engines.vllm.engine import RequestOutputKind, VllmEngine, _sampling_params
-from rollout.replica.continuation import generate_through
+from rollout.replica.continuation import generate_in_parts
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest
 from scripts.bench.weight_sync import prefill as bench_prefill
@@ -44,13 +44,13 @@ class TimedEngine(VllmEngine):
         params = _sampling_params(request.sampling)
         params.output_kind = RequestOutputKind.CUMULATIVE  # the last output is then the one that `generate` gets
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-        final, arrived = None, 0
-        async for output in self._llm.generate(prompt, params, request.request_id):
+        name, final, arrived = str(request.request_id), None, 0
+        async for output in self._llm.generate(prompt, params, name):
             final, before = output, arrived
             arrived = len(output.outputs[0].token_ids)
             times += [time.perf_counter()] * (arrived - before)
         assert final is not None and final.finished
-        return self._completion(final, self._boundaries.pop(request.request_id, []))
+        return self._completion(final, self._boundaries.pop(name, []))
 
     async def install_meter(self) -> None:
         await self._on_worker(bench_prefill.install_meter)
@@ -75,7 +75,7 @@ class StreamedTrajectory:
         self._request = request
 
     async def run(self) -> Completion:
-        completion, _ = await generate_through(
+        completion, _ = await generate_in_parts(
             self._request, lambda part, _: self._engine.stream(part, self.times), self._replica._was_interrupted
         )
         return completion

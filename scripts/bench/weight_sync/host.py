@@ -4,12 +4,13 @@ For scripts/bench_weight_sync.py.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from configs.schema import InFlightKv, PauseMode, Staging, Transport, WeightSync
 from rollout.engines.base import EngineSpec
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
+from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.weight_sync.gaps import MIN_GAPS, Interval
@@ -59,6 +61,7 @@ class Host:
     """Within host memory."""
     settle_s: float
     version: int = -1
+    batches: Iterator[int] = field(default_factory=itertools.count)
 
     def next_version(self) -> int:
         self.version += 1
@@ -66,10 +69,10 @@ class Host:
 
     def requests(self, name: str, count: int) -> list[GenerationRequest]:
         """Prompts that share no prefix, responses as long as may be."""
-        chance = random.Random(name)
+        chance, batch = random.Random(name), next(self.batches)
         return [
             GenerationRequest(
-                request_id=f"{name}-{index}",
+                request_id=RequestId(ordinal=batch, episode=index),
                 prompt_ids=tuple(chance.randrange(5, 250) for _ in range(chance.randint(*PROMPT_TOKENS))),
                 sampling=SamplingParams(max_tokens=self.size.seq_tokens - PROMPT_TOKENS[1], ignore_eos=True),
             )

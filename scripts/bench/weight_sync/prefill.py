@@ -9,8 +9,8 @@ For scripts/bench_weight_sync.py.
 import re
 from typing import Any
 
-TRAJECTORY = re.compile(r"\w+-\d+-\d+")
-"""Name of a request, without what the next part of it ("+1") and vLLM add."""
+TRAJECTORY = re.compile(r"\d+-\d+")
+"""A `RequestId` in an engine, without what its next part and vLLM add."""
 
 
 class RecomputeMeter:
@@ -24,7 +24,7 @@ class RecomputeMeter:
         """`count` tokens are computed from place `start` on. Raises ValueError for a name that is not as TRAJECTORY."""
         found = TRAJECTORY.match(request_id)
         if found is None:
-            raise ValueError(f"request {request_id}: its name does not begin like keep-0-31")
+            raise ValueError(f"request {request_id}: its name does not begin like 0-31")
         reached, end = self._reached.get(found[0], 0), start + count
         self.tokens += max(min(end, reached) - start, 0)
         self._reached[found[0]] = max(end, reached)

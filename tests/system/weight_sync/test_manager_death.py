@@ -21,7 +21,7 @@ from rollout.engines.base import EngineSpec, WeightTag
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import ReplicaStatus, RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
 from tests.support.fakes import make_request
@@ -104,7 +104,7 @@ async def kill_in(step: str, folder: Path, replica: ReplicaHandle, global_steps:
     (folder / step).touch()
     manager: Any = ray.remote(num_cpus=0)(Manager).remote()
     process = await manager.pid.remote()
-    load = asyncio.create_task(generate_group(replica.actor, [make_request(LOAD, 100_000)]))
+    load = asyncio.create_task(replica.client.generate_group([make_request(LOAD, 100_000)]))
     await more_tokens(replica)
     updating = manager.update.remote(replica.name, replica.actor, global_steps)
     while not (folder / f"in {step}").exists():

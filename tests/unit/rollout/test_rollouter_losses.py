@@ -6,7 +6,8 @@ import pytest
 
 from rollout.errors import AgentWorkerLostError, TooFewReplicasError
 from rollout.failures import GroupBudget, GroupFailuresError
-from rollout.progress import Attempt, Partial, ProgressReport
+from rollout.progress import Attempt, ProgressReport, TokenDelta
+from rollout.request_ids import RequestId
 from rollout.rollouter import GroupUnderWay
 from tests.support.fakes import make_completion, make_prompt, run_virtual
 from tests.unit.rollout.test_rollouter import GROUP_SIZE, Setup
@@ -60,15 +61,15 @@ def test_a_group_goes_on_elsewhere_from_what_its_replica_told() -> None:
     async def main() -> None:
         run = asyncio.create_task(setup.rollouter.run())
         await asyncio.sleep(2)
-        partial = Partial(request_id="0-1", prompt_checksum=5, start=0, piece=had)
-        report = ProgressReport(tokens=2, running=4, paused=False, busy_s=0.0, request_s=0.0, partials=(partial,))
+        delta = TokenDelta(request_id=RequestId(ordinal=0, episode=1), prompt_checksum=5, start=0, tokens=had)
+        report = ProgressReport(tokens=2, running=4, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
         setup.progress.take("b", report)  # which does not have the group
-        assert setup.progress.so_far(0) == {}
+        assert setup.progress.partials(0) == {}
         setup.progress.take("a", report)
         await setup.buffer.next_batch(0)
         first, _, second = setup.runner.attempts
-        assert (first.number, first.so_far, second.number) == (0, {}, 1)
-        assert {name: so_far.completion for name, so_far in second.so_far.items()} == {"1": had}
+        assert (first.number, first.partials, second.number) == (0, {}, 1)
+        assert {key: partial.completion for key, partial in second.partials.items()} == {(1, 0): had}
         assert setup.rollouter.counters["moved"] == 1
         assert setup.rollouter.counters["restarted"] == GROUP_SIZE - 1
         await setup.buffer.advance(1)
@@ -142,7 +143,7 @@ def test_past_the_budget_the_first_failure_ends_the_run() -> None:
 
 
 def test_what_an_earlier_run_had_under_way_comes_first_under_the_slots_it_held() -> None:
-    attempt = Attempt(number=0, so_far={})
+    attempt = Attempt(number=0, partials={})
     setup = Setup(seconds=[2.0], max_staleness=0, num_steps=1)
     resumed = GroupUnderWay(slot=setup.buffer.ledger.claim(), prompt=make_prompt(77), attempt=attempt)
     setup.rollouter.under_way[77] = resumed

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.failures import FailureBudget, GroupBudget
-from rollout.progress import Attempt, Partial, ProgressReport, SoFar
+from rollout.progress import Attempt, PartialCompletion, ProgressReport, TokenDelta
 from rollout.prompts import PromptStream
+from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
 from rollout.snapshot import OtherPromptsError, Rollouts, RolloutState, UnderWay, capture, decode, encode, restore
@@ -88,17 +89,15 @@ class Run:
     def tell(self) -> None:
         """One more token of request 0 of every group under way."""
         for ordinal, group in self.rollouts.rollouter.under_way.items():
-            name = group.attempt.episode_name(ordinal, 0)
+            request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
             for replica in "ab":
-                known = self.rollouts.progress.known(replica).get(name, 0)
+                known = self.rollouts.progress.known(replica).get(request_id, 0)
                 piece = make_completion([100 + known], [self.runner.live], "")
-                partial = Partial(request_id=name, prompt_checksum=5, start=known, piece=piece)
-                report = ProgressReport(
-                    tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, partials=(partial,)
-                )
+                delta = TokenDelta(request_id=request_id, prompt_checksum=5, start=known, tokens=piece)
+                report = ProgressReport(tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
                 self.rollouts.progress.take(replica, report)
-            so_far = self.rollouts.progress.so_far(ordinal)
-            self.told[ordinal] = so_far["0"].completion.token_ids.tolist() if so_far else []
+            partials = self.rollouts.progress.partials(ordinal)
+            self.told[ordinal] = partials[0, 0].completion.token_ids.tolist() if partials else []
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,7 +119,7 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
                 resumed = run.rollouts.rollouter.under_way
                 assert list(resumed) == [group.ordinal for group in state.under_way] == list(before.told)
                 for ordinal, group in resumed.items():
-                    told = group.attempt.so_far["0"].completion.token_ids.tolist() if group.attempt.so_far else []
+                    told = [*group.attempt.partials[0, 0].completion.token_ids] if group.attempt.partials else []
                     assert told == before.told[ordinal]
             state = await run.until(end)
             before = run
@@ -202,11 +201,11 @@ def test_what_is_no_state_is_refused() -> None:
 
 def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint() -> None:
     run = Run([1.0])
-    had = SoFar(prompt_checksum=5, completion=make_completion([7], [0], ""))
+    had = PartialCompletion(prompt_checksum=5, completion=make_completion([7], [0], ""))
     first = capture(run.rollouts)
-    under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, so_far={"0": had})
+    under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, partials={(0, 0): had})
     first = replace(first, next_ordinal=1, under_way=(under_way,))
     assert restore(first, run.rollouts) == 0
     (kept,) = capture(run.rollouts).under_way
-    assert kept.so_far["0"].completion.token_ids.tolist() == [7]
-    assert run.rollouts.rollouter.under_way[0].attempt == Attempt(so_far=kept.so_far)
+    assert kept.partials[0, 0].completion.token_ids.tolist() == [7]
+    assert run.rollouts.rollouter.under_way[0].attempt == Attempt(partials=kept.partials)

@@ -14,11 +14,11 @@ import pytest
 import ray
 
 from configs.schema import Config, RolloutConfig
+from rollout.actor_group import ReplicaClient
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt
-from rollout.replica.replica_group import ReplicaHandle
 from rollout.rewards.base import RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
 from rollout.wire import Columns, pack_completions
@@ -35,7 +35,7 @@ class Replica:
         self.ids: list[str] = []
 
     async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
-        self.ids += [request.request_id for request in requests]
+        self.ids += [str(request.request_id) for request in requests]
         answer = Completion(
             token_ids=np.zeros(1, np.int32),
             logprobs=np.zeros(1, np.float32),
@@ -52,7 +52,7 @@ class DeadlyLoop:
     """The reward is the process that ran it, but for prompts that end it."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        requests = [GenerationRequest(request_id=t.name, prompt_ids=(1,), sampling=t.sampling) for t in tasks]
+        requests = [GenerationRequest(request_id=t.request_id, prompt_ids=(1,), sampling=t.sampling) for t in tasks]
         completions = await generate(requests)
         if tasks[0].prompt.text == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -87,7 +87,7 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
     group = AgentWorkerGroup(
         config=CONFIG,
         tokenizer_path=str(tiny_model),
-        replicas=[ReplicaHandle("r0", actor)],
+        replicas=[ReplicaClient("r0", actor)],
         on_start=lambda name: partial(die_where, armed),
         agent_loop=DeadlyLoop(),
     )
@@ -101,7 +101,6 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
         return {await process_of(make_prompt(ordinal)) for ordinal in range(4)}
 
     async def main() -> None:
-        await group.ready()
         first = await processes()
         assert len(first) == 2
         armed.touch()
@@ -123,6 +122,6 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
         for attempt in (1, 2):
             await group.evaluate([make_prompt(9)], "r0", SamplingParams(), 1, attempt=attempt)
         asked = await actor.asked.remote()
-        assert asked[-2:] == ["eval.1-9-0", "eval.2-9-0"] and {"7-0", "7.1-0", "7.2-0"} < set(asked)
+        assert asked[-2:] == ["eval-9.1-0", "eval-9.2-0"] and {"7-0", "7.1-0", "7.2-0"} < set(asked)
 
     asyncio.run(main())

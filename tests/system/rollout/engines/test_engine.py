@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
 from tests.system.conftest import MAX_NUM_SEQS, EngineHost
@@ -23,7 +24,9 @@ request_numbers = count()
 
 def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
     params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))
-    return GenerationRequest(request_id=f"test-{next(request_numbers)}", prompt_ids=prompt_ids, sampling=params)
+    return GenerationRequest(
+        request_id=RequestId(ordinal=next(request_numbers)), prompt_ids=prompt_ids, sampling=params
+    )
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -226,7 +229,7 @@ def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
     """Pause, the same weights again, resume: token by token and logprob by logprob what an unpaused run gives."""
     weights = random_weights(host.model_path, 100)
     requests = [request(prompt(index, 30), max_tokens=900) for index in range(6)]
-    again = [replace(one, request_id=f"{one.request_id}-again") for one in requests]
+    again = [replace(one, request_id=replace(one.request_id, attempt=1)) for one in requests]
 
     async def scenario(wanted: list[GenerationRequest], updates: int) -> list[Completion]:
         tasks = [asyncio.create_task(host.engine.generate(one)) for one in wanted]

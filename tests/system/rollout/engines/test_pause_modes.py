@@ -156,7 +156,8 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         await push(replica, weights, 221)
         # Each part counts from 0. Its client knows a request by the name it gave it, whatever part of it runs.
         await host.every_one_has(MAX_NUM_SEQS, 30)
-        assert await replica.abort([asked[3].request_id]) == [asked[3].request_id]
+        name = str(asked[3].request_id)
+        assert await replica.abort([name]) == [name]
         assert (await tasks[3]).finish_reason == "abort"
         await until(lambda: host.engine.gauges()["waiting_requests"] == 1)
         await host.every_one_has(MAX_NUM_SEQS, 5)
@@ -165,7 +166,7 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         stats = await replica.stats()
         assert stats["continued"] - before["continued"] == 2 * MAX_NUM_SEQS, "each that ran, at each update"
         assert stats["engine_requests"] - before["engine_requests"] == len(asked) + 2 * MAX_NUM_SEQS
-        assert stats["finished"] - before["finished"] == len(asked)
+        assert stats["trajectories"] - before["trajectories"] == len(asked)
         return calm, completions
 
     calm, completions = run(host, scenario())

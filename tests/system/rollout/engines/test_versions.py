@@ -107,7 +107,7 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
         while not (counts := host.engine._llm.output_counts()) or not any(counts.values()):
             await asyncio.sleep(0)
         await pause(host.engine)
-        under_way = [index for index, one in enumerate(requests) if counts.get(one.request_id) == 0]
+        under_way = [index for index, one in enumerate(requests) if counts.get(str(one.request_id)) == 0]
         await host.engine.swap(131)
         await resume(host.engine)
         release()

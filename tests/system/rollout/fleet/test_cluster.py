@@ -11,14 +11,16 @@ import ray
 from ray.cluster_utils import Cluster
 
 from configs.schema import Config, RolloutConfig, WeightSyncConfig
+from rollout.actor_group import ReplicaClient
 from rollout.engines.base import EngineSpec
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
-from rollout.types import Completion, GenerationRequest, SamplingParams
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.types import Completion
 from scripts.launch.elastic import ReplicaStarter
 from scripts.launch.healing import make_fleet, make_monitor_and_operator
+from tests.support.fakes import make_request
 from tests.system.rollout.replica.test_replica_actor import no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -55,7 +57,7 @@ class NoAgents:
     def __init__(self) -> None:
         self.connected: list[str] = []
 
-    def connect(self, replica: ReplicaHandle) -> None:
+    def connect(self, replica: ReplicaClient) -> None:
         self.connected.append(replica.name)
 
 
@@ -127,9 +129,8 @@ async def running_scene() -> AsyncIterator[Scene]:
 
 async def generate(fleet: ReplicaFleet, name: str) -> list[Completion]:
     (replica,) = [replica for replica in fleet.running if replica.name == name]
-    request = GenerationRequest(request_id=f"to {name}", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=20))
     assert isinstance(replica, ReplicaHandle)
-    return await generate_group(replica.actor, [request])
+    return await replica.client.generate_group([make_request(f"to {name}", 20)])
 
 
 def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_replacements(nodes: Cluster) -> None:

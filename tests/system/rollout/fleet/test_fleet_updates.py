@@ -15,7 +15,6 @@ import pytest
 
 from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
-from rollout.replica.replica_group import generate_group
 from rollout.types import Completion
 from tests.support.real_fleet import (
     BUCKET_BYTES,
@@ -97,7 +96,7 @@ def test_while_the_trainer_publishes_replicas_generate_and_it_takes_no_step(scen
         while len(list(tmp_path.glob("gate-*"))) < len(actors):
             await asyncio.sleep(0.01)
         steps = asyncio.gather(*(actor.call.remote("train_step", (), scene.version + 1) for actor in actors))
-        groups = [generate_group(r.actor, requests(f"meanwhile-{r.name}", 4, 50)) for r in scene.replicas]
+        groups = [r.client.generate_group(requests(f"meanwhile-{r.name}", 4, 50)) for r in scene.replicas]
         completions = sum(await asyncio.gather(*groups), [])
         assert not updating.done() and not steps.done()
         gate.touch()
@@ -165,7 +164,7 @@ def test_pausing_the_fleet_in_keep_mode_changes_nothing(scene: Scene) -> None:
 
     async def generate(name: str) -> list[asyncio.Future[list[Completion]]]:
         return [
-            asyncio.ensure_future(generate_group(r.actor, requests(f"{name}-{r.name}", 6, PAUSED_TOKENS)))
+            asyncio.ensure_future(r.client.generate_group(requests(f"{name}-{r.name}", 6, PAUSED_TOKENS)))
             for r in scene.replicas
         ]
 

@@ -14,7 +14,7 @@ from rollout.errors import FleetPauseError
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas, generate_group
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from tests.support.fakes import answer, make_request
 from tests.system.rollout.fleet.test_cluster import SPEC, no_redirect
@@ -70,12 +70,12 @@ async def until_open(fleet: FleetControl) -> None:
 def test_a_wait_past_its_deadline_is_taken_back_on_the_replica_that_was_late(replicas: list[ReplicaHandle]) -> None:
     async def test(fleet: FleetControl) -> None:
         late = replicas[1]
-        long = asyncio.create_task(generate_group(late.actor, [make_request("long", 100_000)]))
+        long = asyncio.create_task(late.client.generate_group([make_request("long", 100_000)]))
         await asyncio.sleep(0.2)
         with pytest.raises(FleetPauseError) as raised:
             await fleet.pause(PauseMode.wait, timeout_s=TIMEOUT_S)
         assert list(raised.value.errors) == [late.name]
-        assert answer((await generate_group(late.actor, [make_request("new", 2)]))[0]) == (2, "stop")
+        assert answer((await late.client.generate_group([make_request("new", 2)]))[0]) == (2, "stop")
         assert not long.done(), "it was let in beside the one that takes so long"
         before = (await late.stats())["tokens"]
         while (await late.stats())["tokens"] < before + 10:  # the long one goes on: nothing else is there
@@ -98,11 +98,11 @@ def test_a_process_that_stands_still_is_named_and_not_paused_when_it_goes_on(rep
             with pytest.raises(FleetPauseError) as raised:
                 await fleet.pause(PauseMode.keep, timeout_s=TIMEOUT_S)
             assert list(raised.value.errors) == [replicas[0].name] and loop.time() - began < 8 * TIMEOUT_S
-            assert answer((await generate_group(replicas[1].actor, [make_request("other", 2)]))[0]) == (2, "stop")
+            assert answer((await replicas[1].client.generate_group([make_request("other", 2)]))[0]) == (2, "stop")
         finally:
             os.kill(process, signal.SIGCONT)
         await until_open(fleet)
-        assert answer((await generate_group(replicas[0].actor, [make_request("again", 2)]))[0]) == (2, "stop")
+        assert answer((await replicas[0].client.generate_group([make_request("again", 2)]))[0]) == (2, "stop")
         assert not await fleet.is_paused()
 
     on_fleet(replicas, test)

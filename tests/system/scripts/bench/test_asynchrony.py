@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 
 from rollout.agents.loop import EpisodeTask
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from scripts.bench.asynchrony import __main__ as bench_async
 from scripts.bench.asynchrony.simulated import Job, Outcome, limit_ratio, run_job, throughput_seconds, window_seconds
@@ -151,7 +152,10 @@ def test_forced_lengths_reach_every_request() -> None:
 
     loop = ForcedLengths({"": lambda ordinal, index: 10 * ordinal + index})
     sampling = SamplingParams(max_tokens=9, stop_token_ids=(0,))
-    tasks = [EpisodeTask(name=str(i), prompt=make_prompt(4), index=i, sampling=sampling) for i in range(3)]
+    tasks = [
+        EpisodeTask(request_id=RequestId(ordinal=4, episode=i), prompt=make_prompt(4), index=i, sampling=sampling)
+        for i in range(3)
+    ]
     asyncio.run(loop.run(tasks, generate))
     assert [request.sampling.max_tokens for request in asked] == [40, 41, 42]
     asyncio.run(loop.run([replace(tasks[0], prompt=replace(make_prompt(4), data_source="held-out"))], generate))

@@ -109,9 +109,9 @@ def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted
         assert scene.engines[0].running == []
         await scene.fleet.collect_progress()
         (kept,) = capture(scene.rollouts).under_way
-        so_far = {name: some.completion for name, some in kept.so_far.items()}
-        assert {name: len(some.token_ids) for name, some in so_far.items()} == {"0": 3, "1": 3}
-        assert {some.finish_reason for some in so_far.values()} == {""}
+        partials = {key: some.completion for key, some in kept.partials.items()}
+        assert {key: some.num_tokens for key, some in partials.items()} == {(0, 0): 3, (1, 0): 3}
+        assert {some.finish_reason for some in partials.values()} == {""}
         running.cancel()
 
     run_virtual(main())

@@ -12,6 +12,7 @@ from rollout.agents import calculator
 from rollout.agents.environment import Step
 from rollout.agents.loop import Episode, EpisodeTask, SingleTurn, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.support.fakes import make_prompt, run_virtual
 
@@ -31,9 +32,9 @@ class Characters:
 
 
 class Policy:
-    """Says its lines turn by turn: `lines[name][turn]` as (text, versions of its tokens with that of the EOS)."""
+    """Says its lines turn by turn: `lines[episode][turn]` as (text, versions of its tokens with that of the EOS)."""
 
-    def __init__(self, **lines: list[tuple[str, list[int]]]):
+    def __init__(self, *lines: list[tuple[str, list[int]]]):
         self.calls: list[list[GenerationRequest]] = []
         self._lines = lines
 
@@ -42,8 +43,8 @@ class Policy:
         return [self._say(request) for request in requests]
 
     def _say(self, request: GenerationRequest) -> Completion:
-        name, turn = request.request_id.rsplit("-", 1)
-        text, versions = self._lines[name][int(turn)]
+        episode, turn = request.request_id.in_group
+        text, versions = self._lines[episode][turn]
         token_ids = np.array([*map(ord, text), EOS], np.int32)[: request.sampling.max_tokens]
         versions = versions[: len(token_ids)]
         starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
@@ -76,9 +77,12 @@ class Script:
         return step
 
 
-def task(name: str = "17-0", max_tokens: int = 40, seed: int | None = None) -> EpisodeTask:
+def task(episode: int = 0, max_tokens: int = 40, seed: int | None = None) -> EpisodeTask:
     return EpisodeTask(
-        name=name, prompt=make_prompt(17), index=0, sampling=SamplingParams(max_tokens=max_tokens, seed=seed)
+        request_id=RequestId(ordinal=17, episode=episode),
+        prompt=make_prompt(17),
+        index=episode,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
     )
 
 
@@ -90,7 +94,7 @@ def play(policy: Policy, *scripts: Script, tasks: list[EpisodeTask] | None = Non
 
 def test_a_conversation_is_one_response() -> None:
     """The policy's tokens are trained; the environment's are not, and have the version of the turn before."""
-    policy = Policy(**{"17-0": [("ab", [4, 4, 5]), ("c", [5, 6])]})
+    policy = Policy([("ab", [4, 4, 5]), ("c", [5, 6])])
     script = Script(Step(observation="XY"), Step(done=True))
     (episode,) = play(policy, script)
     assert script.heard == ["ab", "c"]
@@ -102,16 +106,16 @@ def test_a_conversation_is_one_response() -> None:
     first, second = (call[0] for call in policy.calls)
     assert (first.prompt_ids, second.prompt_ids) == ((1, 2), (1, 2, 97, 98, EOS, ord("X"), ord("Y")))
     assert (first.sampling.max_tokens, second.sampling.max_tokens) == (40, 35)
-    assert (first.request_id, second.request_id) == ("17-0-0", "17-0-1")
+    assert (str(first.request_id), str(second.request_id)) == ("17-0", "17-0-1")
 
 
 def test_episodes_take_their_turns_together_while_they_are_open() -> None:
-    policy = Policy(a=[("x", [1, 1])], b=[("y", [1, 1]), ("yy", [1, 1, 1])], c=[("z", [1, 1]), ("zz", [1, 1, 1])])
+    policy = Policy([("x", [1, 1])], [("y", [1, 1]), ("yy", [1, 1, 1])], [("z", [1, 1]), ("zz", [1, 1, 1])])
     more, end = Step(observation="?"), Step(done=True)
-    episodes = play(policy, Script(end), Script(more, end), Script(more, end), tasks=[task(n) for n in "abc"])
-    assert [[request.request_id for request in call] for call in policy.calls] == [
-        ["a-0", "b-0", "c-0"],
-        ["b-1", "c-1"],
+    episodes = play(policy, Script(end), Script(more, end), Script(more, end), tasks=[task(n) for n in range(3)])
+    assert [[request.request_id.in_group for request in call] for call in policy.calls] == [
+        [(0, 0), (1, 0), (2, 0)],
+        [(1, 1), (2, 1)],
     ]
     assert [len(episode.response_ids) for episode in episodes] == [2, 6, 6]
 
@@ -127,7 +131,7 @@ def test_episodes_take_their_turns_together_while_they_are_open() -> None:
     ],
 )
 def test_the_limit_is_of_the_whole_response(max_tokens: int, response: str, finish_reason: str) -> None:
-    policy = Policy(**{"17-0": [("ab", [4] * 3), ("c", [4] * 2)]})
+    policy = Policy([("ab", [4] * 3), ("c", [4] * 2)])
     script = Script(Step(observation="XY"), Step(done=True))
     (episode,) = play(policy, script, tasks=[task(max_tokens=max_tokens)])
     assert "".join(map(chr, episode.response_ids)) == response
@@ -137,7 +141,7 @@ def test_the_limit_is_of_the_whole_response(max_tokens: int, response: str, fini
 
 
 def test_an_episode_out_of_turns_is_cut_off() -> None:
-    policy = Policy(**{"17-0": [("a", [1, 1])] * 3})
+    policy = Policy([("a", [1, 1])] * 3)
     (episode,) = play(policy, Script(*[Step(observation="?")] * 3), max_turns=2)
     assert len(policy.calls) == 2
     assert "".join(map(chr, episode.response_ids)) == "a\0?a\0"
@@ -147,7 +151,7 @@ def test_an_episode_out_of_turns_is_cut_off() -> None:
 
 
 def test_an_environments_rewards_add_up() -> None:
-    policy = Policy(**{"17-0": [("a", [1, 1])] * 3})
+    policy = Policy([("a", [1, 1])] * 3)
     (episode,) = play(policy, Script(Step(reward=0.25), Step(), Step(reward=0.5, done=True)))
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (0.75, None)
     assert episode.spans == (VersionSpan(0, 6, 1),), "without an observation there is nothing between the turns"
@@ -164,16 +168,16 @@ def test_an_environments_rewards_add_up() -> None:
     ],
 )
 def test_an_environment_that_fails_leaves_its_episode_without_a_reward(script: Script, error: str) -> None:
-    policy = Policy(a=[("x", [1, 1])] * 2, b=[("y", [1, 1])])
-    failed, fine = play(policy, script, Script(Step(done=True)), tasks=[task("a"), task("b")])
+    policy = Policy([("x", [1, 1])] * 2, [("y", [1, 1])])
+    failed, fine = play(policy, script, Script(Step(done=True)), tasks=[task(0), task(1)])
     assert failed.result is not None and failed.result.error == error
     assert fine.result is None and fine.finish_reason == "stop"
 
 
 def test_every_turn_has_a_seed_of_its_own() -> None:
-    policy = Policy(**{"17-0": [("a", [1, 1])] * 3, "17-1": [("a", [1, 1])] * 3})
+    policy = Policy([("a", [1, 1])] * 3, [("a", [1, 1])] * 3)
     scripts = [Script(Step(), Step(), Step(done=True)) for _ in range(2)]
-    play(policy, *scripts, tasks=[task("17-0", seed=3), task("17-1", seed=4)])
+    play(policy, *scripts, tasks=[task(0, seed=3), task(1, seed=4)])
     seeds = [request.sampling.seed for call in policy.calls for request in call]
     assert len(set(seeds)) == 6 and None not in seeds
     play(policy, Script(Step(done=True)))
@@ -197,9 +201,7 @@ def test_spans_cover_the_response_in_ascending_versions(
         lines.append(("p" * length, versions))
         steps.append(Step(observation="o" * observation))
         expected += versions + [version] * observation
-    (episode,) = play(
-        Policy(**{"17-0": lines}), Script(*steps), tasks=[task(max_tokens=max_tokens)], max_turns=len(turns)
-    )
+    (episode,) = play(Policy(lines), Script(*steps), tasks=[task(max_tokens=max_tokens)], max_turns=len(turns))
     num_tokens = len(episode.response_ids)
     assert num_tokens <= max_tokens
     assert episode.spans[0].start == 0 and episode.spans[-1].end == num_tokens
@@ -231,14 +233,9 @@ def test_the_calculator_answers_a_call_at_the_end_of_a_turn(turn: str, observati
 
 
 def test_a_group_with_the_calculator() -> None:
-    policy = Policy(
-        **{
-            "17-0": [("calc: 6 * 7", [1] * 12), ("#### 42", [2] * 8)],
-            "17-1": [("#### 41", [1] * 8)],
-        }
-    )
+    policy = Policy([("calc: 6 * 7", [1] * 12), ("#### 42", [2] * 8)], [("#### 41", [1] * 8)])
     loop = load_agent_loop("rollout.agents.calculator:agent_loop", Characters())
-    worked, guessed = run_virtual(loop.run([task("17-0"), task("17-1")], policy.generate))
+    worked, guessed = run_virtual(loop.run([task(0), task(1)], policy.generate))
     assert Characters().decode(worked.response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
     assert int((~worked.loss_mask).sum()) == len("\n= 42\n")
     assert worked.spans == (VersionSpan(0, 18, 1), VersionSpan(18, 26, 2))

@@ -214,7 +214,7 @@ def test_remax_has_one_greedy_trajectory_more_that_is_not_trained() -> None:
     assert [t.text for t in group.trajectories] == ["ab", "c"]
     assert group.greedy is not None and group.greedy.shaped_reward == 4
     (requests,) = replica.calls
-    assert [request.request_id for request in requests] == ["17-0", "17-1", "17-greedy"]
+    assert [str(request.request_id) for request in requests] == ["17-0", "17-1", "17-2"]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(EOS,))
     assert requests[2].sampling == greedy
     assert [request.sampling.temperature for request in requests[:2]] == [0.7, 0.7]
@@ -252,8 +252,8 @@ def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None
     assert part.versions == {4, 5}
     assert part.errors == ()
     [requests] = replica.calls
-    ids = ["eval.0-5-0", "eval.0-5-1", "eval.0-3-0", "eval.0-3-1", "eval.0-4-0", "eval.0-4-1"]
-    assert [request.request_id for request in requests] == ids
+    ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]
+    assert [str(request.request_id) for request in requests] == ids
     assert {request.sampling for request in requests} == {replace(sampling, stop_token_ids=(EOS,))}
 
 
@@ -264,7 +264,7 @@ def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -
     for attempt in (3, 4):
         run_virtual(worker.evaluate([make_prompt(5)], "r0", sampling, 1, attempt=attempt))
     first, second = (requests[0] for requests in replica.calls)
-    assert (first.request_id, second.request_id) == ("eval.3-5-0", "eval.4-5-0")
+    assert (str(first.request_id), str(second.request_id)) == ("eval-5.3-0", "eval-5.4-0")
     assert first.sampling == second.sampling
 
 

@@ -42,7 +42,7 @@ class Crowd:
         self.widths[name] = min(1 + n // 4, self.num_seats)
         self.going_on.add(name)
         self.tasks[name] = asyncio.create_task(
-            self._come(name, lambda: self.admission.enter(name, 1 + n // 4, goes_on=True))
+            self._come(name, lambda: self.admission.enter(name, 1 + n // 4, is_continuation=True))
         )
 
     def enter_twice(self, n: int) -> None:

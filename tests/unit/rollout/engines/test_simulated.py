@@ -149,7 +149,7 @@ def test_a_request_sent_while_paused_starts_after_the_resume_with_the_new_weight
     on_engine(test)
 
 
-def test_clearing_the_cache_costs_a_prefill_of_the_tokens_so_far_and_keeping_it_none() -> None:
+def test_clearing_the_cache_costs_a_prefill_of_the_tokens_partial_and_keeping_it_none() -> None:
     async def test(engine: ClockedEngine) -> None:
         tasks = [start(engine, "a", 9), start(engine, "b", 5)]
         await asyncio.sleep(1.5)
@@ -295,6 +295,6 @@ def test_an_engine_killed_as_it_lets_a_request_in_has_nothing_of_it() -> None:
         engine.kill()
         with pytest.raises(EngineDiedError) as caught:
             await second
-        assert caught.value.so_far is None
+        assert caught.value.partial is None
 
     on_engine(test, max_num_seqs=1)

@@ -273,7 +273,7 @@ def test_gauges_are_of_the_time_since_the_last_call(monkeypatch: pytest.MonkeyPa
         control = FleetControl(setup.fleet)
         groups = [start_group(setup.replicas["a"], 10, 9), start_group(setup.replicas["b"], 5, 9)]
         await asyncio.sleep(4.5)
-        await control.abort({"1"})
+        await control.abort({"0-1"})
         await asyncio.sleep(5.5)
         setup.replicas["b"]._cached_tokens = 3  # of three prompts that are done, of two tokens each
         assert await control.gauges() == {

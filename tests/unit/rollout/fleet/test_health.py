@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0
 def report(tokens: int, running: int = 4, paused: bool = False, busy_s: float = 0.0) -> ProgressReport:
     """`busy_s`: so long it has had requests, as many as now."""
     return ProgressReport(
-        tokens=tokens, running=running, paused=paused, busy_s=busy_s, request_s=busy_s * running, partials=()
+        tokens=tokens, running=running, paused=paused, busy_s=busy_s, request_s=busy_s * running, deltas=()
     )
 
 

@@ -116,7 +116,7 @@ async def silent() -> ProgressReport:
 
 
 async def stuck() -> ProgressReport:
-    return ProgressReport(tokens=5, running=2, paused=False, busy_s=0.0, request_s=0.0, partials=())
+    return ProgressReport(tokens=5, running=2, paused=False, busy_s=0.0, request_s=0.0, deltas=())
 
 
 async def process_gone() -> ProgressReport:

@@ -9,11 +9,10 @@ import pytest
 from starlette.types import ASGIApp
 
 from configs.schema import WeightSyncConfig
-from rollout.engines.request_ids import client_names, response_name
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.control import control_app
-from rollout.http.controlled import ReplicaControl
+from rollout.replica.app import ReplicaControl
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
@@ -167,13 +166,6 @@ def test_abort_ends_the_named_requests_running_frozen_or_waiting() -> None:
             assert (nobody.status_code, nobody.json()["detail"]) == (400, "must provide abort_all=true or req_ids")
 
     run_virtual(main())
-
-
-def test_clients_know_a_request_by_the_id_in_its_response_and_by_the_one_they_sent() -> None:
-    assert client_names("cmpl-job-7-0") == ("cmpl-job-7-0", "cmpl-job-7", "job-7")
-    assert client_names("chatcmpl-job-7") == ("chatcmpl-job-7", "job-7")
-    assert client_names("3-0") == ("3-0",), "an agent loop's"
-    assert [response_name(name) for name in ("cmpl-x-1", "chatcmpl-x", "3-0")] == ["cmpl-x", "chatcmpl-x", "3-0"]
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

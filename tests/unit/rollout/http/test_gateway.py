@@ -12,10 +12,9 @@ from starlette.responses import PlainTextResponse
 
 from configs.schema import WeightSyncConfig
 from configs.validate import ConfigError
-from rollout.http.controlled import ReplicaControl
 from rollout.http.gateway import Proxy, gateway_app
 from rollout.http.server import listen, served, url_of
-from rollout.replica.app import replica_app
+from rollout.replica.app import ReplicaControl, replica_app
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from tests.support.fakes import ClockedEngine, run_virtual, settle
@@ -259,10 +258,10 @@ def test_generation_needs_no_token_at_the_gateway_and_control_does() -> None:
 
 def test_our_routes_of_a_replica_come_before_those_of_the_engine() -> None:
     async def main() -> None:
-        control = ReplicaControl(RolloutReplica("r0", ClockedEngine(), WeightSyncConfig()))
+        replica = RolloutReplica("r0", ClockedEngine(), WeightSyncConfig())
         openai_app = PlainTextResponse("the engine's")
         for token, expected in ((None, 200), ("inner", 401)):
-            app = replica_app(control, openai_app, token)
+            app = replica_app(replica, openai_app, token)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                 assert (await client.get("/health")).text == ""
                 assert (await client.get("/metrics")).status_code == expected

@@ -11,7 +11,7 @@ from configs.schema import Config, Device, ServeConfig
 from configs.validate import ConfigError
 from rollout.http.auth import RequireToken
 from rollout.http.control import OPEN_PATHS, control_app
-from rollout.http.controlled import ReplicaControl
+from rollout.replica.app import ReplicaControl
 from scripts.serve import serve
 from scripts.train import _as_plain_values
 from tests.support.compose import changed, invocation, resolve

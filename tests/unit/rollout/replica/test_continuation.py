@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import PauseMode
-from rollout.agents.loop import seeded
-from rollout.replica.continuation import generate_through, join, tail
+from rollout.replica.continuation import generate_in_parts
 from rollout.replica.replica import RolloutReplica
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.support.fakes import ClockedEngine, make_completion, now, run_virtual, start_group, update
 from tests.unit.rollout.replica.test_commit import assert_serves, on_replica
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=10, stop_token_ids=(3,), seed=11)
-REQUEST = GenerationRequest(request_id="x", prompt_ids=(1, 2), sampling=SAMPLING)
+REQUEST = GenerationRequest(request_id=RequestId(ordinal=3), prompt_ids=(1, 2), sampling=SAMPLING)
 
 
 def sampling_after(num_tokens: int) -> SamplingParams:
     """A part draws other random numbers than the one before it."""
     if num_tokens == 0:
         return SAMPLING
-    return replace(seeded(SAMPLING, num_tokens), max_tokens=SAMPLING.max_tokens - num_tokens)
+    return replace(SAMPLING.reseeded(num_tokens), max_tokens=SAMPLING.max_tokens - num_tokens)
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
         return next(self._completions)
 
     def go(self, interrupted: bool = True) -> tuple[Completion, int]:
-        return run_virtual(generate_through(REQUEST, self.generate, lambda request_id: interrupted))
+        return run_virtual(generate_in_parts(REQUEST, self.generate, lambda request_id: interrupted))
 
 
 def test_a_trajectory_of_three_parts_by_hand() -> None:
@@ -53,12 +53,12 @@ def test_a_trajectory_of_three_parts_by_hand() -> None:
     assert completion.logprobs.tolist() == (-np.arange(4, 10, dtype=np.float32) / 10).tolist()
     assert completion.spans == (VersionSpan(0, 3, 7), VersionSpan(3, 5, 8), VersionSpan(5, 6, 9))
     assert (completion.finish_reason, completion.cached_tokens) == ("stop", 2)
+    second, third = (replace(REQUEST.request_id, part=part) for part in (1, 2))
+    rest = replace(REQUEST, is_continuation=True)
     assert engine.requests == [
         REQUEST,
-        GenerationRequest(request_id="x+part1", prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2), goes_on=True),
-        GenerationRequest(
-            request_id="x+part2", prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5), goes_on=True
-        ),
+        replace(rest, request_id=second, prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2)),
+        replace(rest, request_id=third, prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5)),
     ]
 
 
@@ -87,20 +87,20 @@ def test_however_it_is_cut_it_is_the_same_trajectory(versions: list[int], cuts: 
         assert request.prompt_ids == (1, 2, *tokens[:start])
         assert request.sampling == sampling_after(start)
     assert len({request.request_id for request in engine.requests}) == parts
-    assert [request.goes_on for request in engine.requests] == [False] + [True] * (parts - 1)
+    assert [request.is_continuation for request in engine.requests] == [False] + [True] * (parts - 1)
 
 
 def test_what_nobody_interrupts_is_passed_on_as_it_is() -> None:
     whole = make_completion([4, 5], [7, 7], "length", cached_tokens=1)
     assert Engine(whole).go() == (whole, 1)
-    assert join([whole]) is whole
+    assert Completion.concatenate([whole]) is whole
 
 
 def test_an_abort_that_is_the_users_ends_it_with_the_tokens_of_all_parts() -> None:
     completions = [make_completion([token], [version], "abort") for token, version in ((4, 7), (5, 8))]
     engine = Engine(*completions)
     interrupted = iter([True, False])
-    completion, parts = run_virtual(generate_through(REQUEST, engine.generate, lambda name: next(interrupted)))
+    completion, parts = run_virtual(generate_in_parts(REQUEST, engine.generate, lambda name: next(interrupted)))
     assert (completion.token_ids.tolist(), completion.finish_reason, parts) == ([4, 5], "abort", 2)
     assert completion.spans == (VersionSpan(0, 1, 7), VersionSpan(1, 2, 8))
     completion, parts = Engine(make_completion([], [], "abort")).go(interrupted=False)
@@ -108,15 +108,15 @@ def test_an_abort_that_is_the_users_ends_it_with_the_tokens_of_all_parts() -> No
 
 
 def test_it_is_asked_of_each_part_whether_it_was_interrupted() -> None:
-    asked: list[str] = []
+    asked: list[RequestId] = []
     engine = Engine(*(make_completion([token], [7], reason) for token, reason in ((4, "abort"), (5, "abort"), (6, ""))))
 
-    def interrupted(request_id: str) -> bool:
+    def interrupted(request_id: RequestId) -> bool:
         asked.append(request_id)
         return True
 
-    run_virtual(generate_through(REQUEST, engine.generate, interrupted))
-    assert asked == ["x", "x+part1"], "and not of the last, which was not aborted"
+    run_virtual(generate_in_parts(REQUEST, engine.generate, interrupted))
+    assert [*map(str, asked)] == ["3-0", "3-0+part1"], "and not of the last, which was not aborted"
 
 
 def test_an_abort_with_the_last_token_allowed_is_the_end() -> None:
@@ -130,7 +130,7 @@ def test_an_abort_with_the_last_token_allowed_is_the_end() -> None:
 # -- a replica with pause_mode=abort -----------------------------------------------------------------------------------
 
 
-def test_for_an_engine_that_can_only_abort_a_trajectory_goes_on_from_its_tokens() -> None:
+def test_for_an_engine_that_can_only_abort_a_trajectory_is_continuation_from_its_tokens() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 7, 3)
         for version, moment in ((1, 1.5), (2, 4.25)):
@@ -142,14 +142,14 @@ def test_for_an_engine_that_can_only_abort_a_trajectory_goes_on_from_its_tokens(
         assert first.token_ids.tolist() == [0, 1, 1, 2, 2, 2, 2] and len(first.logprobs) == 7
         assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
         stats = await replica.stats()
-        assert (stats["trajectories"], stats["finished"], stats["aborted"], stats["tokens"]) == (2, 2, 0, 10)
+        assert (stats["trajectories"], stats["aborted"], stats["tokens"]) == (2, 0, 10)
         assert (stats["continued"], stats["engine_requests"], stats["prompt_tokens"]) == (3, 5, 4)
         await assert_serves(replica, 2)
 
     on_replica(test, pause_mode=PauseMode.abort)
 
 
-def test_what_an_update_interrupted_goes_on_before_those_that_wait_for_a_seat() -> None:
+def test_what_an_update_interrupted_is_continuation_before_those_that_wait_for_a_seat() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 4, 2)
         for version, moment in ((1, 1.5), (2, 4.25)):
@@ -163,7 +163,7 @@ def test_what_an_update_interrupted_goes_on_before_those_that_wait_for_a_seat() 
     on_replica(test, max_num_seqs=1, pause_mode=PauseMode.abort)
 
 
-def test_a_trajectory_that_an_update_interrupted_goes_on_when_the_client_resumes() -> None:
+def test_a_trajectory_that_an_update_interrupted_is_continuation_when_the_client_resumes() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 4)
         await asyncio.sleep(1.5)
@@ -185,7 +185,7 @@ def test_an_id_that_an_update_interrupted_may_be_used_again_and_then_aborted() -
         await group
         again = start_group(replica, 9)
         await asyncio.sleep(1.5)
-        await replica.abort({"0"})
+        await replica.abort({"0-0"})
         assert (await again)[0].finish_reason == "abort"
         assert (await replica.stats())["continued"] == 1
 
@@ -198,7 +198,7 @@ def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id() ->
         await asyncio.sleep(1.5)
         await update(replica, 1)
         await asyncio.sleep(2.5)
-        assert await replica.abort({"0"}) == ["0"]
+        assert await replica.abort({"0-0"}) == ["0-0"]
         assert (await group)[0].finish_reason == "abort"
 
     on_replica(test, pause_mode=PauseMode.abort)
@@ -211,27 +211,27 @@ def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id() ->
 def test_head_and_tail_make_the_whole(versions: list[int], data: st.DataObject) -> None:
     tokens = list(range(20, 20 + len(versions)))
     whole, start = make_completion(tokens, versions, "stop"), data.draw(st.integers(0, len(tokens)))
-    rest = tail(whole, start)
+    rest = whole.after(start)
     assert rest.token_ids.tolist() == tokens[start:]
     assert rest.spans == make_completion(tokens[start:], versions[start:], "stop").spans
-    again = join([make_completion(tokens[:start], versions[:start], ""), rest])
+    again = Completion.concatenate([make_completion(tokens[:start], versions[:start], ""), rest])
     assert again.token_ids.tolist() == tokens and again.logprobs.tolist() == whole.logprobs.tolist()
     assert (again.spans, again.finish_reason) == (whole.spans, "stop")
 
 
-def test_a_request_goes_on_from_what_was_sampled_elsewhere() -> None:
+def test_a_request_is_continuation_from_what_was_sampled_elsewhere() -> None:
     engine = Engine(make_completion([6], [8], "abort"), make_completion([7], [9], "stop"))
-    request = replace(REQUEST, so_far=make_completion([4, 5], [7, 7], "", cached_tokens=2))
-    completion, sent = run_virtual(generate_through(request, engine.generate, lambda name: True))
+    request = replace(REQUEST, partial=make_completion([4, 5], [7, 7], "", cached_tokens=2))
+    completion, sent = run_virtual(generate_in_parts(request, engine.generate, lambda name: True))
     assert completion.token_ids.tolist() == [4, 5, 6, 7] and sent == 2
     assert completion.spans == (VersionSpan(0, 2, 7), VersionSpan(2, 3, 8), VersionSpan(3, 4, 9))
     assert (completion.finish_reason, completion.cached_tokens) == ("stop", 2)
-    assert [sent.request_id for sent in engine.requests] == ["x", "x+part1"]
+    assert [str(sent.request_id) for sent in engine.requests] == ["3-0", "3-0+part1"]
     assert [sent.prompt_ids for sent in engine.requests] == [(1, 2, 4, 5), (1, 2, 4, 5, 6)]
     assert [sent.sampling for sent in engine.requests] == [sampling_after(2), sampling_after(3)]
 
 
 def test_what_had_its_last_token_when_it_was_lost_is_not_sent_again() -> None:
-    request = replace(REQUEST, so_far=make_completion(range(10), [7] * 10, ""))
-    completion, sent = run_virtual(generate_through(request, Engine().generate, lambda name: True))
+    request = replace(REQUEST, partial=make_completion(range(10), [7] * 10, ""))
+    completion, sent = run_virtual(generate_in_parts(request, Engine().generate, lambda name: True))
     assert (len(completion.token_ids), completion.finish_reason, sent) == (10, "length", 0)

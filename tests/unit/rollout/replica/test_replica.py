@@ -97,10 +97,10 @@ def test_an_aborted_trajectory_is_an_answer_with_what_it_has() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         group = start_group(replica, 9, 9, 9)
         await asyncio.sleep(2.5)
-        assert sorted(await replica.abort({"1", "2", "unknown"})) == ["1", "2"]
+        assert sorted(await replica.abort({"0-1", "0-2", "unknown"})) == ["0-1", "0-2"]
         assert [answer(completion) for completion in await group] == [(9, "stop"), (2, "abort"), (0, "abort")]
         stats = await replica.stats()
-        assert (stats["finished"], stats["aborted"], stats["continued"]) == (3, 2, 0)
+        assert (stats["trajectories"], stats["aborted"], stats["continued"]) == (3, 2, 0)
         assert await replica.abort() == []
 
     on_replica(test, max_num_seqs=2)
@@ -121,7 +121,6 @@ def test_counters_add_up() -> None:
         assert await counters(replica) == {
             "global_steps": 0,
             "trajectories": 5,
-            "finished": 2,
             "aborted": 0,
             "continued": 0,
             "running": 3,
@@ -138,7 +137,6 @@ def test_counters_add_up() -> None:
         assert (await counters(replica))["aborted"] == 3
         assert (await counters(replica))["running"] == 0
         await start_group(replica, 2)
-        assert (await counters(replica))["finished"] == 3
         assert (await counters(replica))["tokens"] == 4 + 3 + 2, "also those of whom nobody waited for"
 
     on_replica(test)
@@ -197,7 +195,7 @@ def test_one_failed_request_ends_its_group_and_no_other() -> None:
             await start_group(replica, 9, 2, 9)
         assert len((await other)[0].token_ids) == 3
         stats = await counters(replica)
-        assert (stats["finished"], stats["aborted"], stats["running"]) == (1, 3, 0)
+        assert (stats["trajectories"], stats["aborted"], stats["running"]) == (4, 3, 0)
 
     run_virtual(main())
 

@@ -78,16 +78,16 @@ def test_what_is_computed_at_places_that_were_reached_before_is_computed_again()
     """A prompt of 100 tokens in two chunks and two tokens: the last one of a trajectory is never computed."""
     meter = RecomputeMeter()
     for start, count in ((0, 60), (60, 40), (100, 1), (101, 1)):
-        meter.take("keep-0-31-0badbeef", start, count)
+        meter.take("0-31-0badbeef", start, count)
     assert meter.tokens == 0
-    meter.take("keep-0-3-0badbeef", 0, 90)  # another trajectory
+    meter.take("0-3-0badbeef", 0, 90)  # another trajectory
     assert meter.tokens == 0
-    meter.take("keep-0-31-0badbeef", 0, 80)  # its KV was cleared
-    meter.take("keep-0-31-0badbeef", 80, 23)
+    meter.take("0-31-0badbeef", 0, 80)  # its KV was cleared
+    meter.take("0-31-0badbeef", 80, 23)
     assert meter.tokens == 102
-    meter.take("keep-0-31+1-12345678", 64, 40)  # aborted and continued, with two blocks in the prefix cache
+    meter.take("0-31+part1-12345678", 64, 40)  # aborted and continued, with two blocks in the prefix cache
     assert meter.tokens == 102 + 39
-    meter.take("keep-0-31+1~1-12345678", 104, 1)
+    meter.take("0-31+part1~1-12345678", 104, 1)
     assert meter.tokens == 102 + 39
     with pytest.raises(ValueError, match="request warmup: its name does not begin like"):
         meter.take("warmup", 0, 1)
@@ -106,9 +106,9 @@ def test_the_meter_sees_each_step_before_the_model_runner_takes_it() -> None:
             scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
         )
 
-    first = step({"a-0-0": 100, "a-0-1": 50}, {"a-0-0": 0, "a-0-1": 0}, {})
+    first = step({"0-0": 100, "0-1": 50}, {"0-0": 0, "0-1": 0}, {})
     assert worker.model_runner.execute_model(first, None) == "output"
-    worker.model_runner.execute_model(step({"a-0-0": 1, "a-0-1": 50}, {}, {"a-0-0": 100, "a-0-1": 0}))
+    worker.model_runner.execute_model(step({"0-0": 1, "0-1": 50}, {}, {"0-0": 100, "0-1": 0}))
     assert steps[0] == (first, None) and len(steps) == 2
     assert read_meter(worker) == 50
 

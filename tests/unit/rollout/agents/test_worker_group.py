@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout.agents.rotation import NoWorkerLeftError, Rotation
+from rollout.agents.worker_group import NoWorkerLeftError, Rotation
 from tests.support.fakes import now, run_virtual, settle
 
 

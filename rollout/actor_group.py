@@ -1,0 +1,84 @@
+"""What the groups of Ray actors share: the environment of their processes, placement, and calls to a replica."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+
+from configs.runtime.environment import REPO_ROOT
+from rollout.engines.base import EngineDiedError
+from rollout.errors import ReplicaLostError
+from rollout.types import Completion, GenerationRequest
+from rollout.wire import unpack_completions
+
+A = TypeVar("A")
+PLACEMENTS = 3
+"""How often an actor that joins a running run is placed: Ray may choose a dead node until it knows that it is dead."""
+
+ENV = {
+    "PYTHONPATH": str(REPO_ROOT),  # vLLM's worker processes import weight_sync.receiver.vllm_receiver
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplicaClient:
+    """A replica as agent workers know it."""
+
+    name: str
+    actor: Any
+    """Ray's handle of a `ReplicaActor`."""
+
+    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """Raises ReplicaLostError."""
+        try:
+            return unpack_completions(await cancelled_with_us(self.actor.generate_group.remote(requests)))
+        except (RayActorError, EngineDiedError) as error:
+            raise ReplicaLostError(f"{self.name} died while it generated: {error}") from error
+
+
+async def cancelled_with_us(call: Any) -> Any:
+    """The result of a call to an actor. Cancelling the wait also ends the work there."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        ray.cancel(call)
+        raise
+
+
+async def placed(
+    create: Callable[[], A],
+    first_answer: Callable[[A], Awaitable[object]],
+    end: Callable[[A], None],
+    report: Callable[[str], None],
+) -> A:
+    """An actor that has given its first answer. One that dies before is created anew, maybe on another node, up to
+    PLACEMENTS times in all.
+
+    Args:
+        end: called on every actor that is given up.
+        report: gets a sentence about each that is placed again.
+
+    Raises:
+        what the last one died of, what its constructor raised, or what `first_answer` raised.
+    """
+    placements = 0
+    while True:
+        placements += 1
+        actor = create()
+        try:
+            await first_answer(actor)
+            return actor
+        except BaseException as error:
+            end(actor)
+            died = isinstance(error, RayActorError) and not error.actor_init_failed
+            if not died or placements == PLACEMENTS:
+                raise
+            report(f"is placed again: {error}")

@@ -1,0 +1,112 @@
+"""What a replica has to report of its requests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.progress import TokenDelta, prompt_checksum
+from rollout.request_ids import RequestId
+from rollout.types import Completion, GenerationRequest
+
+REPORTS_OF_AN_END = 2
+"""A report may get lost, so a finished request is in more than one."""
+NOTHING = Completion(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=(), finish_reason="")
+
+
+@dataclass(slots=True)
+class _Entry:
+    prompt_checksum: int
+    part: RequestId
+    """The name that the engine knows the request by now."""
+    before: Completion | None
+    """What was sampled before that part."""
+    final: Completion | None = None
+    is_lost: bool = False
+    """The engine died with it."""
+    is_announced: bool = False
+    times_reported: int = 0
+
+    @property
+    def num_before(self) -> int:
+        return 0 if self.before is None else self.before.num_tokens
+
+
+class ProgressLog:
+    """The requests of one replica, and what the driver does not know of them yet. A finished request is kept until its
+    end has been reported, if the driver asks for reports at all.
+
+    Example:
+        log.begin(request)
+        log.begin_part(part_id, before=None)  # the engine gets it
+        deltas = log.deltas(known, engine.partials(log.known_parts(known)))
+        log.end(request.request_id, completion)
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, _Entry] = {}
+        self._is_read = False
+
+    def begin(self, request: GenerationRequest) -> None:
+        checksum = prompt_checksum(request.prompt_ids)
+        self._entries[request.request_id] = _Entry(checksum, request.request_id, request.partial)
+
+    def begin_part(self, part: RequestId, before: Completion | None) -> None:
+        """The engine gets another part of a request, of which `before` has been sampled."""
+        entry = self._entries[part.whole]
+        entry.part, entry.before = part, before
+
+    def current_part(self, request_id: RequestId) -> RequestId:
+        """The name that the engine knows a request by now."""
+        return self._entries[request_id].part if request_id in self._entries else request_id
+
+    def lose(self, request_id: RequestId, sampled: Completion) -> None:
+        """The engine died with `sampled` of the current part. To be called before `end`."""
+        entry = self._entries[request_id]
+        entry.before = sampled if entry.before is None else Completion.concatenate([entry.before, sampled])
+        entry.is_lost = True
+
+    def end(self, request_id: RequestId, final: Completion | None) -> None:
+        """`final`: None for a request that failed. Nothing of it is reported then, unless the engine died with it."""
+        entry = self._entries[request_id]
+        entry.final = final
+        if not self._is_read or (final is None and not entry.is_lost):
+            del self._entries[request_id]
+
+    def known_parts(self, known: Mapping[RequestId, int]) -> dict[RequestId, int]:
+        """`known` (request -> number of its tokens that the driver has), for the parts that the engine has."""
+        self._is_read = True
+        return {
+            entry.part: max(0, known.get(request_id, 0) - entry.num_before)
+            for request_id, entry in self._entries.items()
+        }
+
+    def deltas(self, known: Mapping[RequestId, int], sampled: Mapping[RequestId, Completion]) -> tuple[TokenDelta, ...]:
+        """`sampled`: the engine's answer to `known_parts(known)`."""
+        deltas: list[TokenDelta] = []
+        for request_id, entry in list(self._entries.items()):
+            start = known.get(request_id, 0)
+            tokens = self._tokens_after(start, entry, sampled.get(entry.part))
+            if tokens is None:
+                tokens, start = NOTHING, 0  # it waits for a seat
+            if entry.final is not None:
+                entry.times_reported += 1
+                if entry.times_reported == REPORTS_OF_AN_END:
+                    del self._entries[request_id]
+            if tokens.num_tokens or tokens.finish_reason or not (entry.is_announced or request_id in known):
+                entry.is_announced = True
+                deltas.append(
+                    TokenDelta(request_id=request_id, prompt_checksum=entry.prompt_checksum, start=start, tokens=tokens)
+                )
+        return tuple(deltas)
+
+    def _tokens_after(self, start: int, entry: _Entry, sampled: Completion | None) -> Completion | None:
+        """None where there is nothing to be had. `sampled`: of the current part, what the driver does not have."""
+        if entry.final is not None:
+            return entry.final.after(start)
+        if entry.is_lost:
+            assert entry.before is not None
+            return entry.before.after(start)
+        if sampled is not None and entry.before is not None and start < entry.num_before:
+            return Completion.concatenate([entry.before, sampled]).after(start)
+        return sampled

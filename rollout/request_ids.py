@@ -1,0 +1,94 @@
+"""The names of requests: our own, and those that HTTP clients choose.
+
+Our requests carry a `RequestId` everywhere. An engine knows requests by text only, because HTTP clients name theirs as
+they like; this module is the one place where such text is made and read.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+InGroup = tuple[int, int]
+"""(episode, turn): one request of a group, whatever the attempt."""
+
+_OWN = re.compile(
+    r"(?P<evaluation>eval-)?(?P<ordinal>\d+)(\.(?P<attempt>\d+))?-(?P<episode>\d+)(-(?P<turn>\d+))?(\+part(?P<part>\d+))?"
+)
+# vLLM's OpenAI routes give each prompt of a completion a request of its own, numbered from 0.
+_OPENAI = re.compile(r"(?P<response>cmpl-(?P<chosen>.+))-\d+|chatcmpl-(?P<chat>.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestId:
+    """Which request of a run this is. `str` gives its name inside an engine.
+
+    Example: str(RequestId(ordinal=17, attempt=1, episode=3, turn=2)) == "17.1-3-2"
+    """
+
+    ordinal: int
+    """Of the prompt, in the stream or in the held-out set."""
+    attempt: int = 0
+    """A request of an attempt that was given up may still run, so the next one has another number."""
+    episode: int = 0
+    """Place in the group. The greedy trajectory of remax comes after the group's own."""
+    turn: int = 0
+    part: int = 0
+    """An update that aborts requests sends the rest of each as another part."""
+    is_evaluation: bool = False
+
+    @property
+    def in_group(self) -> InGroup:
+        return self.episode, self.turn
+
+    @property
+    def whole(self) -> Self:
+        """The request that this one is a part of."""
+        return replace(self, part=0)
+
+    def __str__(self) -> str:
+        text = f"{'eval-' if self.is_evaluation else ''}{self.ordinal}"
+        text += f".{self.attempt}-{self.episode}" if self.attempt else f"-{self.episode}"
+        text += f"-{self.turn}" if self.turn else ""
+        return f"{text}+part{self.part}" if self.part else text
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The reverse of `str`; None for the name of an HTTP client's request."""
+        found = _OWN.fullmatch(name)
+        if found is None:
+            return None
+        numbers = {key: int(found[key] or 0) for key in ("ordinal", "attempt", "episode", "turn", "part")}
+        return cls(**numbers, is_evaluation=found["evaluation"] is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientNames:
+    """The names by which clients know a request that is inside an engine. They differ for requests over HTTP only.
+
+    Example: ClientNames.of("cmpl-a-0") == ClientNames("cmpl-a-0", response="cmpl-a", chosen="a")
+    """
+
+    engine: str
+    response: str
+    """The id in the response that the client gets."""
+    chosen: str
+    """The client's X-Request-Id, or what vLLM drew in its place."""
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """`name`: the engine's."""
+        found = _OPENAI.fullmatch(name)
+        if found is None:
+            return cls(name, name, name)
+        if found["chat"] is not None:
+            return cls(name, name, found["chat"])
+        return cls(name, found["response"], found["chosen"])
+
+    @property
+    def every(self) -> frozenset[str]:
+        return frozenset((self.engine, self.response, self.chosen))
+
+
+def repeated(name: str, number: int) -> str:
+    """A unique name for a request whose own name is in use in the engine already."""
+    return f"{name}~{number}"

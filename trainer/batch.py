@@ -1,8 +1,8 @@
-"""From trajectory groups to micro-batches: laid out, balanced over ranks, packed by a token budget.
+"""Micro-batches from trajectory groups: laid out in rows, balanced over ranks, packed by a token budget.
 
-Pure numpy: the driver builds batches, the workers only turn them into tensors. The same loss and gradient come out of
-any layout, budget and number of ranks, because each token carries all that it needs, its weight in the loss too, and a
-trajectory is never split.
+Pure numpy: the driver builds batches, the train workers only turn them into tensors. Layout, budget and number of ranks
+do not change loss or gradient, because each token carries everything it needs, its loss weight included, and no
+trajectory is split.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ Int64Array = NDArray[np.int64]
 class Row:
     """One row of a micro-batch: a prompt with one response (padded layout) or with several (shared prompt).
 
-    Example, prompt [p q] with responses [a b] and [x y z]; the last token of a response is only ever a target:
+    Example, prompt [p q] with responses [a b] and [x y z]; the last token of a response is a target only:
         input_ids    p q a x y
         position_ids 0 1 2 2 3
         segment_ids  0 0 1 2 2
-        sources      1 2 1 3 4    (where the prediction of each target is read)
+        sources      1 2 1 3 4    (the position whose output predicts each target)
         targets      a b x y z
     """
 
     input_ids: IntArray  # [L]
     position_ids: IntArray  # [L]
-    segment_ids: IntArray  # [L] 0 prompt, j the j-th response
+    segment_ids: IntArray  # [L] 0 for the prompt, j for the j-th response
     sources: IntArray  # [T]
-    index: IntArray  # [T] of the targets among the step's loss tokens
+    index: IntArray  # [T] place of each target among the step's loss tokens
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -44,14 +44,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """What one forward and backward computes. Rows are padded on the right to the longest."""
+    """The rows of one forward and backward pass, padded on the right to the longest."""
 
     input_ids: Int64Array  # [N, L]
     position_ids: Int64Array  # [N, L]
-    segment_ids: IntArray | None  # [N, L], -1 padding; None: every row is one sequence, plain causal attention
-    rows: Int64Array  # [T] the row of every loss token
-    sources: Int64Array  # [T] the position whose output predicts it
-    index: Int64Array  # [T] its place among the step's loss tokens
+    segment_ids: IntArray | None  # [N, L], -1 for padding; None: each row is one sequence, plain causal attention
+    rows: Int64Array  # [T] row of each loss token
+    sources: Int64Array  # [T] position whose output predicts it
+    index: Int64Array  # [T] place among the step's loss tokens
     tokens: TokenSignals
 
     @property
@@ -68,12 +68,12 @@ class StepBatch:
     """All micro-batches of one optimizer step."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
-    """Per rank; every rank has the same number, because each runs the same collectives."""
+    """Per rank. All ranks have the same number, because each runs the same collectives."""
     num_tokens: int
-    """Loss tokens of the step, also those that no micro-batch has."""
+    """Loss tokens of the step, including those in no micro-batch."""
 
     def gather(self, outputs: Sequence[Sequence[FloatArray]]) -> FloatArray:
-        """Per rank and micro-batch, one number per loss token -> [T] in the order of the step's loss tokens."""
+        """Put outputs [T] of each rank and micro-batch into the order of the step's loss tokens."""
         gathered = np.zeros(self.num_tokens, np.float32)
         for micro_batches, rank_outputs in zip(self.micro_batches, outputs, strict=True):
             for micro_batch, output in zip(micro_batches, rank_outputs, strict=True):
@@ -90,8 +90,12 @@ def assemble(
     tokens_per_micro_batch: int,
     keep_idle: bool,
 ) -> StepBatch:
-    """`tokens`: the loss tokens of `groups`. `keep_idle`: compute also trajectories whose advantages are all 0, where
-    something else than the advantage gives them a gradient."""
+    """Build the micro-batches of a step.
+
+    Args:
+        tokens: the loss tokens of `groups`.
+        keep_idle: include trajectories whose advantages are all 0, because entropy, KL or critic give them a gradient.
+    """
     is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
     is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.advantages != 0]] = True
     rows: list[Row] = []
@@ -119,7 +123,7 @@ def assemble(
 
 
 def _row(learning: list[tuple[Trajectory, int]]) -> Row:
-    """Trajectories of one prompt, each with the place of its first loss token in the step, in one row."""
+    """Put trajectories of one prompt into one row. Each comes with the place of its first loss token in the step."""
     prompt_ids = learning[0][0].prompt_ids
     num_prompt = len(prompt_ids)
     ids, positions = [prompt_ids], [np.arange(num_prompt)]
@@ -146,7 +150,7 @@ def _row(learning: list[tuple[Trajectory, int]]) -> Row:
 
 
 def _balance(rows: list[Row], num_ranks: int) -> list[list[Row]]:
-    """Longest first, each to the rank with the fewest tokens so far."""
+    """Give each row, longest first, to the rank with the fewest tokens."""
     per_rank: list[list[Row]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for row in sorted(rows, key=len, reverse=True):
@@ -157,7 +161,7 @@ def _balance(rows: list[Row], num_ranks: int) -> list[list[Row]]:
 
 
 def _pack(rows: list[Row], budget: int) -> list[list[Row]]:
-    """Rows of like length together, as many as fit the budget of padded tokens; a longer row goes alone."""
+    """Pack rows of similar length, as many as fit the budget of padded tokens. A row beyond the budget is alone."""
     batches: list[list[Row]] = []
     for row in sorted(rows, key=len, reverse=True):
         if batches and len(batches[-1][0]) * (len(batches[-1]) + 1) <= budget:
@@ -168,7 +172,7 @@ def _pack(rows: list[Row], budget: int) -> list[list[Row]]:
 
 
 def _collate(rows: list[Row], tokens: TokenSignals, layout: Layout) -> MicroBatch:
-    """No rows give one padding token and no loss: a rank without work still takes part in the collectives."""
+    """Build a micro-batch. No rows give one padding token and no loss: an idle rank still joins the collectives."""
     length = max((len(row) for row in rows), default=1)
     shape = (max(len(rows), 1), length)
     input_ids = np.zeros(shape, np.int64)

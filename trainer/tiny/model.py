@@ -1,7 +1,6 @@
-"""A byte-level tokenizer of 512 tokens and a Qwen3 of a few million parameters at most: a real Hugging Face folder,
-made in a second.
+"""Tiny models: a byte-level tokenizer of 512 tokens and a Qwen3 of 0.2 to a few million parameters, built in a second.
 
-The architecture is plain `Qwen3ForCausalLM`, so that transformers, FSDP2 and vLLM load it as they load a large one.
+The architecture is plain `Qwen3ForCausalLM`, so that transformers, FSDP2 and vLLM load the folder as any other.
 """
 
 import shutil
@@ -22,7 +21,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The defaults have 0.2M parameters with a vocabulary of 512."""
+    """Width and depth. The defaults give 0.2M parameters with a vocabulary of 512."""
 
     hidden_size: int = 64
     num_layers: int = 2
@@ -32,13 +31,13 @@ TINY = ModelSize()
 
 
 def build_tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE on `corpus`, of at most `vocab_size` tokens: fewer when the corpus has no more to merge.
+    """Train a byte-level BPE on `corpus`, with at most `vocab_size` tokens.
 
-    Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Digits stand
-    alone, because a model this small cannot learn arithmetic over merged numbers. Nothing is added to a text by itself.
+    Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Each digit is
+    a token of its own: a model this small cannot learn arithmetic over merged numbers. No special tokens are added.
 
     Raises:
-        ValueError: `vocab_size` has no room for the bytes and the special tokens.
+        ValueError: `vocab_size` is too small for the bytes and the special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest = len(SPECIAL_TOKENS) + len(alphabet)
@@ -73,10 +72,10 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> PreTrainedT
 def build_model(
     vocab_size: int, seed: int, size: ModelSize = TINY, max_position_embeddings: int = 2048
 ) -> Qwen3ForCausalLM:
-    """An untrained float32 Qwen3 whose embedding rows are `vocab_size` rounded up to a multiple of 64.
+    """Build an untrained float32 Qwen3 with tied embeddings; `vocab_size` is rounded up to a multiple of 64.
 
-    `seed` alone decides the weights; torch's global generator is left as it was. The embeddings are tied, and an
-    `initializer_range` of 0.08 at a width of 64, 0.06 at 256, learns sooner than the usual 0.02.
+    `seed` alone decides the weights; torch's global generator is unchanged. An `initializer_range` of 0.08 at a width
+    of 64, 0.06 at 256, learns sooner than the usual 0.02.
     """
     config = Qwen3Config(
         vocab_size=-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
@@ -104,7 +103,7 @@ def build_model(
 
 
 def save_tiny_model(directory: Path, corpus: Iterable[str], seed: int, size: ModelSize = TINY) -> None:
-    """Writes an untrained model and its tokenizer as a Hugging Face folder: all of it or nothing.
+    """Write an untrained model and its tokenizer as a Hugging Face folder, completely or not at all.
 
     Raises:
         FileExistsError: `directory` exists.
@@ -114,7 +113,7 @@ def save_tiny_model(directory: Path, corpus: Iterable[str], seed: int, size: Mod
 
 
 def write_model_directory(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes config, safetensors, generation config and tokenizer under `directory`: all of it or nothing.
+    """Write config, safetensors, generation config and tokenizer into `directory`, completely or not at all.
 
     Raises:
         FileExistsError: `directory` exists.
@@ -126,12 +125,12 @@ def write_model_directory(directory: Path, model: Qwen3ForCausalLM, tokenizer: P
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yields an empty directory beside `directory`, which takes that name when the block ends well, else is removed.
+    """Yield a temporary directory, which is renamed to `directory` if the block succeeds, and removed otherwise.
 
-    A process killed inside the block leaves at most a hidden `.{name}.{hex}`, never a part under the final name.
+    A process that is killed inside the block leaves at most a hidden `.{name}.{hex}`.
 
     Raises:
-        FileExistsError: `directory` exists, before the block or (another writer was quicker) after it.
+        FileExistsError: `directory` exists before the block, or after it because another writer was quicker.
     """
     if directory.exists():
         raise FileExistsError(f"directory={str(directory)!r} exists: remove it, or give a path that does not exist")
@@ -141,7 +140,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
         yield aside
         try:
             aside.rename(directory)
-        except OSError as error:  # which error a rename onto a full directory gives, depends on the file system
+        except OSError as error:  # renaming onto a full directory: the kind of error depends on the file system
             if directory.exists():
                 raise FileExistsError(f"directory={str(directory)!r} was made by another writer meanwhile") from error
             raise

@@ -1,7 +1,7 @@
-"""The supervised warm-up that gives a tiny model its first policy, and a cache of the models it made.
+"""The supervised warm-up that gives a tiny model its first policy, and a cache of warm models.
 
-Reinforcement learning needs a policy that is sometimes right. A cached model is named by the content of everything that
-made it (settings, demonstrations, code, library versions), so a stale one can never be picked up.
+Reinforcement learning needs a policy that is sometimes right. A cached model is named by a hash of everything that
+decides its weights: settings, demonstrations, library versions and RECIPE_VERSION.
 """
 
 import contextlib
@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from trainer.tiny import model as tiny_model
 
+RECIPE_VERSION = 1
+"""Raise it with every change of this file or model.py that changes trained weights, so that no old model is found."""
 LR_WARMUP_STEPS = 20
 FINAL_LR_FRACTION = 0.05
 MAX_GRAD_NORM = 1.0
@@ -27,27 +29,26 @@ MAX_GRAD_NORM = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSpec:
-    """How to warm a model up; its demonstrations come separately.
+    """How to warm a model up.
 
-    Example:
-        WarmupSpec(seed=0)
+    Example: WarmupSpec(seed=0, prompt_template="Question: {question}\\nAnswer: ")
     """
 
     seed: int
-    """Of the initial weights."""
+    """Seed of the initial weights."""
     size: tiny_model.ModelSize = tiny_model.TINY
     batch_size: int = 16
     """Demonstrations per optimizer step."""
     prompt_template: str
-    """What the model reads before it answers."""
+    """The prompt, with {question} in it."""
 
     def prompt(self, question: str) -> str:
-        """The template with `question` in it."""
+        """Fill `question` into the template."""
         return self.prompt_template.replace("{question}", question)  # not format(): it may have other braces
 
     @property
     def lr(self) -> float:
-        """Peak learning rate of AdamW, which falls with the width: 4e-3 at 64, 1e-3 at 256."""
+        """Peak learning rate of AdamW, inverse to the width: 4e-3 at 64, 1e-3 at 256."""
         return 0.256 / self.size.hidden_size
 
 
@@ -58,16 +59,15 @@ def ensure_warm_model(
     *,
     progress: Callable[[int, float], None] | None = None,
 ) -> Path:
-    """The Hugging Face folder of a model warmed up on `demonstrations`: made at the first call, found at later ones.
+    """Return the Hugging Face folder of a model warmed up on `demonstrations`. Later calls find it in the cache.
 
     Args:
-        cache_dir: where such folders live; made if missing.
-        spec: how to train.
-        demonstrations: (question, answer) texts, trained on once, in this order, an incomplete last batch left out.
-        progress: as in `warm_up`; not called when the folder is found.
+        cache_dir: parent of these folders; made if missing.
+        demonstrations: (question, answer) texts, trained on once, in this order, without an incomplete last batch.
+        progress: as in `warm_up`; not called if the folder is found.
 
     Raises:
-        ValueError: there are fewer demonstrations than one batch, or the template lacks `{question}`.
+        ValueError: the demonstrations do not fill one batch, or the template lacks `{question}`.
     """
     steps = len(demonstrations) // spec.batch_size
     if steps == 0:
@@ -83,26 +83,22 @@ def ensure_warm_model(
     model = tiny_model.build_model(len(tokenizer), spec.seed, spec.size)
     examples = tokenized_examples(tokenizer, prompts, answers)
     warm_up(model, examples, steps=steps, batch_size=spec.batch_size, lr=spec.lr, progress=progress)
-    with contextlib.suppress(FileExistsError):  # a concurrent run made the same content first: either copy will do
+    with contextlib.suppress(FileExistsError):  # a concurrent run has written the same model first
         tiny_model.write_model_directory(directory, model, tokenizer)
     return directory
 
 
 def _content_key(spec: WarmupSpec, demonstrations: Sequence[tuple[str, str]]) -> str:
-    """24 hex digits of the hash over everything that decides the trained weights."""
-    parts = [
-        dataclasses.asdict(spec),
-        demonstrations,
-        [Path(source).read_text() for source in (tiny_model.__file__, __file__)],
-        [torch.__version__, transformers.__version__, tokenizers.__version__],
-    ]
+    """Return 24 hex digits of the hash over everything that decides the trained weights."""
+    versions = [RECIPE_VERSION, torch.__version__, transformers.__version__, tokenizers.__version__]
+    parts = [dataclasses.asdict(spec), demonstrations, versions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def tokenized_examples(
     tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], answers: Sequence[str]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields (prompt ids, answer ids + eos), tokenized apart as in a rollout."""
+    """Yield (prompt ids, answer ids + eos). Prompt and answer are tokenized separately, as in a rollout."""
     prompt_ids: list[list[int]] = tokenizer(list(prompts))["input_ids"]
     answer_ids: list[list[int]] = tokenizer(list(answers))["input_ids"]
     for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
@@ -118,13 +114,11 @@ def warm_up(
     lr: float,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Trains `model` in place by cross-entropy on the answer tokens; returns the loss of the last step.
+    """Train `model` in place by cross-entropy on the answer tokens. Return the loss of the last step.
 
     Args:
-        model: what to train.
         examples: (prompt ids, answer ids ending with eos); `steps * batch_size` are taken.
         steps: optimizer steps, >= 1; the learning rate rises for 20 of them and then falls linearly to 5%.
-        batch_size: examples per step.
         lr: peak learning rate.
         progress: called as `progress(steps_done, loss)` after every step.
 
@@ -155,16 +149,16 @@ def warm_up(
 
 
 def _lr_fraction(step: int, steps: int) -> float:
-    """The part of the peak learning rate used at `step`, counted from 0."""
+    """Return the share of the peak learning rate at `step`, counted from 0."""
     rising = (step + 1) / LR_WARMUP_STEPS
     falling = max(FINAL_LR_FRACTION, 1 - step / steps)
     return min(rising, falling)
 
 
 def _answer_loss(model: Qwen3ForCausalLM, batch: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """Mean cross-entropy over all answer tokens of the batch, a scalar.
+    """Return the mean cross-entropy over all answer tokens of the batch.
 
-    Padding is on the right, where causal attention never looks from a real token: no attention mask is needed.
+    Padding is on the right, so that no real token attends to it, and no attention mask is needed.
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in batch)
     input_ids = torch.full((len(batch), longest), tiny_model.PAD_TOKEN_ID)  # [B, T]

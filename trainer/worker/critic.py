@@ -1,4 +1,4 @@
-"""The critic: what a token's trajectory will be worth, learned beside the policy in the same worker."""
+"""The critic: a value model, trained in the policy's train workers by the same micro-batches."""
 
 from typing import Any
 
@@ -15,29 +15,32 @@ from trainer.worker.state import Trained
 
 
 class ValueModel(nn.Module):
-    """The policy's architecture and first weights, with a value head in the place of the LM head."""
+    """The policy's architecture and initial weights, with a value head instead of the LM head."""
 
     def __init__(self, backbone: nn.Module, hidden_size: int):
         super().__init__()
         self.backbone: Any = backbone
         self.value_head = nn.Linear(hidden_size, 1, bias=False)
-        nn.init.zeros_(self.value_head.weight)  # the first values are 0, on every rank
+        nn.init.zeros_(self.value_head.weight)  # initial values are 0, on every rank
 
     def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
-        """[T] the value of the state in which each target was sampled."""
+        """[T]: the value of the state in which each target was sampled."""
         return self.value_head(target_states(self.backbone, batch, device)).float().sum(-1)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """[T] each: L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, and whether the clip was active
-    (PPO's code, arXiv:2005.12729). With one optimizer step per batch V is V_old, and the clip is never active."""
+    """[T], [T]: the loss, and whether its clip was active (PPO as implemented, arXiv:2005.12729).
+
+    L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2. With one optimizer step per batch, V is V_old
+    and the clip is never active.
+    """
     clipped = values.clamp(old_values - clip, old_values + clip)
     free_loss, clipped_loss = (values - returns).square() / 2, (clipped - returns).square() / 2
     return free_loss.maximum(clipped_loss), clipped_loss > free_loss
 
 
 class Critic:
-    """One rank's shard of the value model, and its optimizer."""
+    """One rank's shard of the value model, with its optimizer."""
 
     def __init__(
         self, config: Config, model_path: str, mesh: DeviceMesh, compute_dtype: torch.dtype, device: torch.device
@@ -55,12 +58,12 @@ class Critic:
         return Trained(self._model, self.optimizer.adamw)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """[T], without gradient."""
+        """Compute the values [T], without gradient."""
         with torch.no_grad():
             return self._model(batch, self._device)
 
     def forward_backward(self, batch: MicroBatch, is_last: bool) -> dict[str, Metric]:
-        """Accumulates the gradient; `is_last` of the step reduces it over the ranks."""
+        """Accumulate the gradient. The last micro-batch of the step reduces it over the ranks."""
         assert batch.tokens.values is not None and batch.tokens.returns is not None
         self._model.set_requires_gradient_sync(is_last)
         values = self._model(batch, self._device)

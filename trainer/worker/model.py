@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from trainer.batch import PROMPT, MicroBatch
 
 MAX_LOGITS = 2**27
-"""Logits held at once, in elements; more are computed in chunks and again in the backward pass."""
+"""Largest number of logits in memory. Beyond it they are computed in chunks, and again in the backward pass."""
 
 
 class Policy(nn.Module):
-    """Wraps the LM so that one forward gives what the loss needs, and logits exist only where a token is trained."""
+    """Wraps the LM: one forward returns logprobs and entropy, and computes logits for loss tokens only."""
 
     def __init__(self, causal_lm: nn.Module, temperature: float, entropy_has_gradient: bool = False):
         super().__init__()
@@ -27,8 +27,10 @@ class Policy(nn.Module):
         self.entropy_has_gradient = entropy_has_gradient
 
     def forward(self, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(logprobs [T], entropy [T]) of the batch's targets, under the sampling temperature. Only where it is asked
-        for has the entropy a gradient: it keeps two more tensors of logits for the backward pass."""
+        """Return (logprobs [T], entropy [T]) of the batch's targets at the sampling temperature.
+
+        The entropy has a gradient only with `entropy_has_gradient`, which keeps two more tensors of logits in memory.
+        """
         chosen = target_states(self.causal_lm.model, batch, device)
         targets = torch.as_tensor(batch.tokens.targets, dtype=torch.int64, device=device)
         chunk = max(1, MAX_LOGITS // self.causal_lm.config.vocab_size)
@@ -50,7 +52,7 @@ class Policy(nn.Module):
 
 
 def target_states(backbone: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
-    """[T, H] the last hidden state from which each target is predicted."""
+    """[T, H]: the last hidden state from which each target is predicted."""
     mask = None if batch.segment_ids is None else tree_mask(torch.as_tensor(batch.segment_ids, device=device))
     hidden = backbone(
         input_ids=torch.as_tensor(batch.input_ids, device=device),
@@ -62,8 +64,10 @@ def target_states(backbone: nn.Module, batch: MicroBatch, device: torch.device) 
 
 
 def tree_mask(segment_ids: Tensor) -> Tensor:
-    """[N, L] -> bool [N, 1, L, L], true where attention is allowed: to earlier tokens of the prompt and of the own
-    response. Padding attends to itself, which keeps its softmax finite."""
+    """[N, L] -> bool [N, 1, L, L]: attention is allowed to earlier tokens of the prompt and of the same response.
+
+    Padding attends to itself, which keeps its softmax finite.
+    """
     length = segment_ids.shape[1]
     query, key = segment_ids[:, :, None], segment_ids[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
@@ -77,8 +81,8 @@ def load_policy(
 
 
 def load_causal_lm(path: str, gradient_checkpointing: bool) -> Any:
-    """In float32: these are the master weights."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds to import)
+    """Load the master weights, in float32."""
+    from transformers import AutoModelForCausalLM  # takes seconds to import
 
     causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     if gradient_checkpointing:
@@ -87,7 +91,7 @@ def load_causal_lm(path: str, gradient_checkpointing: bool) -> Any:
 
 
 def shard(module: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2, a group per decoder layer and one for the rest. Gradients are reduced in float32."""
+    """Shard with FSDP2: one group per decoder layer, one for the rest. Gradients are reduced in float32."""
     if compute_dtype is torch.float32:
         precision = MixedPrecisionPolicy()
     else:

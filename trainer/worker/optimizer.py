@@ -1,4 +1,4 @@
-"""One optimizer step over a sharded module."""
+"""The optimizer of a sharded module."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from configs.schema import TrainerConfig
 
 
 class Optimizer:
-    """AdamW with linear warm-up of `lr` and a bound on the global gradient norm."""
+    """AdamW with linear warm-up of the learning rate and clipping of the global gradient norm."""
 
     def __init__(self, module: nn.Module, lr: float, trainer: TrainerConfig):
         self._parameters = list(module.parameters())
@@ -22,14 +22,14 @@ class Optimizer:
         )
 
     def clip(self) -> float:
-        """Clips the gradient. Its norm before, which may be NaN or infinite."""
+        """Clip the gradient. Return its norm before, which may be NaN or infinite."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._trainer.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return norm.item()
 
     def step(self, global_steps: int) -> None:
-        """Steps with the learning rate of `global_steps`, and clears the gradient."""
+        """Step with the learning rate of `global_steps`, and clear the gradient."""
         lr = self._lr * min(1.0, (global_steps + 1) / max(1, self._trainer.lr_warmup_steps))
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -37,10 +37,10 @@ class Optimizer:
         self.adamw.zero_grad()
 
     def discard(self) -> None:
-        """Clears the gradient; nothing else changes."""
+        """Clear the gradient without a step."""
         self.adamw.zero_grad()
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last step that was taken."""
+        """Learning rate of the last step."""
         return self.adamw.param_groups[0]["lr"]

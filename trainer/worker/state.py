@@ -1,5 +1,7 @@
-"""What one rank must keep to go on training, on disk by torch.distributed.checkpoint (DCP): sharded, written beside the
-training, readable by any number of ranks."""
+"""The training state of the ranks on disk, by torch.distributed.checkpoint (DCP).
+
+It is sharded, written while training continues, and readable by any number of ranks.
+"""
 
 import contextlib
 import os
@@ -28,14 +30,19 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A sharded module and what trains it."""
+    """A sharded module with its optimizer."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
 
 
 class StateWriter:
-    """Writes one checkpoint at a time, from a copy in host memory, in a thread of its own."""
+    """Writes one checkpoint at a time, from a copy in host memory, in a separate thread.
+
+    Example:
+        writer.stage(folder, trained, global_steps=20)  # copies; then training may continue
+        writer.finish()                                 # waits for the writing
+    """
 
     def __init__(self, timeout_s: float):
         self._timeout = timedelta(seconds=timeout_s)
@@ -43,13 +50,14 @@ class StateWriter:
         self._group: Any = None
 
     def stage(self, folder: Path, trained: Mapping[str, Trained], global_steps: int) -> None:
-        """Returns when everything is copied to host memory: then training may go on. All ranks must call.
+        """Copy the state to host memory and begin to write it. Training may continue afterwards. All ranks must call.
 
-        Raises RuntimeError while the checkpoint before is still being written.
+        Raises:
+            RuntimeError: the previous checkpoint is still being written.
         """
         if self._writing is not None and not self._writing.done():
             raise RuntimeError("the checkpoint before is still being written")
-        # The thread's messages must not mix with those of training. A new group each time: one that failed is no use.
+        # Messages of the thread must not mix with those of training; a group in which a save failed cannot be reused.
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         state = _state(trained, global_steps) | {"rng": {str(dist.get_rank()): _random_state()}}
         writing = async_save(state, checkpoint_id=folder, process_group=self._group)
@@ -57,21 +65,27 @@ class StateWriter:
         self._writing = writing
 
     def finish(self) -> None:
-        """Waits until all ranks have written. Raises RuntimeError when one could not. From any thread."""
+        """Wait until all ranks have written. Any thread may call.
+
+        Raises:
+            RuntimeError: a rank could not write.
+        """
         assert self._writing is not None, "nothing is staged"
         try:
             self._writing.result(self._timeout.total_seconds())
-        except CheckpointException as error:  # a BaseException, which tells in how many words it can
+        except CheckpointException as error:  # a BaseException
             causes = {f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()}
             raise RuntimeError(", ".join(sorted(causes))) from None
         dist.destroy_process_group(self._group)
 
 
 def load(folder: Path, trained: Mapping[str, Trained]) -> int:
-    """Into the present ranks, however many wrote it. Returns global_steps. All ranks must call.
+    """Load the state that any number of ranks wrote. Return global_steps. All ranks must call.
 
-    A rank that the checkpoint has no random state of keeps its own. Raises RuntimeError when the checkpoint is of
-    another model, or has not all that is needed.
+    A rank without random state in the checkpoint keeps its own.
+
+    Raises:
+        RuntimeError: the checkpoint is of another model, or incomplete.
     """
     rank = str(dist.get_rank())
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -94,7 +108,7 @@ def load(folder: Path, trained: Mapping[str, Trained]) -> int:
 
 
 def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole policy by Hugging Face names, in this process: no process group is needed."""
+    """Load the whole policy by Hugging Face names, without a process group."""
     prefix = f"{POLICY}.{WEIGHTS}."
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
@@ -107,8 +121,8 @@ def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def model_files(model_path: str) -> dict[str, bytes]:
-    """What makes weights a Hugging Face folder: config, generation config and tokenizer, by file name."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415  (seconds to import)
+    """Return the files of a Hugging Face folder apart from the weights, by name: configs and tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # takes seconds to import
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.from_pretrained(model_path).save_pretrained(folder)

@@ -17,7 +17,7 @@ class MetricEntry:
     name: str
     """A part in angle brackets stands for any text, also for none."""
     unit: str
-    """What one unit of it is: seconds, tokens, share (0 to 1), count (of the step), total (of the run so far), ..."""
+    """What it is measured in. A share is between 0 and 1; docs/metrics.md explains count and total."""
     meaning: str
     when: str = ""
     """In which records it is; empty for those of every step, or of every evaluation."""
@@ -117,7 +117,7 @@ LEARNING = (
     MetricEntry("actor/entropy", "nats", "mean entropy of pi"),
     MetricEntry("actor/grad_norm", "norm", "global gradient norm before clipping"),
     MetricEntry("actor/lr", "1", "learning rate of the step"),
-    MetricEntry("actor/skipped_steps", "total", "steps that were skipped for NaN or infinity"),
+    MetricEntry("actor/skipped_steps", "total of the run", "steps that were skipped for NaN or infinity"),
     MetricEntry("correction/k3_kl", "nats", "mean of r - 1 - log r"),
     MetricEntry("correction/ppl_ratio", "ratio", "mean over trajectories of perplexity of pi / perplexity of mu"),
     MetricEntry("correction/ratio_fraction_high", "share", "tokens whose r is above `algorithm.importance_cap`"),
@@ -139,7 +139,7 @@ STALENESS = (
     MetricEntry("staleness/min", "versions", "of the freshest token"),
     MetricEntry("staleness/spanning_trajectories", "share", "trajectories that two or more versions sampled"),
     MetricEntry("staleness/versions_per_trajectory_max", "versions", "most versions in one trajectory"),
-    MetricEntry("staleness/dropped_groups", "total", "groups that `rollout.stale_policy=drop` threw away"),
+    MetricEntry("staleness/dropped_groups", "total of the run", "groups that `rollout.stale_policy=drop` threw away"),
     MetricEntry("staleness/masked_tokens", "count", "tokens that `rollout.stale_policy=mask` left out of this step"),
 )
 
@@ -159,11 +159,11 @@ ROLLOUT = (
     ),
     MetricEntry(
         "rollout/filtered_groups",
-        "total",
+        "total of the run",
         "groups replaced because their rewards are equal (`algorithm.filter_groups`) or because a client aborted them",
     ),
-    MetricEntry("rollout/failed_rewards", "total", "rewards that failed, those of evaluations included"),
-    MetricEntry("rollout/failed_groups", "total", "groups that were given up"),
+    MetricEntry("rollout/failed_rewards", "total of the run", "rewards that failed, those of evaluations included"),
+    MetricEntry("rollout/failed_groups", "total of the run", "groups that were given up"),
     MetricEntry("rollout/retried_groups", "total", "groups that were tried again"),
     MetricEntry("rollout/replicas_ready", "replicas", "replicas that get work now"),
     MetricEntry("rollout/replicas_lost", "total", "replicas that were lost"),

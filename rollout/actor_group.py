@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from configs.runtime.environment import REPO_ROOT
+from configs.runtime.environment import PYTHON_PATH
 from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
 from rollout.types import Completion, GenerationRequest
@@ -19,7 +19,7 @@ PLACEMENTS = 3
 """How often an actor that joins a running run is placed: Ray may choose a dead node until it knows that it is dead."""
 
 ENV = {
-    "PYTHONPATH": str(REPO_ROOT),  # vLLM's worker processes import weight_sync.receiver.vllm_receiver
+    "PYTHONPATH": PYTHON_PATH,  # vLLM's worker processes import weight_sync.receiver.vllm_receiver
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "",

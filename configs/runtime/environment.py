@@ -9,4 +9,7 @@ group of it failed (torch's ProcessGroupNCCL.cpp, HeartbeatMonitor): a weight tr
 the trainer and the replicas that live."""
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
-"""Where this checkout lies: on PYTHONPATH of every process of a run."""
+"""Where this checkout lies."""
+
+PYTHON_PATH = os.pathsep.join(filter(None, (str(REPO_ROOT), os.environ.get("PYTHONPATH"))))
+"""PYTHONPATH of a run's processes: this checkout, and what the user's own has, such as the module of a reward."""

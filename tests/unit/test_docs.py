@@ -1,0 +1,307 @@
+"""README and docs say what is there: links, files, commands, keys, code and generated tables."""
+
+import asyncio
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.load import check_overrides, key_docs
+from configs.schema import AlgorithmConfig, Config
+from configs.validate import ConfigError
+from rollout.agents.loop import EpisodeTask, load_agent_loop
+from rollout.data.rows import Columns, load_rows
+from rollout.rewards.registry import load_reward
+from rollout.rewards.scoring import RewardScorer
+from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from scripts.docs import pages
+from tests.support.compose import changed, resolve
+from tests.support.fakes import make_prompt
+from tests.support.losses import make_tokens
+from tests.support.paths import ROOT
+from trainer.advantages.estimators import ScoredGroup, load_estimator
+from trainer.losses.objective import load_policy_loss
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:^|\s)(?:make\s+[a-z]|python -m |(?:\.venv/bin/)?slipstream-[a-z]|scripts/recipes/\w+\.sh)")
+SECTIONS = {key.partition(".")[0] for key in key_docs() if "." in key}
+PACKAGES = ("configs", "rollout", "scripts", "trainer", "weight_sync")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def own_text(page: Path) -> str:
+    """The page without the columns that hold the keys of other frameworks, and without figures."""
+    lines: list[str] = []
+    is_foreign = False
+    for line in text(page).splitlines():
+        is_foreign = line.startswith("|") and (is_foreign or line.startswith("| here |"))
+        lines.append(line.split(" | ")[0] if is_foreign else line)
+    return re.sub(r"^```mermaid\n.*?^```$", "", "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
+
+
+def code(page: Path) -> list[str]:
+    """Inline code and the lines of code blocks, continued lines joined and without their comments."""
+    blocks = [block for language, block in FENCE.findall(own_text(page)) if language != "python"]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    heads = [block.splitlines()[0] for language, block in FENCE.findall(text(page)) if language == "python"]
+    inline = re.findall(r"`([^`\n]+)`", FENCE.sub("", own_text(page)))
+    return [re.sub(r"\s#\s.*", "", line) for line in lines] + inline + [head.partition(": ")[2] for head in heads]
+
+
+# -- links and files ---------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong: list[str] = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text(page))):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            wrong.append(target)
+    assert wrong == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {(README.parent / name).resolve() for name in re.findall(r"\]\((docs/[\w.-]+\.md)", text(README))}
+    assert linked == set(PAGES) - {README}
+
+
+@each_page
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:rollout|trainer|weight_sync|configs|scripts|tests|docs)/[\w./-]*)[`:]", text(page))
+    files = {name for name in named if name.endswith(("/", ".py", ".sh", ".md", ".yaml", ".png"))}
+    assert {name for name in files if not (ROOT / name).exists()} == set()
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    (tree,) = [block for _, block in FENCE.findall(text(README)) if block.startswith("rollout/")]
+    shown: set[str] = set()
+    package = ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        package = package if line.startswith(" ") else name
+        shown.add(name if name == package else package + name)
+    assert {name for name in shown if not (ROOT / name).is_dir()} == set()
+    for package in ("rollout", "trainer", "weight_sync"):
+        folders = {f"{package}/{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
+        assert folders <= shown
+
+
+# -- commands and keys -------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Command lines as words: make, python -m and the console scripts."""
+    for line in code(page):
+        if COMMAND.search(line) and "..." not in line:
+            yield shlex.split(line)
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for words in commands(page):
+        first = Path(words[0]).name
+        if first == "make":
+            assert words[1] in targets, words
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]) is not None, words
+        elif first.startswith("slipstream-"):
+            assert first in scripts, words
+        elif first.endswith(".sh"):
+            assert (ROOT / words[0]).is_file(), words
+
+
+def overrides(words: list[str]) -> list[str]:
+    if words[0] != "make":
+        return [word for word in words if re.match(r"[a-z].*=", word)]
+    assigned = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
+    return shlex.split(assigned.get("ARGS", ""))
+
+
+@each_page
+def test_overrides_in_commands_are_keys(page: Path) -> None:
+    for words in commands(page):
+        check_overrides(overrides(words))
+
+
+def training(words: list[str]) -> list[str] | None:
+    """The overrides of a command that trains; None for another command."""
+    if words[0].startswith("scripts/recipes/"):
+        return [f"recipe={Path(words[0]).stem}", *words[1:]]
+    trains = words[:2] == ["make", "train"] or words[0].endswith("slipstream-train")
+    return overrides(words) if trains else None
+
+
+TRAINING = {tuple(given) for page in PAGES for words in commands(page) if (given := training(words)) is not None}
+
+
+@pytest.mark.parametrize("given", [given for given in sorted(TRAINING) if "my_" not in str(given)], ids=" ".join)
+def test_commands_that_train_are_not_refused(given: tuple[str, ...]) -> None:
+    resolve(*given, "dry_run=true")
+
+
+@each_page
+def test_keys_that_a_page_names_exist(page: Path) -> None:
+    """`section.key` alone, or `section.key=value`, also several in one piece of code."""
+    keys = {key for part in code(page) for key in re.findall(r"(?<![\w./$:-])(\w+\.\w+)(?=$|[ =,;)])", part)}
+    keys = {key for key in keys if key.partition(".")[0] in SECTIONS and not key.endswith((".json", ".py"))}
+    keys = {key for key in keys if importable(key) is None}
+    assert {key for key in keys if key not in key_docs()} == set()
+
+
+def importable(name: str) -> object | None:
+    """A module such as rollout.types looks like a key."""
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def test_a_key_that_does_not_exist_would_be_found() -> None:
+    with pytest.raises(ConfigError):
+        check_overrides(["rollout.no_such_key=1"])
+
+
+# -- troubleshooting ---------------------------------------------------------------------------------------------------
+
+
+def test_the_errors_of_troubleshooting_are_errors_of_the_code() -> None:
+    """Each piece of a quoted text between its dots, numbers and keys is in the code."""
+    product = [path for name in PACKAGES for path in (ROOT / name).rglob("*.*") if path.suffix in {".py", ".sh"}]
+    sources = re.sub(r'"\n\s*f?"', "", "".join(text(path) for path in product))
+    rows = [line.split(" | ")[0] for line in text(ROOT / "docs/troubleshooting.md").splitlines() if "|" in line]
+    quoted = [part for row in rows for part in re.findall(r"`([^`]+)`", row) if " " in part]
+    pieces = {piece.strip("() :;") for part in quoted for piece in re.split(r"\.\.\.|[\w.]+=", part)}
+    assert len(pieces) > 15
+    assert {piece for piece in pieces if piece not in sources} == set()
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+def snippets() -> list[tuple[Path, str, str, str]]:
+    """(page, key, path, code) of all Python code, which begins with `# file.py: make train ARGS="key=path`."""
+    found = []
+    for page in PAGES:
+        for language, block in FENCE.findall(text(page)):
+            if language == "python":
+                head = re.match(r'# (\w+)\.py: make train ARGS="([\w.]+)=(\1:\w+)[ "]', block)
+                assert head is not None, f"{page.name}: {block.splitlines()[0]}"
+                found.append((page, head[2], head[3], block))
+    return found
+
+
+class Characters:
+    """A tokenizer with one token per character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [*map(ord, text)]}
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+
+async def says_five(requests: list[GenerationRequest]) -> list[Completion]:
+    """A policy that answers 5 at every turn."""
+    ids, logprobs = np.array([ord("5")], np.int32), np.zeros(1, np.float32)
+    return [
+        Completion(token_ids=ids, logprobs=logprobs, spans=(VersionSpan(0, 1, 0),), finish_reason="stop")
+        for _ in requests
+    ]
+
+
+def try_reward(path: str) -> None:
+    reward = load_reward(changed(Config(), rollout__reward=path).rollout)
+    prompt = make_prompt(5)
+    right, wrong = asyncio.run(RewardScorer(reward, timeout_s=30).score([(prompt, "it is 5"), (prompt, "it is 4")]))
+    assert right.error is wrong.error is None and right.reward > wrong.reward
+
+
+def try_loss(path: str) -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
+    loss, _ = load_policy_loss(path)(make_tokens(logprobs, old, [1.0, -1.0, 0.5]), AlgorithmConfig())
+    loss.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.any()
+
+
+def try_advantage(path: str) -> None:
+    group = ScoredGroup(rewards=np.array([1, 0], np.float32), lengths=np.array([3, 4], np.int32))
+    (advantages,) = load_estimator(path)([group], AlgorithmConfig())
+    assert advantages[0] > advantages[1]
+
+
+def try_agent_loop(path: str) -> None:
+    loop = load_agent_loop(path, Characters())
+    task = EpisodeTask(name="17-0", prompt=make_prompt(5), index=0, sampling=SamplingParams(max_tokens=200))
+    (episode,) = asyncio.run(loop.run([task], says_five))
+    assert episode.result is not None and episode.result.reward == 1 and episode.result.error is None
+    assert episode.loss_mask.any()
+
+
+def try_loader(path: str) -> None:
+    rows = load_rows("3", Columns(prompt="question", answer="answer"), path)
+    assert [row.ground_truth for row in rows] == ["1", "2", "3"]
+
+
+TRY = {
+    "rollout.reward": try_reward,
+    "rollout.agent_loop": try_agent_loop,
+    "algorithm.loss": try_loss,
+    "algorithm.advantage": try_advantage,
+    "data.loader": try_loader,
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "key", "path", "block"),
+    snippets(),
+    ids=lambda value: value if isinstance(value, str) and ":" in value[:20] else "",
+)
+def test_code_runs_as_the_config_would_load_it(
+    page: Path, key: str, path: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = path.partition(":")[0]
+    (tmp_path / f"{module}.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    try:
+        TRY[key](path)
+    finally:
+        sys.modules.pop(module, None)
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_generated_parts_are_fresh() -> None:
+    stale = [page.name for page, expected in pages().items() if text(page) != expected]
+    assert stale == [], "run `make docs`"
+
+
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len(text(README).splitlines()) <= 250

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from configs.schema import AlgorithmConfig, Config
 from configs.validate import ConfigError
 from rollout.agents.loop import EpisodeTask, load_agent_loop
 from rollout.data.rows import Columns, load_rows
+from rollout.request_ids import RequestId
 from rollout.rewards.registry import load_reward
 from rollout.rewards.scoring import RewardScorer
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
@@ -203,16 +205,14 @@ def test_the_errors_of_troubleshooting_are_errors_of_the_code() -> None:
 # -- code --------------------------------------------------------------------------------------------------------------
 
 
-def snippets() -> list[tuple[Path, str, str, str]]:
-    """(page, key, path, code) of all Python code, which begins with `# file.py: make train ARGS="key=path`."""
-    found = []
+def snippets() -> Iterator[Any]:
+    """(key, path, code) of all Python code, which begins with `# file.py: make train ARGS="key=path`."""
     for page in PAGES:
         for language, block in FENCE.findall(text(page)):
             if language == "python":
                 head = re.match(r'# (\w+)\.py: make train ARGS="([\w.]+)=(\1:\w+)[ "]', block)
                 assert head is not None, f"{page.name}: {block.splitlines()[0]}"
-                found.append((page, head[2], head[3], block))
-    return found
+                yield pytest.param(head[2], head[3], block, id=f"{page.name} {head[3]}")
 
 
 class Characters:
@@ -257,7 +257,8 @@ def try_advantage(path: str) -> None:
 
 def try_agent_loop(path: str) -> None:
     loop = load_agent_loop(path, Characters())
-    task = EpisodeTask(name="17-0", prompt=make_prompt(5), index=0, sampling=SamplingParams(max_tokens=200))
+    sampling = SamplingParams(max_tokens=200)
+    task = EpisodeTask(request_id=RequestId(ordinal=5), prompt=make_prompt(5), index=0, sampling=sampling)
     (episode,) = asyncio.run(loop.run([task], says_five))
     assert episode.result is not None and episode.result.reward == 1 and episode.result.error is None
     assert episode.loss_mask.any()
@@ -277,13 +278,9 @@ TRY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("page", "key", "path", "block"),
-    snippets(),
-    ids=lambda value: value if isinstance(value, str) and ":" in value[:20] else "",
-)
+@pytest.mark.parametrize(("key", "path", "block"), snippets())
 def test_code_runs_as_the_config_would_load_it(
-    page: Path, key: str, path: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, path: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = path.partition(":")[0]
     (tmp_path / f"{module}.py").write_text(block)

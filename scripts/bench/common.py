@@ -1,12 +1,13 @@
-"""What the benchmarks share: forced response lengths, interleaved repetitions, tables."""
+"""What the benchmarks share: forced response lengths, interleaved repetitions, tables, and the last line of JSON."""
 
+import json
 import math
 import sys
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,20 +16,22 @@ from rollout.types import Prompt
 
 T = TypeVar("T")
 
+# -- work --------------------------------------------------------------------------------------------------------------
+
 LengthOf = Callable[[int, int], int]
 """(prompt ordinal, index in its group) -> response length in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormalLengths:
-    """Long-tailed lengths of a given mean; with sigma=0 all are equal. A length depends on its arguments alone."""
+    """Long-tailed lengths with a given mean; sigma=0 makes all equal. A length depends on its arguments alone."""
 
     mean: float
     """Tokens, before the cap."""
     sigma: float
     """Standard deviation of the length's logarithm."""
     cap: int
-    """Tokens at most."""
+    """Longest response in tokens."""
     seed: int = 0
 
     def __call__(self, ordinal: int, index: int) -> int:
@@ -39,9 +42,10 @@ class LogNormalLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformLengths:
+    """Lengths from `low` to `high` tokens, both included."""
+
     low: int
     high: int
-    """Tokens, included."""
     seed: int = 0
 
     def __call__(self, ordinal: int, index: int) -> int:
@@ -50,10 +54,10 @@ class UniformLengths:
 
 @dataclass(frozen=True, slots=True)
 class ForcedLengths:
-    """An agent loop of one turn, whose responses have forced lengths, whatever the model samples."""
+    """A single-turn agent loop that forces the length of every response, whatever the model samples."""
 
     length_of: Mapping[str, LengthOf]
-    """By the prompt's `data_source`; others keep their lengths."""
+    """By the prompt's `data_source`; prompts of other sources are not forced."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         return await SingleTurn().run([self._forced(task) for task in tasks], generate)
@@ -66,13 +70,17 @@ class ForcedLengths:
 
 
 def coin_reward(prompt: Prompt, text: str) -> float:
-    """0 or 1 by a hash of the text: untrained models earn nothing, and a group of equal rewards is not trained on."""
+    """Reward 0 or 1 by a hash of the text: an untrained model earns nothing, and a group whose rewards are all equal
+    is not trained on."""
     return float(zlib.crc32(text.encode()) % 2)
 
 
+# -- measurement -------------------------------------------------------------------------------------------------------
+
+
 async def interleaved(arms: Mapping[str, Callable[[int], Awaitable[T]]], repeats: int) -> dict[str, list[T]]:
-    """A B A B ...: what slows the machine down for a while slows every arm down. Arms are called with the number of
-    the repetition."""
+    """Run the arms in turns, A B A B ..., so that a busy spell of the machine slows every arm down. Each arm is called
+    with the number of the repetition."""
     results: dict[str, list[T]] = {name: [] for name in arms}
     for repetition in range(repeats):
         for name, arm in arms.items():
@@ -81,16 +89,25 @@ async def interleaved(arms: Mapping[str, Callable[[int], Awaitable[T]]], repeats
 
 
 def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
-    """Median of the ratios of neighbouring runs: drift of the machine cancels out."""
+    """Median of the ratios of neighbouring runs, in which the drift of the machine cancels out."""
     return median(value / base for value, base in zip(values, baseline, strict=True))
 
 
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """To standard output; the first column is aligned left, the others right."""
+    """Write a table to standard output, the first column aligned left, the others right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [title, _line(header, widths), "  ".join("-" * width for width in widths)]
     lines += [_line(row, widths) for row in rows]
     write_line("\n".join(lines) + "\n")
+
+
+def write_json(figures: Mapping[str, Any]) -> None:
+    """Write the last line of a benchmark; floats get four places."""
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    write_line(json.dumps(rounded))
 
 
 def write_line(text: str) -> None:

@@ -1,20 +1,24 @@
-"""What staleness costs in learning, and what a correction gives back: accuracy against samples and against seconds.
+"""What staleness costs in learning, and what the correction recovers: accuracy against samples and against seconds.
 
 python -m scripts.bench.learning [--seeds 3] [--staleness 1 2 4 8] [--steps 120] [--picture docs/assets/learning.png]
 
-The default task, seeds 0, 1, 2: synchronous (max_staleness=0), and asynchronous with each bound, with and without
-correction. Replicas stay from arm to arm; each arm starts from the seed's warm model with new train workers.
+The default task is trained with seeds 0, 1, 2: synchronous (max_staleness=0), and asynchronous with each bound, with
+and without correction. The replicas are kept from arm to arm; each arm starts from the seed's warm model with new train
+workers.
 
-- corrected: the default: the clipped ratio is against the policy that sampled each token (algorithm.proximal=rollout).
-- uncorrected: stale tokens are trained as if the present policy had sampled them (algorithm.proximal=current, no
+- corrected, the default: the ratio is against the policy that sampled each token (algorithm.proximal=rollout).
+- uncorrected: stale tokens are trained as if the current policy had sampled them (algorithm.proximal=current, no
   importance weights): the ratio is 1, nothing is clipped.
 
-Prints a table, then one line of JSON with the mean final accuracy of each arm.
+The last line of the output is JSON, with means over the seeds for each arm: synchronous, S<bound>_corrected,
+S<bound>_uncorrected.
+
+    accuracy_<arm>    held-out accuracy at the end
+    seconds_<arm>     seconds of the training steps
 """
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 import tempfile
@@ -32,7 +36,7 @@ from configs.algorithm import Correction, Proximal
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, PauseMode
 from rollout.types import FloatArray, TrajectoryGroup
-from scripts.bench.common import show_table, write_line
+from scripts.bench.common import show_table, write_json
 from scripts.launch import models
 from scripts.launch.cluster import cluster, resolve_device
 from scripts.launch.data import load_rows
@@ -62,13 +66,13 @@ class Arm:
 
 @dataclass
 class Curve:
-    """One training: a recorder that keeps what the picture needs."""
+    """A recorder that keeps the learning curve of one training, by optimizer steps taken."""
 
     samples: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """By optimizer steps taken, as the next two."""
+    """Trajectories trained."""
     seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0})
     accuracy: dict[int, float] = field(default_factory=dict)
-    """Of the steps that were evaluated: one that is due while another evaluation goes on is skipped."""
+    """Held-out accuracy. A step that is due while another evaluation still runs is skipped, and is missing here."""
 
     def record_step(
         self,
@@ -95,14 +99,14 @@ class Curve:
 
 
 def final(curve: Curve) -> tuple[float, float]:
-    """Accuracy at the end, and the seconds until then."""
+    """Return the last accuracy, and the seconds until its step."""
     last = max(curve.accuracy)
     return curve.accuracy[last], curve.seconds[last]
 
 
 async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
-    """New train workers on the seed's warm model; the replicas' caches of the arm before are emptied."""
-    await parts.control.pause(PauseMode.wait, clear_cache=True)
+    """Train with new train workers from the seed's warm model."""
+    await parts.control.pause(PauseMode.wait, clear_cache=True)  # no prefix of the arm before may be reused
     await parts.control.resume()
     workers = make_workers(config, "cpu", run_dir, parts.store, console)
     try:
@@ -116,7 +120,7 @@ async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: st
 
 
 async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[dict[Arm, Curve]]:
-    """Per seed, all arms one after the other, on the same replicas."""
+    """Train all arms of each seed on the same replicas. Returns the curves of each seed."""
     results: list[dict[Arm, Curve]] = []
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
@@ -141,7 +145,7 @@ async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[d
 
 
 def warm_model(config: Config) -> str:
-    """The folder of the seed's warm model."""
+    """Return the folder of the seed's warm model."""
     return next(event for event in models.warm_tiny_model(config) if isinstance(event, str))
 
 
@@ -154,7 +158,7 @@ def with_arm(config: Config, arm: Arm) -> Config:
 
 
 def summarize(results: Sequence[dict[Arm, Curve]]) -> dict[str, float]:
-    """Last line of the output: mean final accuracy of each arm over the seeds, and what the arms took."""
+    """Figures of the last line."""
     summary: dict[str, float] = {}
     for arm in results[0]:
         key = arm.name.replace(" ", "_").replace("=", "")
@@ -174,7 +178,7 @@ def show(results: Sequence[dict[Arm, Curve]]) -> None:
 
 
 def draw(results: Sequence[dict[Arm, Curve]], path: Path) -> None:
-    """Mean accuracy over the seeds, against samples and against seconds of training."""
+    """Plot the mean accuracy over the seeds, against samples and against seconds of training."""
     figure = Figure(figsize=(11, 4))
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
@@ -195,11 +199,11 @@ def draw(results: Sequence[dict[Arm, Curve]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--eval-every", type=int, default=20)
-    parser.add_argument("--picture", type=Path, default=None)
+    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, ...")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8], help="bounds to compare with 0")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a training")
+    parser.add_argument("--eval-every", type=int, default=20, help="steps between evaluations")
+    parser.add_argument("--picture", type=Path, default=None, help="a .png of the learning curves")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     base = Config()
@@ -211,7 +215,7 @@ def main() -> None:
     show(results)
     if options.picture is not None:
         draw(results, options.picture)
-    write_line(json.dumps(summarize(results)))
+    write_json(summarize(results))
 
 
 if __name__ == "__main__":

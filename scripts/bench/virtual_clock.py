@@ -1,4 +1,4 @@
-"""A clock that does not tick by itself: scheduling can be simulated and tested without waiting, and repeats exactly."""
+"""An event loop on a virtual clock: scheduling is simulated without waiting, and repeats exactly."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where a real loop would sleep until its next timer, the clock jumps there. Nothing to jump to is a deadlock."""
+    """Where a real loop would sleep until its next timer, the clock jumps there. Without a timer it is a deadlock."""
 
     now = 0.0
 
@@ -30,10 +30,10 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on a virtual clock: a sleep of an hour takes no time, and what waits for ever fails at once."""
+    """Like asyncio.run, on a virtual clock: a sleep of an hour takes no time, and a deadlock raises RuntimeError."""
     results: list[T] = []
 
-    async def keep_result() -> None:  # and not return it: at its end a Runner takes the repr of its task
+    async def keep_result() -> None:  # does not return it: the Runner would take the repr of its task at the end
         results.append(await main)
 
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:

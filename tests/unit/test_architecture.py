@@ -139,6 +139,11 @@ def test_modules_import_one_another_without_a_cycle() -> None:
     assert graph == {}
 
 
+def test_a_main_module_is_imported_by_no_other() -> None:
+    """It would be there twice in the process that runs it, under two names, with two copies of its classes."""
+    assert [str(path) for path in [*SOURCES, *TESTS] if any("__main__" in name for name in imports(path))] == []
+
+
 @pytest.mark.parametrize("library", LIVES_IN)
 def test_a_heavy_library_is_used_only_where_it_lives(library: str) -> None:
     wrong = [

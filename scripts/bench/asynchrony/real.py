@@ -1,7 +1,4 @@
-"""Benchmarks on the real thing: Ray, vLLM, agent workers and a train worker, with the tiny model and forced lengths.
-
-For scripts/bench_async.py.
-"""
+"""Parts of the benchmark on real processes: Ray, vLLM, agent workers, a train worker; tiny model, forced lengths."""
 
 import asyncio
 import logging
@@ -11,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from configs.checkpoint import CheckpointConfig
@@ -25,8 +23,16 @@ from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import GenerationRequest, SamplingParams
-from scripts.bench.asynchrony.simulated import Outcome
-from scripts.bench.common import ForcedLengths, LengthOf, LogNormalLengths, UniformLengths, interleaved
+from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome, median_outcome
+from scripts.bench.common import (
+    ForcedLengths,
+    LengthOf,
+    LogNormalLengths,
+    UniformLengths,
+    interleaved,
+    median_ratio,
+    show_table,
+)
 from scripts.launch.cluster import cluster, resolve_device
 from scripts.launch.data import load_rows
 from scripts.launch.parts import Parts
@@ -48,6 +54,20 @@ LENGTHS: Mapping[str, LengthOf] = {
 }
 
 
+async def bench_vllm(parts_to_run: set[str], repeats: int, quick: bool) -> dict[str, float]:
+    """Show a table of each part, "vllm" and "framework". Returns the figures of the last line."""
+    config = vllm_config(num_steps=5 if quick else 16)
+    run_dir = (Path("runs") / f"bench_async-{time.strftime('%Y-%m-%d_%H-%M-%S')}").resolve()
+    results: dict[str, float] = {}
+    async with started(config, run_dir) as parts:
+        if "framework" in parts_to_run:
+            throughputs = await compare_with_bare_engine(config, parts, 16 if quick else 64, repeats)
+            results |= _show_throughputs(throughputs, repeats)
+        if "vllm" in parts_to_run:
+            results |= _show_trainings(await compare_staleness(config, parts, run_dir, repeats))
+    return results
+
+
 def vllm_config(num_steps: int) -> Config:
     """Random weights, so that nothing depends on what was learned. One step fills every seat of the replica once."""
     return Config(
@@ -61,7 +81,7 @@ def vllm_config(num_steps: int) -> Config:
 
 @asynccontextmanager
 async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
-    """The parts of a run, with a replica that can also do without the framework, ended on the way out."""
+    """Start the parts of a run whose replica can also generate without the framework, and end them on exit."""
     device = resolve_device(config)
     run_dir.mkdir(parents=True)
     with (run_dir / "console.log").open("w") as log:
@@ -78,13 +98,14 @@ async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
 
 
 async def compare_staleness(config: Config, parts: Parts, run_dir: Path, repeats: int) -> dict[str, list[Outcome]]:
-    """Whole trainings, interleaved: "equal/0", "equal/2", "longtail/0", "longtail/2" (lengths, max_staleness)."""
+    """Run whole trainings, interleaved: "equal/0", "equal/2", "longtail/0", "longtail/2" (lengths, max_staleness)."""
     arms = {
         f"{lengths}/{max_staleness}": partial(_train_once, config, parts, run_dir, lengths, max_staleness)
         for lengths in ("equal", "longtail")
-        for max_staleness in (0, 2)
+        for max_staleness in (0, DEFAULT_STALENESS)
     }
-    await _train_once(replace(config, trainer=replace(config.trainer, total_steps=3)), parts, run_dir, "equal", 2, -1)
+    warm_up = replace(config, trainer=replace(config.trainer, total_steps=3))
+    await _train_once(warm_up, parts, run_dir, "equal", DEFAULT_STALENESS, -1)
     return await interleaved(arms, repeats)
 
 
@@ -107,10 +128,8 @@ async def _train_once(
 class StepMetrics:
     """A sink that keeps the metrics of every step."""
 
-    name = "the bench"
-    steps: list[Mapping[str, float]] = field(default_factory=list)
-
     name = "bench"
+    steps: list[Mapping[str, float]] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "timing_s/step" in metrics:
@@ -120,7 +139,7 @@ class StepMetrics:
 
     def outcome(self, num_trajectories: int) -> Outcome:
         seconds = sum(metrics["timing_s/step"] for metrics in self.steps)
-        # The first interval of the replicas' counters has the evaluation before the training in it.
+        # The replicas' first interval includes the evaluation before the training.
         later = self.steps[1:]
         later_s = sum(metrics["timing_s/step"] for metrics in later)
         return Outcome(
@@ -131,28 +150,44 @@ class StepMetrics:
         )
 
 
+def _show_trainings(outcomes: dict[str, list[Outcome]]) -> dict[str, float]:
+    rows, results = [], {}
+    for name in ("equal", "longtail"):
+        baseline = [outcome.samples_per_s for outcome in outcomes[f"{name}/0"]]
+        for max_staleness in (0, DEFAULT_STALENESS):
+            arm = outcomes[f"{name}/{max_staleness}"]
+            ratio = median_ratio([outcome.samples_per_s for outcome in arm], baseline)
+            rows.append(median_outcome(arm).row(f"{name}, {max_staleness}", ratio))
+        results[f"vllm_async_over_sync_{name}"] = ratio
+    last = median_outcome(arm)
+    results |= {"vllm_trainer_idle": last.trainer_idle, "vllm_replica_idle": last.replica_idle}
+    title = f"vLLM: trainings of 8 prompts x 8 responses of 48 tokens on average a step, {len(baseline)} repetitions"
+    show_table(title, HEADER, rows)
+    return results
+
+
 # -- framework against bare engine -------------------------------------------------------------------------------------
 
 
 class BareReplicaActor(ReplicaActor):
-    """A replica whose engine can also be used without anything of ours around it."""
+    """A replica whose engine can also be used without the framework around it."""
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
-        from rollout.engines.vllm.client import AsyncLLM  # noqa: PLC0415  (as in the base class)
-        from rollout.engines.vllm.engine import VllmEngine  # noqa: PLC0415
+        from rollout.engines.vllm.client import AsyncLLM  # loads vLLM, as in the base class
+        from rollout.engines.vllm.engine import VllmEngine
 
         num_workers = await super().start(spec, config)
         engine = self._replica._engine
         assert isinstance(engine, VllmEngine)
-        # The same engine without its gate: the state of the one object under the class of the other. Made once, since
-        # it would shut the engine down when it is collected.
+        # The same engine without our gate in front: its state under the class of vLLM. Kept, because an AsyncLLM shuts
+        # its engine down when it is garbage collected.
         self._bare = AsyncLLM.__new__(AsyncLLM)
         self._bare.__dict__ = engine._llm.__dict__  # pyright: ignore[reportAttributeAccessIssue]
         return num_workers
 
     async def generate_bare(self, requests: list[GenerationRequest]) -> tuple[int, float]:
-        """AsyncLLM alone, given all requests at once. Returns response tokens, and seconds inside this process."""
-        from rollout.engines.vllm.engine import _sampling_params  # noqa: PLC0415
+        """Give all requests to AsyncLLM at once. Returns response tokens, and the seconds inside this process."""
+        from rollout.engines.vllm.engine import _sampling_params
 
         async def generate(request: GenerationRequest) -> int:
             prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
@@ -169,13 +204,13 @@ class BareReplicaActor(ReplicaActor):
 async def compare_with_bare_engine(
     config: Config, parts: Parts, num_groups: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Response tokens per second, interleaved, of the same requests: "bare" and "framework"."""
+    """Measure response tokens per second of the same requests, interleaved: "bare" and "framework"."""
     await parts.manager.update_weights(0)
     arms = {
         "bare": partial(_bare_throughput, config, parts, num_groups),
         "framework": partial(_framework_throughput, config, parts, num_groups),
     }
-    await interleaved(arms, 1)  # fills the prefix cache, for both
+    await interleaved(arms, 1)  # fills the prefix cache for both
     return await interleaved(arms, repeats)
 
 
@@ -198,7 +233,7 @@ async def _bare_throughput(config: Config, parts: Parts, num_groups: int, repeti
 
 
 async def _framework_throughput(config: Config, parts: Parts, num_groups: int, repetition: int) -> float:
-    """From the first claim to the last group in the buffer: one batch of all groups, which nobody trains."""
+    """Measure from the first claim to the last group in the buffer: one batch of all groups, which is not trained."""
     window = StalenessWindow(groups_per_step=num_groups, max_staleness=0)
     buffer = TrajectoryBuffer(SlotLedger(window, config.rollout.stale_policy, num_groups), batch_timeout_s=600)
     limit = max_inflight(config.rollout.max_num_seqs, config.algorithm.group_size)
@@ -226,5 +261,16 @@ async def _framework_throughput(config: Config, parts: Parts, num_groups: int, r
 
 
 def _labelled(rows: list[EncodedRow], lengths: str) -> list[EncodedRow]:
-    """Rows whose responses have the lengths of that name."""
+    """Rows whose responses get the lengths of that name in LENGTHS."""
     return [replace(encoded, row=replace(encoded.row, data_source=lengths)) for encoded in rows]
+
+
+def _show_throughputs(throughputs: dict[str, list[float]], repeats: int) -> dict[str, float]:
+    ratio = median_ratio(throughputs["framework"], throughputs["bare"])
+    rows = [[name, f"{median(values):,.0f}"] for name, values in throughputs.items()]
+    show_table(
+        f"framework cost: 8 responses of 64 to 200 tokens per prompt, 64 seats, {repeats} repetitions",
+        ["through", "tokens/s"],
+        [*rows, ["framework / bare", f"{ratio:.3f}"]],
+    )
+    return {"framework_over_bare_engine": ratio}

@@ -1,9 +1,9 @@
-"""A whole training job on simulated engines, whose parts can be broken while it runs: for scripts/bench_faults.py.
+"""A whole training job on simulated engines, whose parts can be broken while it runs.
 
 Rollouter, buffer, router, fleet, monitor, replacement, weight updates, train loop, checkpoints and records are the real
-ones. Simulated are the engines (a token per step of a clock), the trainer (a pause) and the text.
+ones. Simulated are the engines (a token per step of a clock), the trainer (a sleep) and the text.
 
-    python -m scripts.bench.faults.job RUN_DIR STEPS    # goes on from RUN_DIR's newest checkpoint, as with resume=auto
+    python -m scripts.bench.faults.job RUN_DIR STEPS    # resumes from RUN_DIR's newest checkpoint, as resume=auto does
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import CommitReport, RolloutReplica
 from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest
-from scripts.bench.asynchrony.simulated import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.bench.common import ForcedLengths, UniformLengths
+from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.launch.healing import make_fleet, make_monitor_and_operator
 from scripts.launch.resume import ROLLOUTS, Resumed, read
 from scripts.launch.rollouts import make_rollouts
@@ -43,7 +43,7 @@ LENGTHS = UniformLengths(low=5, high=60)
 
 
 def job_config(num_steps: int, checkpoint_every: int = 2, update_interval: int = 1) -> Config:
-    """Sixteen prompts per step on four replicas; every deadline is short, so that faults are found in seconds."""
+    """Eight prompts per step on four replicas. Deadlines are short, so that faults are detected in seconds."""
     return Config(
         algorithm=AlgorithmConfig(group_size=4),
         rollout=RolloutConfig(
@@ -65,7 +65,7 @@ def job_config(num_steps: int, checkpoint_every: int = 2, update_interval: int =
 
 
 class FaultyReplica(RolloutReplica):
-    """A replica that can die, hang, fall silent or slow down."""
+    """A replica that can be broken while it generates."""
 
     def __init__(self, name: str, config: Config, token_s: float):
         self._slowness = 1.0
@@ -82,8 +82,8 @@ class FaultyReplica(RolloutReplica):
         super().__init__(name, self.simulated, config.weight_sync)
 
     def break_by(self, fault: str) -> None:
-        """dies: the engine is gone. hangs: it answers, but samples nothing. silent: its whole process stands still.
-        slow: by a factor of twenty."""
+        """dies: the engine is gone. hangs: the replica answers, but samples nothing. silent: the whole process stands
+        still. slow: it samples twenty times slower."""
         if fault == "dies":
             self.simulated.kill()
         elif fault == "slow":
@@ -116,10 +116,10 @@ class FaultyReplica(RolloutReplica):
 
 @dataclass(slots=True)
 class FaultyLoop:
-    """An agent loop of one turn that raises or hangs when it is told to."""
+    """A single-turn agent loop that raises or hangs on request."""
 
     faults: list[str] = field(default_factory=list)
-    """What happens to the next groups that are tried for the first time: raises, hangs."""
+    """Faults of the next groups that run for the first time: "raises" or "hangs"."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         episodes = await ForcedLengths({"": LENGTHS}).run(tasks, generate)
@@ -130,7 +130,7 @@ class FaultyLoop:
         return episodes
 
 
-class _Without(NoCheckpoints):
+class _NoCheckpointer(NoCheckpoints):
     async def __aenter__(self) -> None: ...
 
     async def __aexit__(self, *_: object) -> None: ...
@@ -153,7 +153,13 @@ class SavedTrainer(SimulatedTrainer):
 
 
 class Job:
-    """`run` takes the steps that are left. Parts are public, so that faults can be injected and counted."""
+    """A job whose parts are public, so that faults can be injected and counted.
+
+    Example:
+        job = Job(job_config(30), token_s=0.05, train_s=2.0, recorder=recorder, resumed=None)
+        running = asyncio.create_task(job.run())  # the steps that are left
+        job.replicas[0].break_by("dies")
+    """
 
     def __init__(self, config: Config, *, token_s: float, train_s: float, recorder: Any, resumed: Resumed | None):
         self._config, self._token_s, self._recorder = config, token_s, recorder
@@ -181,9 +187,9 @@ class Job:
             restore(resumed.rollouts, self.rollouts)
 
     async def run(self, store: CheckpointStore | None = None) -> None:
-        """`store`: with checkpoints."""
+        """Take the steps that are left. With a `store`, checkpoints are saved."""
         config = self._config
-        checkpointer: Any = _Without()
+        checkpointer: Any = _NoCheckpointer()
         if store is not None:
             checkpointer = Checkpointer(
                 store=store,
@@ -228,7 +234,7 @@ class Job:
 
 
 def main() -> None:
-    """In real time. Prints a line when the first step has been taken."""
+    """Run in real time; every step prints a line."""
     run_dir = Path(sys.argv[1])
     run_dir.mkdir(parents=True, exist_ok=True)
     config = job_config(num_steps=int(sys.argv[2]))

@@ -1,10 +1,10 @@
-"""A whole run on vLLM, killed again and again: of three kills one inside a save, one inside a weight update, one at any
-moment. For scripts/bench_faults_vllm.py.
+"""A whole run on vLLM, killed again and again: of three kills one at any moment, one inside a save, one inside a weight
+update.
 
-Nothing in the run helps. What it does is seen from outside, by its checkpoint folder and its weights in shared memory,
-and whether a kill has hit is judged by what the driver left: only the driver makes a save count, and only it takes an
-update further, so its death is the end of both, even if a train worker writes for a moment longer. A kill that came too
-late counts as one at any moment.
+The run does not cooperate. A save or an update is observed from outside, by the checkpoint folder and the weights in
+shared memory. Whether a kill hit it is judged by what the driver left behind: only the driver publishes a checkpoint,
+and only the driver continues an update, so that both end with it even if a train worker writes for a moment longer. A
+kill that came too late is counted as one at any moment.
 """
 
 import random
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from configs.checkpoint import CHECKPOINTS, MARKER
 from scripts.bench.common import write_line
-from scripts.bench.faults.__main__ import Row
-from scripts.bench.faults.run import WholeRun
+from scripts.bench.faults.report import Row
+from scripts.bench.faults.whole_run import WholeRun
 from scripts.launch.workers import owner
 from trainer.tracking.recorder import TRAJECTORIES
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
@@ -25,35 +25,37 @@ from weight_sync.transports.shared_memory import DIRECTORY
 
 AT_ANY_MOMENT = "whole run killed"
 LONGEST_WAIT_S = 6.0
-"""From the first step to a kill at any moment."""
+"""Longest time from the first step to a kill at any moment."""
 POLL_S = 0.0005
 STEPS_PER_KILL = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A kill that came so many seconds after what it was aimed at had begun."""
+    """A kill, and the save or update it was aimed at."""
 
     run_dir: Path
     begun: Path
+    """The file or folder that appeared when the target began."""
     after_s: float
+    """From the beginning of the target to the kill."""
     shortest_s: float
-    """That what it was aimed at has ever taken in this run; 0 where that is not known."""
+    """The shortest that such a target has taken in this run; 0 when none has been recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
     name: str
     begun: Callable[[Path], set[Path]]
-    """Run folder -> what there is of those that are under way; each has a path of its own."""
+    """Run folder -> the paths of targets in progress, one each."""
     hit: Callable[[Cut], bool]
-    """Judged when the driver is dead."""
+    """Whether the kill cut the target off; called when the driver is dead."""
     metric: str
-    """How long one took."""
+    """The metric that records how long a target took."""
     metric_s: float
-    """Seconds in a unit of that."""
+    """Seconds in a unit of the metric."""
     passing: int
-    """So many are let pass at most."""
+    """At most this many targets pass before the kill."""
 
 
 def _saves(run_dir: Path) -> set[Path]:
@@ -61,7 +63,7 @@ def _saves(run_dir: Path) -> set[Path]:
 
 
 def save_was_cut(cut: Cut) -> bool:
-    """What was written aside is still there, or has its name and no marker."""
+    """The temporary folder is still there, or it has been renamed but has no marker."""
     renamed = cut.begun.with_name(cut.begun.name.split(".")[1])
     return cut.begun.exists() or (renamed.exists() and not (renamed / MARKER).exists())
 
@@ -71,8 +73,8 @@ def _updates(run_dir: Path) -> set[Path]:
 
 
 def update_was_cut(cut: Cut) -> bool:
-    """No step came after it, and no update of this run was over so soon. Its file, which gets the name of the version
-    when the update begins, has been left."""
+    """The update's file, which is named when it begins, is left; no step came after it; and no update of this run was
+    shorter."""
     step = int(cut.begun.name.split("-")[-2])
     is_recorded = (cut.run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl").exists()
     return cut.begun.exists() and not is_recorded and cut.after_s < cut.shortest_s
@@ -97,7 +99,7 @@ UPDATE = Aim(
 
 
 def kill_rows(num_kills: int, seed: int, run_dir: Path) -> list[Row]:
-    """What the run as a whole has lost or trained twice is in the first row."""
+    """Kill one run `num_kills` times and let it finish. What it lost or trained twice counts in the first row."""
     names = (AT_ANY_MOMENT, SAVE.name, UPDATE.name)
     rows = {name: Row(fault=name, engine="vLLM", tokens_again=float("nan")) for name in names}
     chance = random.Random(seed)
@@ -115,7 +117,7 @@ def kill_rows(num_kills: int, seed: int, run_dir: Path) -> list[Row]:
 
 
 def _started(run_dir: Path, steps: int, last: tuple[Row, float] | None) -> WholeRun:
-    """After its first step, or its end. `last`: the kill before, and when it was."""
+    """Start the run and wait for its first step, or its end. `last`: the previous kill and its time."""
     run = WholeRun(run_dir, steps)
     if run.wait_for("a step", lambda: run.steps > 0) and last is not None:
         row, killed_at = last
@@ -124,7 +126,7 @@ def _started(run_dir: Path, steps: int, last: tuple[Row, float] | None) -> Whole
 
 
 def _kill(run: WholeRun, chance: random.Random) -> str | None:
-    """What the kill was; None when the run was over before."""
+    """Kill the run at any moment. Returns the name of the row; None when the run had ended."""
     time.sleep(chance.uniform(0.0, LONGEST_WAIT_S))
     if run.process.poll() is not None:
         return None
@@ -133,6 +135,7 @@ def _kill(run: WholeRun, chance: random.Random) -> str | None:
 
 
 def _kill_inside(run: WholeRun, aim: Aim, chance: random.Random) -> str | None:
+    """Kill the run inside a save or update. Returns the name of the row it counts in; None when the run had ended."""
     seen, found = aim.begun(run.run_dir), set[Path]()
 
     def begins() -> bool:
@@ -147,7 +150,7 @@ def _kill_inside(run: WholeRun, aim: Aim, chance: random.Random) -> str | None:
         if not run.wait_for(aim.name, begins, POLL_S):
             return None
     begun = found.pop()
-    began = begun.stat().st_ctime  # of a file, when it got its name
+    began = begun.stat().st_ctime  # changes when a file is renamed
     time.sleep(max(0.0, began + share * shortest_s - time.time()))
     cut = Cut(run_dir=run.run_dir, begun=begun, after_s=run.kill() - began, shortest_s=shortest_s)
     name = aim.name if aim.hit(cut) else AT_ANY_MOMENT

@@ -1,8 +1,5 @@
-"""Faults in whole runs of scripts/train.py, on real engines: for scripts/bench_faults.py.
-
-Each fault has a run of its own: an engine (killed, throttled), an actor (killed, stopped), an agent worker, a train
-worker. One more run is killed as a whole, again and again: see scripts/bench_kills_vllm.py.
-"""
+"""Faults in whole runs of scripts.train on real engines, each in a run of its own: an engine killed or throttled, an
+actor killed or stopped, an agent worker killed, a train worker killed."""
 
 import signal
 import time
@@ -15,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from scripts.bench.common import write_line
-from scripts.bench.faults.__main__ import Row
 from scripts.bench.faults.kills import kill_rows
-from scripts.bench.faults.run import WholeRun, throttled
+from scripts.bench.faults.report import Row
+from scripts.bench.faults.whole_run import WholeRun, throttled
 
 STEPS = 200
 ENGINE, ACTOR = "VLLM::EngineCore", "ray::ReplicaActor"
@@ -33,13 +30,13 @@ def _signalled(number: signal.Signals, process: psutil.Process) -> AbstractConte
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     title: str
-    """What the title of the process begins with."""
+    """The title of the process begins with this."""
     inflict: Callable[[psutil.Process], AbstractContextManager[None]]
-    """A context, in which it is waited until the fault has been made good."""
+    """Context manager: the fault lasts, at most, until the run has recovered."""
     noticed: str = " is given up: "
-    """What the console says first, "" for nothing, and then:"""
+    """The console says this when the run notices the fault; "" for nothing."""
     back: str | None = " is in service, "
-    """None: four more steps say so."""
+    """The console says this when the run has recovered. None: it has recovered after four more steps."""
     overrides: tuple[str, ...] = ()
 
 
@@ -61,12 +58,13 @@ FAULTS = {
 }
 
 
-def vllm_rows(num_kills: int, seed: int, folder: Path) -> list[Row]:
+def real_rows(num_kills: int, seed: int, folder: Path) -> list[Row]:
     rows = [part_fault(fault, folder / fault.replace(" ", "-")) for fault in FAULTS]
     return [*rows, *kill_rows(num_kills, seed, folder / "run")]
 
 
 def part_fault(name: str, run_dir: Path) -> Row:
+    """Break a part of a run once, wait until it has recovered, and let the run finish."""
     fault, row = FAULTS[name], Row(fault=name, engine="vLLM", tokens_again=float("nan"))
     run = WholeRun(run_dir, STEPS, fault.overrides)
     run.wait_for("step 5", lambda: run.steps >= 5)
@@ -82,7 +80,7 @@ def part_fault(name: str, run_dir: Path) -> Row:
     if came:
         row.recovery_s.append(time.monotonic() - began)
         write_line(
-            f"{name}: noticed after {noticed_s:.1f} s, made good after {row.recovery_s[0]:.1f} s; "
+            f"{name}: noticed after {noticed_s:.1f} s, recovered after {row.recovery_s[0]:.1f} s; "
             f"{run.steps - before} steps meanwhile"
         )
     run.finish(row)

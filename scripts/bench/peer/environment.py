@@ -1,4 +1,4 @@
-"""The environment that TRL runs in, for scripts/bench_peer.py: our versions of what both use, and TRL."""
+"""TRL's environment: our versions of the libraries that both sides use, and TRL."""
 
 import subprocess
 import sys
@@ -10,12 +10,12 @@ from scripts.bench.common import write_line
 
 TRL = "trl>=1.16"
 SAME_AS_OURS = ("torch", "transformers", "tokenizers", "numpy")
-"""Pinned in TRL's environment to our versions (constraints.txt)."""
+"""Pinned in TRL's environment to the versions of constraints.txt."""
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def ensure_environment(venv: Path) -> str:
-    """Makes TRL's environment unless it is there; returns TRL's version."""
+    """Make TRL's environment unless it exists. Returns TRL's version."""
     python = venv / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
     log = venv.with_suffix(".log")
@@ -36,13 +36,14 @@ def ensure_environment(venv: Path) -> str:
 
 
 def same_versions(constraints: str) -> list[str]:
-    """The pins of `SAME_AS_OURS`, as `name==version`."""
+    """Extract the pins of `SAME_AS_OURS`, as `name==version`."""
     pins = [line.split()[0] for line in constraints.splitlines() if "==" in line]
     return [pin for pin in pins if pin.partition("==")[0] in SAME_AS_OURS]
 
 
 def run_logged(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
-    """Raises RuntimeError with the end of `log`, which takes all output, when the command fails."""
+    """Run the command in the repository root, with its output in `log`. Raises RuntimeError with the end of `log` when
+    it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         code = subprocess.run(command, cwd=REPO_ROOT, env=environment, stdout=file, stderr=file, check=False).returncode

@@ -1,6 +1,7 @@
-"""TRL's side of `scripts.bench.peer`, started by it: `python -m scripts.bench.peer.trl_trainer JOB.json`.
+"""TRL's side of the benchmark: `python -m scripts.bench.peer.trl_trainer JOB.json`.
 
-It runs on the Python of TRL's environment, which has neither ray nor vllm: it imports only pure modules of ours.
+It runs on the Python of TRL's environment, which has neither ray nor vllm, so that of this project it imports only pure
+modules.
 """
 
 import importlib.metadata
@@ -23,12 +24,12 @@ EVAL_BATCH = 128
 
 
 class StepClock(TrainerCallback):
-    """Wall-clock seconds of every step, one after the other from the first batch on: nothing falls between them."""
+    """Measures the wall-clock seconds of every step. Steps are contiguous, so that their sum leaves nothing out."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.cpu_seconds = 0.0
-        """Of this process, over all steps. With one thread on an idle machine it equals the sum of `seconds`."""
+        """CPU time of this process over all steps. With one thread on an idle machine it is the sum of `seconds`."""
         self._last = 0.0
         self._cpu_started = 0.0
 
@@ -47,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    # Evaluated first, as ours is: the first steps of both then find their libraries warm.
+    # Evaluated first, as in our run, so that the first steps of both sides find their libraries warm.
     before = greedy_accuracy(model, tokenizer, job["held_out"], job["max_new_tokens"])
     rewards: list[float] = []
 
@@ -85,7 +86,7 @@ def main() -> None:
 def make_optimizer(
     model: torch.nn.Module, settings: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW as Transformers makes it (fused), on our schedule: Transformers' own starts at a learning rate of 0."""
+    """Transformers' fused AdamW on our schedule: its own starts at a learning rate of 0."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings["lr"],
@@ -98,13 +99,13 @@ def make_optimizer(
 
 
 def score(text: str, ground_truth: str) -> float:
-    """Our own reward, 0 or 1."""
+    """Our reward `gsm8k`, 0 or 1."""
     return float(gsm8k(Prompt(ordinal=0, text="", token_ids=(), ground_truth=ground_truth), text).reward)
 
 
 @torch.no_grad()
 def greedy_accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]], max_new_tokens: int) -> float:
-    """Mean reward of greedy answers to `rows`, each {"prompt", "ground_truth"}."""
+    """Mean reward of greedy answers to `rows`, each with "prompt" and "ground_truth"."""
     model.eval()
     total = 0.0
     for start in range(0, len(rows), EVAL_BATCH):

@@ -1,7 +1,4 @@
-"""The vLLM engine with clocks in it. Imports vLLM, so its environment must be set before.
-
-For scripts/bench_weight_sync.py.
-"""
+"""The vLLM engine with clocks in it. Imports vLLM, whose environment variables must be set before."""
 
 import time
 from collections.abc import Callable
@@ -14,14 +11,14 @@ from rollout.engines.vllm.engine import RequestOutputKind, VllmEngine, _sampling
 from rollout.replica.continuation import generate_in_parts
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest
-from scripts.bench.weight_sync import prefill as bench_prefill
+from scripts.bench.weight_sync import recompute_meter
 
 
 class TimedEngine(VllmEngine):
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
         self.swapped = (0.0, 0.0)
-        """When the last swap, or load, was asked for, and when it had been answered."""
+        """When the last swap, or load, was requested and when it was answered."""
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         started = time.perf_counter()
@@ -36,13 +33,13 @@ class TimedEngine(VllmEngine):
         return tags
 
     def num_prefilled(self) -> int:
-        """Requests in flight that have a token."""
+        """Count the requests in flight that have a token."""
         return sum(count > 0 for count in self._llm.output_counts().values())
 
     async def stream(self, request: GenerationRequest, times: list[float]) -> Completion:
-        """`generate`, and adds the time at which each token arrives."""
+        """Generate like `generate`, and append the arrival time of each token to `times`."""
         params = _sampling_params(request.sampling)
-        params.output_kind = RequestOutputKind.CUMULATIVE  # the last output is then the one that `generate` gets
+        params.output_kind = RequestOutputKind.CUMULATIVE  # so that the last output is the one that `generate` gets
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         name, final, arrived = str(request.request_id), None, 0
         async for output in self._llm.generate(prompt, params, name):
@@ -53,11 +50,11 @@ class TimedEngine(VllmEngine):
         return self._completion(final, self._boundaries.pop(name, []))
 
     async def install_meter(self) -> None:
-        await self._on_worker(bench_prefill.install_meter)
+        await self._on_worker(recompute_meter.install_meter)
 
     async def tokens_computed_again(self) -> int:
-        """Since the meter was installed."""
-        return await self._on_worker(bench_prefill.read_meter)
+        """Tokens since the meter was installed."""
+        return await self._on_worker(recompute_meter.read_meter)
 
     async def _on_worker(self, function: Callable[[Any], Any]) -> Any:
         [answer] = await self._llm.collective_rpc(cloudpickle.dumps(function))  # pyright: ignore[reportArgumentType]
@@ -65,7 +62,7 @@ class TimedEngine(VllmEngine):
 
 
 class StreamedTrajectory:
-    """A request as a client sees it that reads its tokens one by one, over all its parts."""
+    """A request streamed by a client, over all its parts: an aborted one continues as another request."""
 
     def __init__(self, engine: TimedEngine, replica: RolloutReplica, request: GenerationRequest):
         self.request_id = request.request_id

@@ -1,14 +1,11 @@
-"""How the update of a whole fleet grows with its replicas: simulated engines on the real clock, in this process.
+"""How the time of an update grows with the number of replicas: simulated engines on the real clock, in one process.
 
-Publish, stage, pause, swap, verify and resume are the real code; an engine takes `SWAP_S` to swap, and nothing else.
-The manifest is of a model of 7B parameters, sharded over 8 trainer ranks. It is pickled once, as for Ray's object
-store, and what a call takes to a replica is pickled for the call.
+Publish, stage, pause, swap, verify and resume are the real code; an engine takes `SWAP_S` to swap, and no time for the
+rest. The manifest describes a model of 7B parameters, sharded over 8 trainer ranks. It is pickled once, as for Ray's
+object store, and the arguments of a call to a replica are pickled for the call.
 
-In a run every replica has a process of its own. Here all work is one core's, so the CPU time per replica is that of the
-driver's transaction and pickling, and of the replica's own transaction. What Ray itself takes for the two calls is not
-in it, nor is the replica's unpickling.
-
-For scripts/bench_weight_sync.py.
+In a run every replica is a process. Here one core does all the work, so that the CPU time per replica is the driver's
+transaction and pickling plus the replica's own transaction, without Ray's share and the replica's unpickling.
 """
 
 import asyncio
@@ -24,8 +21,8 @@ from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import CommitReport, RolloutReplica
 from rollout.router import ReplicaRouter
-from scripts.bench.asynchrony.simulated import SimulatedTrainer
 from scripts.bench.common import show_table
+from scripts.bench.stand_ins import SimulatedTrainer
 from scripts.bench.weight_sync.gaps import growth, slope
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import Manifest, merge
@@ -40,17 +37,17 @@ UPDATES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOutcome:
-    """Of one update."""
+    """One update."""
 
     total_s: float
     pause_s: float
-    """Of the replica that was frozen longest."""
+    """The longest pause of a replica."""
     cpu_s: float
-    """Of this process."""
+    """CPU time of this process."""
 
 
 class ShardedTrainer(SimulatedTrainer):
-    """Publishes what trainer ranks say of a model as large as Qwen2.5-7B: 339 tensors, 15.2 GB in bfloat16."""
+    """Publishes the manifest of a model as large as Qwen2.5-7B: 339 tensors, 15.2 GB in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__(train_s=0.0)
@@ -63,7 +60,7 @@ class ShardedTrainer(SimulatedTrainer):
         return manifest
 
     def _part(self, rank: int, global_steps: int) -> Manifest:
-        """As shared memory's: its checksums are known before it is read, so that every call has them."""
+        """A manifest of shared memory, whose checksums are known before it is read, so that every call carries them."""
         return {
             "transport": "shared_memory",
             "global_steps": global_steps,
@@ -97,7 +94,7 @@ def _specs(hidden: int, intermediate: int, kv: int, layers: int, vocab: int) -> 
 
 
 class PickledReplica(RolloutReplica):
-    """Costs the driver what arguments of Ray's calls do."""
+    """Costs the driver what the arguments of Ray calls cost."""
 
     async def stage(self, manifest: Manifest) -> None:
         cloudpickle.dumps(self.name)  # as short as the reference to it

@@ -1,7 +1,4 @@
-"""Arithmetic on the arrival times of a request's tokens. Times are seconds of one clock.
-
-For scripts/bench_weight_sync.py.
-"""
+"""Arithmetic on the arrival times of a request's tokens, in seconds of one clock."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,12 +8,12 @@ from statistics import median
 
 Interval = tuple[float, float]
 MIN_GAPS = 4
-"""Fewer undisturbed gaps than this say nothing of a normal one."""
+"""Fewer undisturbed gaps do not make a median."""
 
 
 def normal_gap(times: Sequence[float], undisturbed: Sequence[Interval]) -> float:
-    """Median of the gaps between neighbouring tokens that lie within one of the intervals. Raises ValueError when there
-    are fewer than MIN_GAPS."""
+    """Median of the gaps between neighbouring tokens that lie within one of the intervals. Raises ValueError for fewer
+    than MIN_GAPS."""
     gaps = [
         end - start
         for start, end in pairwise(times)
@@ -29,17 +26,16 @@ def normal_gap(times: Sequence[float], undisturbed: Sequence[Interval]) -> float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseWindow:
-    """What one update adds to the gap in which it falls, as the reader of a stream sees it. Stop, swap and go, in
-    seconds, add up to the whole."""
+    """What one update adds to the gap between two streamed tokens: stop + swap + go, in seconds."""
 
     stop_s: float
-    """From the last token of the old weights until the swap began, in which the engine stopped."""
+    """From the last token of the old weights to the begin of the swap, while the engine stops."""
     swap_s: float
-    """Until workers and engine had the new version; where nothing is staged, receiving included."""
+    """Until workers and engine have the new version; without staging it includes the transfer."""
     go_s: float
-    """From there to the first token of the new weights, less a normal gap."""
+    """From the end of the swap to the first token of the new weights, less a normal gap."""
     normal_s: float
-    """That gap, without which nothing can be said of a pause shorter than its ups and downs."""
+    """The normal gap. A pause shorter than its noise cannot be measured."""
 
     @property
     def seconds(self) -> float:
@@ -49,8 +45,12 @@ class PauseWindow:
 def pause_window(
     times: Sequence[float], first_new: int, swap: Interval, undisturbed: Sequence[Interval]
 ) -> PauseWindow:
-    """`first_new`: index of the first token that the new weights sampled. `swap`: when the workers were asked for
-    it, and when they had answered."""
+    """Split one pause into its parts.
+
+    Args:
+        first_new: index of the first token that the new weights sampled.
+        swap: when the workers were asked to swap, and when they had answered.
+    """
     if not 0 < first_new < len(times):
         raise ValueError(f"first_new={first_new}: no token before or after it, there are {len(times)}")
     normal_s = normal_gap(times, undisturbed)
@@ -63,7 +63,7 @@ def pause_window(
 
 
 def median_window(windows: Sequence[PauseWindow]) -> PauseWindow:
-    """Part by part."""
+    """Median of each part."""
     return PauseWindow(
         stop_s=median(window.stop_s for window in windows),
         swap_s=median(window.swap_s for window in windows),
@@ -73,17 +73,17 @@ def median_window(windows: Sequence[PauseWindow]) -> PauseWindow:
 
 
 def tokens_within(streams: Sequence[Sequence[float]], interval: Interval) -> int:
-    """Tokens of all streams that arrived in [start, end)."""
+    """Count the tokens of all streams that arrived in [start, end)."""
     return sum(interval[0] <= time < interval[1] for times in streams for time in times)
 
 
 def growth(seconds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Replicas -> (time over that of the fewest, what the logarithm allows: 1 + log2 of how many times as many)."""
+    """Replicas -> (time over the time of the fewest, the logarithmic bound: 1 + log2(replicas / fewest))."""
     fewest = min(seconds)
     return {count: (value / seconds[fewest], 1 + math.log2(count / fewest)) for count, value in seconds.items()}
 
 
 def slope(values: Mapping[int, float]) -> float:
-    """By how much the value grows per replica, from the fewest to the most."""
+    """Growth of the value per replica, from the fewest to the most."""
     fewest, most = min(values), max(values)
     return (values[most] - values[fewest]) / (most - fewest)

@@ -1,7 +1,4 @@
-"""An engine in this process with requests in flight, and the arms that update its weights.
-
-For scripts/bench_weight_sync.py.
-"""
+"""A vLLM engine with requests in flight, and the arms that update its weights."""
 
 import asyncio
 import itertools
@@ -25,24 +22,24 @@ from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.weight_sync.gaps import MIN_GAPS, Interval
 from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
 
-if TYPE_CHECKING:  # these import torch and vLLM, whose environment must be set before
+if TYPE_CHECKING:  # these import torch and vLLM, whose environment variables must be set before
     from scripts.bench.weight_sync.engine import TimedEngine
     from scripts.bench.weight_sync.weights import Memcpy, Publisher, Size
 
 NUM_REQUESTS = 32
 PROMPT_TOKENS = (80, 120)
 TIMEOUT_S = 900.0
-"""Of every wait: nothing here is meant to be late."""
+"""Of every wait. Long, because deadlines are not measured here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One update as it went."""
+    """One update, on the clock of the tokens."""
 
     version: int
     started: float
     ended: float
-    """Of the whole update, publication included, on the clock of the tokens."""
+    """The whole update, including publication."""
     swapped: Interval
     report: UpdateReport
 
@@ -56,19 +53,21 @@ class Host:
     nbytes: int
     publishers: "dict[Transport, Publisher]"
     floor: "Memcpy"
-    """To the device that computes."""
+    """Host memory to the device that computes."""
     memcpy: "Memcpy"
     """Within host memory."""
     settle_s: float
+    """How long a stream runs undisturbed between updates."""
     version: int = -1
     batches: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers the batches of requests, as the ordinals of their ids."""
 
     def next_version(self) -> int:
         self.version += 1
         return self.version
 
     def requests(self, name: str, count: int) -> list[GenerationRequest]:
-        """Prompts that share no prefix, responses as long as may be."""
+        """Make requests whose prompts share no prefix and whose responses are as long as possible."""
         chance, batch = random.Random(name), next(self.batches)
         return [
             GenerationRequest(
@@ -92,7 +91,7 @@ class Arm:
         in_flight_kv: InFlightKv = InFlightKv.keep,
     ):
         config = sync_config(transport, staging, pause_mode, in_flight_kv)
-        # One name for all arms, so that the collective transport's group lasts from one to the next.
+        # One name for all arms, so that the process group of the collective transport is kept between them.
         self.replica = RolloutReplica("replica", host.engine, config)
         fleet = ReplicaFleet([self.replica], ReplicaRouter(["replica"], NUM_REQUESTS + 1), 1, [].append)
         self._host = host
@@ -127,12 +126,12 @@ def sync_config(
 
 @asynccontextmanager
 async def started(size_millions: int, device: str, settle_s: float) -> AsyncIterator[Host]:
-    """An engine with a model of that size. Its files are gone when the block ends."""
-    import torch  # noqa: PLC0415
+    """Start an engine with a model of that size; shut it down and delete its files when the block ends."""
+    import torch
 
-    from scripts.bench.weight_sync.weights import SIZES, Memcpy, Publisher, make_weights  # noqa: PLC0415
-    from weight_sync.transports import shared_memory  # noqa: PLC0415
-    from weight_sync.transports.registry import make_sender  # noqa: PLC0415
+    from scripts.bench.weight_sync.weights import SIZES, Memcpy, Publisher, make_weights
+    from weight_sync.transports import shared_memory
+    from weight_sync.transports.registry import make_sender
 
     size, owner = SIZES[size_millions].for_device(device), f"bench-{os.getpid()}"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -180,10 +179,10 @@ def start_engine(size: "Size", model_path: str, device: str, dtype: str) -> "Tim
         tensor_parallel_size=1,
         enforce_eager=True,
     )
-    from rollout.replica.replica_group import engine_env  # noqa: PLC0415
+    from rollout.replica.replica_group import engine_env
 
     os.environ.update(engine_env(spec) | {"VLLM_LOGGING_LEVEL": "ERROR"})
-    from scripts.bench.weight_sync.engine import TimedEngine  # noqa: PLC0415
+    from scripts.bench.weight_sync.engine import TimedEngine
 
     return TimedEngine(spec)
 
@@ -192,7 +191,7 @@ def start_engine(size: "Size", model_path: str, device: str, dtype: str) -> "Tim
 async def all_running(
     host: Host, replica: RolloutReplica, runs: Sequence[Coroutine[Any, Any, Any]], num_requests: int
 ) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Every request has its first token when the block begins; they are aborted when it ends, and have answered."""
+    """When the block begins, every request has its first token; when it ends, all are aborted and have returned."""
     tasks = [asyncio.create_task(run) for run in runs]
     try:
         await until(lambda: host.engine.num_prefilled() == num_requests, tasks)
@@ -203,13 +202,13 @@ async def all_running(
 
 
 async def settle(host: Host, times: Sequence[float], tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Let a stream run undisturbed for a while, by tokens and by seconds."""
+    """Let a stream run undisturbed for `settle_s` and at least MIN_GAPS tokens."""
     tokens, seconds = len(times) + MIN_GAPS + 1, time.perf_counter() + host.settle_s / host.size.rounds
     await until(lambda: len(times) >= tokens and time.perf_counter() >= seconds, tasks)
 
 
 async def until(condition: Callable[[], bool], tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Raises what a task raised meanwhile, or RuntimeError when one ended."""
+    """Wait until `condition()`. Raises what a task raised, or RuntimeError when a task ended."""
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             for task in tasks:

@@ -1,8 +1,5 @@
-"""What an update costs when requests are aborted and go on from their tokens, or when their KV is computed again,
-against keeping them as they are.
-
-For scripts/bench_weight_sync.py.
-"""
+"""What an update costs when requests are kept, aborted and continued from their tokens, or kept with their KV computed
+again."""
 
 import asyncio
 import logging
@@ -18,7 +15,7 @@ from scripts.bench.weight_sync.host import NUM_REQUESTS, Arm, Host, all_running,
 logger = logging.getLogger(__name__)
 
 WINDOW = 10
-"""Tokens are counted from the order to update on, for so many times --seconds."""
+"""Tokens are counted from the start of the update for this many times --seconds."""
 WAYS = {
     "keep": (PauseMode.keep, InFlightKv.keep),
     "abort": (PauseMode.abort, InFlightKv.keep),
@@ -28,12 +25,12 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOutcome:
-    """Of one update."""
+    """One update."""
 
     tokens_computed_again: int
-    """By the engine's worker, in the window."""
+    """Tokens that the engine's worker computed again in the window."""
     tokens_per_s: float
-    """Of all requests, over the window."""
+    """Tokens of all requests in the window, per second."""
     pause_s: float
     """Median over the requests."""
 
@@ -53,7 +50,7 @@ async def compare_keep_with_abort(host: Host, repeats: int) -> dict[str, list[Ke
 
 
 async def _update_once(host: Host, arm: Arm, name: str) -> KeepOutcome:
-    from scripts.bench.weight_sync.engine import StreamedTrajectory  # noqa: PLC0415
+    from scripts.bench.weight_sync.engine import StreamedTrajectory
 
     streams = [StreamedTrajectory(host.engine, arm.replica, request) for request in host.requests(name, NUM_REQUESTS)]
     window_s = WINDOW * host.settle_s
@@ -82,10 +79,10 @@ async def _update_once(host: Host, arm: Arm, name: str) -> KeepOutcome:
 
 def show_keep(millions: int, window_s: float, outcomes: dict[str, list[KeepOutcome]]) -> dict[str, float]:
     rows, results = [], {}
-    for name, of_mode in outcomes.items():
-        again = median(outcome.tokens_computed_again for outcome in of_mode)
-        tokens_per_s = median(outcome.tokens_per_s for outcome in of_mode)
-        pause_ms = 1e3 * median(outcome.pause_s for outcome in of_mode)
+    for name, of_way in outcomes.items():
+        again = median(outcome.tokens_computed_again for outcome in of_way)
+        tokens_per_s = median(outcome.tokens_per_s for outcome in of_way)
+        pause_ms = 1e3 * median(outcome.pause_s for outcome in of_way)
         rows.append([name, f"{again:.0f}", f"{tokens_per_s:.0f}", f"{pause_ms:.1f}"])
         results[f"{name}_reprefill_tokens"] = again
         results[f"{name}_tokens_per_s"] = tokens_per_s

@@ -1,7 +1,4 @@
-"""How long an update stops one engine, as the reader of a stream sees it, in several arms.
-
-For scripts/bench_weight_sync.py.
-"""
+"""How long an update pauses an engine, measured by a client that streams one request."""
 
 import asyncio
 import logging
@@ -25,7 +22,7 @@ QUIET_ROUNDS = 3
 
 @dataclass(slots=True)
 class PauseResults:
-    """Of one size. Lists have one item per repetition, those of an arm one per update."""
+    """Measurements of one size: an item per repetition, of `windows` one per update in each, of `updates` one each."""
 
     nbytes: int = 0
     floor_s: list[float] = field(default_factory=list)
@@ -34,7 +31,7 @@ class PauseResults:
     updates: dict[str, list[Update]] = field(default_factory=lambda: {name: [] for name in ARMS})
 
     def pauses(self, arm: str) -> list[float]:
-        """Seconds, the median of each repetition."""
+        """Median of each repetition, in seconds."""
         return [median(window.seconds for window in windows) for windows in self.windows[arm]]
 
     def over_floor(self, arm: str) -> float:
@@ -47,7 +44,7 @@ class PauseResults:
 async def measure_pauses(host: Host, repeats: int) -> PauseResults:
     results = PauseResults(nbytes=host.nbytes)
     arms = {name: Arm(host, *arm) for name, arm in ARMS.items()}
-    for arm in arms.values():  # the first update of each allocates memory, or connects
+    for arm in arms.values():  # the first update of an arm allocates memory, or connects
         await arm.update()
     for repetition in range(repeats):
         _measure_quiet(host, results)
@@ -61,7 +58,7 @@ async def measure_pauses(host: Host, repeats: int) -> PauseResults:
 
 
 def _measure_quiet(host: Host, results: PauseResults) -> None:
-    """What the machine can do, while the engine has nothing to do."""
+    """Measure memcpy and publication while the engine is idle."""
     publisher = host.publishers[Transport.shared_memory]
     floor, memcpy, publish = [], [], []
     for _ in range(QUIET_ROUNDS):
@@ -75,8 +72,8 @@ def _measure_quiet(host: Host, results: PauseResults) -> None:
 async def _measure_updates(
     host: Host, arms: dict[str, Arm], repetition: int, results: PauseResults
 ) -> list[tuple[str, Update]]:
-    """All arms in turn while the same requests are in flight."""
-    from scripts.bench.weight_sync.engine import StreamedTrajectory  # noqa: PLC0415
+    """Update by all arms in turns while the same requests are in flight."""
+    from scripts.bench.weight_sync.engine import StreamedTrajectory
 
     replica = next(iter(arms.values())).replica
     first, *others = host.requests(f"pause-{repetition}", NUM_REQUESTS + 1)

@@ -1,7 +1,4 @@
-"""What the benchmark of weight updates updates: random models of a given size, who publishes them, and the floor.
-
-For scripts/bench_weight_sync.py.
-"""
+"""Random models of a given size, the publisher of their weights, and the memcpy that is the floor of an update."""
 
 import asyncio
 import time
@@ -22,15 +19,15 @@ from weight_sync.transports.base import Sender
 VOCAB_SIZE = 512
 MAX_SEQ_TOKENS = 4096
 COPY_BYTES = 512 * 2**20
-"""Target of the memcpy: far larger than any cache, and less memory than another copy of the weights."""
+"""Size of the memcpy's target: far larger than any cache, and smaller than another copy of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A Qwen3 whose parameters are in its layers, and how it is measured."""
+    """A Qwen3 with most of its parameters in the layers, and how it is measured."""
 
     millions: int
-    """Of parameters, about."""
+    """Parameters, roughly."""
     hidden: int
     intermediate: int
     layers: int
@@ -38,8 +35,8 @@ class Size:
     kv_heads: int
     head_dim: int
     seq_tokens: int
-    """Prompt and response of a request at most: enough to be in flight all the time. A GPU is faster, and has room for
-    the most."""
+    """Longest prompt plus response: long enough to be in flight all the time. A GPU is faster and gets
+    MAX_SEQ_TOKENS."""
     rounds: int
     """Updates of each arm per repetition."""
 
@@ -48,7 +45,7 @@ class Size:
 
     def kv_bytes(self, num_seqs: int, itemsize: int) -> int:
         per_token = 2 * self.layers * self.kv_heads * self.head_dim * itemsize
-        return per_token * (self.seq_tokens + 32) * num_seqs  # a block more for each
+        return per_token * (self.seq_tokens + 32) * num_seqs  # and one block more for each
 
 
 SIZES = {
@@ -92,10 +89,10 @@ SIZES = {
 
 
 class TrainerWeights:
-    """The trainer's: one string of host memory, tensor after tensor."""
+    """The trainer's weights in one contiguous piece of host memory."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, pinned: bool):
-        parameters = dict(model.named_parameters())  # names each tied parameter once
+        parameters = dict(model.named_parameters())  # a tied parameter once
         total = sum(parameter.numel() for parameter in parameters.values())
         self.flat = torch.empty(total, dtype=dtype, pin_memory=pinned)
         places = self.flat.split([parameter.numel() for parameter in parameters.values()])
@@ -105,12 +102,12 @@ class TrainerWeights:
         }
 
     def change(self, version: int) -> None:
-        """A little, so that each version has a checksum of its own."""
+        """Change one value, so that each version has a checksum of its own."""
         self.tensors["model.norm.weight"][0] = 1.0 + version / 256
 
 
 def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> TrainerWeights:
-    """Random weights, and the same as a Hugging Face folder."""
+    """Make random weights, and write them as a Hugging Face folder."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=size.hidden,
@@ -131,7 +128,7 @@ def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> 
 
 
 class Publisher:
-    """A `weight_sync.protocol.WeightSource` of one rank, which publishes in a thread."""
+    """A weight source of one rank, which publishes in a thread."""
 
     def __init__(self, weights: TrainerWeights, sender: Sender, timeout_s: float):
         self._weights = weights
@@ -161,7 +158,7 @@ class Publisher:
         return combine([await asyncio.to_thread(self._sender.send, self._shards, manifest)])
 
     def publish_seconds(self, global_steps: int) -> float:
-        """Of one publication that nobody receives."""
+        """Time one publication without receivers."""
         started = time.perf_counter()
         self._publish(global_steps, {}, None)
         return time.perf_counter() - started
@@ -174,7 +171,7 @@ class Publisher:
 
 
 class Memcpy:
-    """Copies as many bytes as the weights have, from host memory to a device, into memory that has been touched."""
+    """Copies as many bytes as the weights have from host memory to a device, into memory that has been touched."""
 
     def __init__(self, weights: TrainerWeights, device: str):
         flat = weights.flat.view(torch.uint8)

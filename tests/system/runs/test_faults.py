@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.bench.faults.run import throttled
+from scripts.bench.faults.whole_run import throttled
 from tests.support.paths import ROOT
 from tests.support.whole_runs import Run, check_training, command_of, find, small, started, survivors, trained
 from trainer.tracking.sinks import read_metrics

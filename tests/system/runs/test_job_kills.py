@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scripts.audit import audit
-from scripts.bench.faults.__main__ import job_kills
+from scripts.bench.faults.simulated import job_kills
 
 
 def test_twenty_kills_cost_no_prompt_and_train_none_twice(tmp_path: Path) -> None:

@@ -1,27 +1,11 @@
-"""The parts of the benchmark that need no engine: limits against sums by hand, and the simulated job against limits."""
-
-import asyncio
-import json
-import math
-from dataclasses import replace
-from statistics import mean
+"""The part of the benchmark that needs no engine: limits against sums by hand, and the simulated job against limits."""
 
 import pytest
 
-from rollout.agents.loop import EpisodeTask
-from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams
-from scripts.bench.asynchrony import __main__ as bench_async
-from scripts.bench.asynchrony.simulated import Job, Outcome, limit_ratio, run_job, throughput_seconds, window_seconds
-from scripts.bench.common import (
-    ForcedLengths,
-    LogNormalLengths,
-    UniformLengths,
-    interleaved,
-    median_ratio,
-    show_table,
-)
-from tests.support.fakes import make_prompt
+from scripts.bench.asynchrony.limits import Job, limit_ratio, throughput_seconds, window_seconds
+from scripts.bench.asynchrony.outcome import Outcome
+from scripts.bench.asynchrony.simulated import bench_simulated, run_job
+from scripts.bench.common import LogNormalLengths
 
 
 def by_hand(*lengths: int, max_num_seqs: int = 8, train_s: float = 10.0) -> Job:
@@ -122,63 +106,9 @@ def test_shares_add_up_for_a_synchronous_job() -> None:
 
 
 def test_results_carry_the_keys_of_the_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    results = json.loads(json.dumps(bench_async.bench_simulated(num_steps=1)))
-    assert {"async_over_sync_equal", "async_over_sync_longtail", "trainer_idle", "replica_idle"} <= results.keys()
+    results = bench_simulated(num_steps=1)
+    of_lengths = ("async_over_sync_{}", "{}_limit", "{}_share_of_limit")
+    expected = {key.format(lengths) for key in of_lengths for lengths in ("equal", "longtail")}
+    assert results.keys() == {*expected, "trainer_idle", "replica_idle"}
     assert results["longtail_share_of_limit"] == results["async_over_sync_longtail"] / results["longtail_limit"]
     assert "longtail, 8" in capsys.readouterr().out
-
-
-# -- what is shared ----------------------------------------------------------------------------------------------------
-
-
-def test_lengths_depend_on_their_arguments_alone() -> None:
-    lengths = LogNormalLengths(mean=200, sigma=1.0, cap=2000)
-    assert lengths(3, 1) == LogNormalLengths(mean=200, sigma=1.0, cap=2000)(3, 1)
-    drawn = [lengths(ordinal, index) for ordinal in range(500) for index in range(8)]
-    assert mean(drawn) == pytest.approx(200, rel=0.1)
-    assert mean(math.log(length) for length in drawn) == pytest.approx(math.log(200) - 0.5, abs=0.1)
-    assert max(drawn) <= 2000
-    assert {LogNormalLengths(mean=48, sigma=0.0, cap=99)(ordinal, 0) for ordinal in range(20)} == {48}
-    uniform = [UniformLengths(low=64, high=66)(ordinal, 0) for ordinal in range(100)]
-    assert set(uniform) == {64, 65, 66}
-
-
-def test_forced_lengths_reach_every_request() -> None:
-    asked: list[GenerationRequest] = []
-
-    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
-        asked.extend(requests)
-        return []
-
-    loop = ForcedLengths({"": lambda ordinal, index: 10 * ordinal + index})
-    sampling = SamplingParams(max_tokens=9, stop_token_ids=(0,))
-    tasks = [
-        EpisodeTask(request_id=RequestId(ordinal=4, episode=i), prompt=make_prompt(4), index=i, sampling=sampling)
-        for i in range(3)
-    ]
-    asyncio.run(loop.run(tasks, generate))
-    assert [request.sampling.max_tokens for request in asked] == [40, 41, 42]
-    asyncio.run(loop.run([replace(tasks[0], prompt=replace(make_prompt(4), data_source="held-out"))], generate))
-    assert asked.pop().sampling == sampling
-    assert all(request.sampling.ignore_eos and not request.sampling.stop_token_ids for request in asked)
-
-
-def test_arms_take_turns() -> None:
-    order: list[str] = []
-
-    async def arm(name: str, repetition: int) -> int:
-        order.append(f"{name}{repetition}")
-        return repetition
-
-    results = asyncio.run(interleaved({"a": lambda n: arm("a", n), "b": lambda n: arm("b", n)}, 3))
-    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert results == {"a": [0, 1, 2], "b": [0, 1, 2]}
-
-
-def test_median_ratio_pairs_neighbours() -> None:
-    assert median_ratio([2.0, 40.0, 6.0], [1.0, 20.0, 2.0]) == 2.0
-
-
-def test_a_table_lines_up(capsys: pytest.CaptureFixture[str]) -> None:
-    show_table("title", ["arm", "n"], [["a", "1"], ["long one", "1,000"]])
-    assert capsys.readouterr().out == ("title\narm           n\n--------  -----\na             1\nlong one  1,000\n\n")

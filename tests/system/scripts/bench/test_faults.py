@@ -2,7 +2,8 @@
 
 import pytest
 
-from scripts.bench.faults.__main__ import LOOP_FAULTS, REPLICA_FAULTS, Row, part_faults, sums
+from scripts.bench.faults.report import Row, sums
+from scripts.bench.faults.simulated import LOOP_FAULTS, REPLICA_FAULTS, part_faults
 
 
 @pytest.mark.parametrize("fault", [*REPLICA_FAULTS, *LOOP_FAULTS])

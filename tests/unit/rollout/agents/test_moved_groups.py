@@ -11,8 +11,8 @@ from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
-from scripts.bench.asynchrony.simulated import NoTokenizer, SimulatedTrainer, no_reward
 from scripts.bench.common import ForcedLengths
+from scripts.bench.stand_ins import NoTokenizer, SimulatedTrainer, no_reward
 from scripts.launch.healing import make_fleet
 from scripts.launch.rollouts import make_rollouts
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from configs.checkpoint import CHECKPOINTS
-from scripts.bench.faults import kills as bench_kills_vllm
+from scripts.bench.faults import kills
 from scripts.bench.faults.kills import SAVE, UPDATE, Cut
-from scripts.bench.faults.run import throttled
+from scripts.bench.faults.whole_run import throttled
 from scripts.launch.workers import owner
 from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.recorder import TRAJECTORIES
@@ -36,7 +36,7 @@ def test_an_update_was_cut_if_no_step_came_after_it_and_none_was_over_so_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, run_dir = tmp_path / "shm", tmp_path / "run"
-    monkeypatch.setattr(bench_kills_vllm, "DIRECTORY", memory)
+    monkeypatch.setattr(kills, "DIRECTORY", memory)
     (run_dir / TRAJECTORIES).mkdir(parents=True)
     memory.mkdir()
     begun = memory / f"slipstream-{owner(run_dir)}-7-1f2e3d4c"

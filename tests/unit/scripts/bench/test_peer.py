@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.peer import __main__ as bench_peer
-from scripts.bench.peer.__main__ import Result, grpo_arguments, last_tenth, peer_job, resolve, summary
 from scripts.bench.peer.environment import run_logged, same_versions
+from scripts.bench.peer.job import grpo_arguments, peer_job, resolve
+from scripts.bench.peer.runs import Result, last_tenth, show, summary
 
 
 def result(arm: str, seconds: float, after: float = 0.9) -> Result:
@@ -54,7 +54,7 @@ def test_no_evaluation_falls_into_the_measured_time() -> None:
     assert resolve(10, 0).trainer.eval_every == 0
 
 
-def test_the_quickest_arm_of_trl_counts_by_its_median() -> None:
+def test_the_quickest_arm_of_trl_counts_by_its_median(capsys: pytest.CaptureFixture[str]) -> None:
     results = [result("ours", seconds) for seconds in (20.0, 90.0, 30.0)]
     results += [result("TRL, 1 thread(s)", seconds, after=0.8) for seconds in (60.0, 60.0, 10.0)]
     results += [result("TRL, 2 thread(s)", seconds) for seconds in (70.0, 5.0, 70.0)]
@@ -62,7 +62,9 @@ def test_the_quickest_arm_of_trl_counts_by_its_median() -> None:
     assert (figures["ours_seconds"], figures["peer_seconds"], figures["ours_over_peer_time"]) == (30.0, 60.0, 0.5)
     assert (figures["ours_accuracy"], figures["peer_accuracy"]) == (0.9, 0.8)
     assert (figures["steps"], figures["repeats"], figures["trl"]) == (120, 3, "1.16.0")
-    assert len(bench_peer.table(results).splitlines()) == 4
+    show(results)
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows == ["ours", "TRL, 1 thread(s)", "TRL, 2 thread(s)", ""]
 
 
 def test_the_last_tenth_is_at_least_one_value() -> None:

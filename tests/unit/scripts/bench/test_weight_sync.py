@@ -3,13 +3,14 @@
 import asyncio
 import json
 import math
+import runpy
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from configs.schema import Transport
 from scripts.bench.virtual_clock import run_virtual
-from scripts.bench.weight_sync import __main__ as bench_weight_sync
 from scripts.bench.weight_sync import fleet as bench_fleet
 from scripts.bench.weight_sync.gaps import (
     PauseWindow,
@@ -21,7 +22,7 @@ from scripts.bench.weight_sync.gaps import (
     tokens_within,
 )
 from scripts.bench.weight_sync.pause import PauseResults
-from scripts.bench.weight_sync.prefill import RecomputeMeter, install_meter, read_meter
+from scripts.bench.weight_sync.recompute_meter import RecomputeMeter, install_meter, read_meter
 
 
 def window(seconds: float) -> PauseWindow:
@@ -136,7 +137,9 @@ def test_simulated_replicas_swap_side_by_side() -> None:
 def test_the_last_line_is_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_fleet, "NUM_REPLICAS", (1, 2))
     monkeypatch.setattr(bench_fleet, "SWAP_S", 0.0)
-    bench_weight_sync.main(["--only", "fleet", "--repeats", "1", "--sizes", "1"])
+    monkeypatch.setattr(sys, "argv", ["weight_sync", "--only", "fleet", "--repeats", "1", "--sizes", "1"])
+    runpy.run_module("scripts.bench.weight_sync", run_name="__main__")
     table, last = capsys.readouterr().out.rstrip().split("\n\n")
     assert [line.split()[0] for line in table.splitlines()[3:]] == ["1", "2"]
-    assert {"fleet_256_over_1", "fleet_cpu_us_per_replica", "sizes_m"} <= set(json.loads(last))
+    figures = {"fleet_256_over_1", "fleet_log_bound", "fleet_cpu_us_per_replica", "fleet_s_256"}
+    assert set(json.loads(last)) == {*figures, "sizes_m", "repeats"}

@@ -1,27 +1,26 @@
-"""How many tokens an engine computes again, counted where they are computed: in front of the worker's model runner.
+"""Counts the tokens that an engine computes again, in front of the worker's model runner.
 
-vLLM's own counters do not tell: they leave out what is prefilled again after a preemption, which is how a KV cache that
-was cleared is computed anew.
-
-For scripts/bench_weight_sync.py.
+vLLM's own counters leave out what is prefilled again after a preemption, and a cleared KV cache is recomputed in that
+way.
 """
 
 import re
 from typing import Any
 
 TRAJECTORY = re.compile(r"\d+-\d+")
-"""A `RequestId` in an engine, without what its next part and vLLM add."""
+"""Beginning of a request's name in the engine, without the suffixes of a continuation and of vLLM."""
 
 
 class RecomputeMeter:
-    """Counts tokens that are computed at places of a trajectory up to which it had been computed before."""
+    """Counts tokens computed at positions of a trajectory that had been computed before."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._reached: dict[str, int] = {}
 
     def take(self, request_id: str, start: int, count: int) -> None:
-        """`count` tokens are computed from place `start` on. Raises ValueError for a name that is not as TRAJECTORY."""
+        """Record that `count` tokens are computed from position `start`. Raises ValueError for a name that TRAJECTORY
+        does not match."""
         found = TRAJECTORY.match(request_id)
         if found is None:
             raise ValueError(f"request {request_id}: its name does not begin like 0-31")
@@ -31,7 +30,7 @@ class RecomputeMeter:
 
 
 def install_meter(worker: Any) -> None:
-    """Runs in the worker's process."""
+    """Wrap the worker's model runner; runs in its process."""
     runner, meter = worker.model_runner, RecomputeMeter()
     execute = runner.execute_model
 
@@ -47,5 +46,5 @@ def install_meter(worker: Any) -> None:
 
 
 def read_meter(worker: Any) -> int:
-    """Runs in the worker's process: tokens since the meter was installed."""
+    """Return the tokens since the meter was installed; runs in the worker's process."""
     return worker.model_runner.recompute_meter.tokens

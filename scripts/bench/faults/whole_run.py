@@ -1,4 +1,4 @@
-"""A run of scripts/train.py on real engines, watched and broken from outside: for scripts/bench_faults_vllm.py."""
+"""A run of scripts.train on real engines, watched and broken from outside."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ import psutil
 
 from configs.runtime.environment import REPO_ROOT
 from scripts.audit import audit, configured_interval
-from scripts.bench.faults.__main__ import Row
+from scripts.bench.faults.report import Row
 
 MAX_STALENESS = 2
 OVERRIDES = (
@@ -36,7 +36,15 @@ THROTTLE_PERIOD_S = 0.1
 
 
 class WholeRun:
-    """Goes on from the folder's newest checkpoint, if there is one. What it says is appended to console.txt."""
+    """A process of scripts.train, which resumes from the folder's newest checkpoint if it has one. Its output is
+    appended to console.txt.
+
+    Example:
+        run = WholeRun(run_dir, steps=200)
+        run.wait_for("step 5", lambda: run.steps >= 5)
+        run.find("VLLM::EngineCore").kill()
+        run.finish(row)
+    """
 
     def __init__(self, run_dir: Path, steps: int, overrides: Sequence[str] = ()):
         """`steps`: trainer.total_steps."""
@@ -50,7 +58,7 @@ class WholeRun:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=REPO_ROOT)
 
     def wait_for(self, what: str, holds: Callable[[], bool], poll_s: float = 0.1) -> bool:
-        """False when the run has ended before. Raises TimeoutError past DEADLINE_S."""
+        """Wait until `holds()`. Returns False when the run ended first. Raises TimeoutError past DEADLINE_S."""
         deadline = time.monotonic() + DEADLINE_S
         while not holds():
             if self.process.poll() is not None:
@@ -62,7 +70,7 @@ class WholeRun:
         return True
 
     def kill(self) -> float:
-        """SIGKILL of the driver: all other processes end by themselves. Returns when, as time.time() counts."""
+        """Send SIGKILL to the driver; all other processes end by themselves. Returns its time.time()."""
         self.process.send_signal(signal.SIGKILL)
         killed_at = time.time()
         self.process.wait(END_DEADLINE_S)
@@ -77,13 +85,13 @@ class WholeRun:
         return any(what in line for line in self._lines())
 
     def _lines(self) -> list[str]:
-        """Whole ones, of this process."""
+        """The complete lines of this process."""
         with self._console.open("rb") as file:
             file.seek(self._begin)
             return [line.decode() for line in file if line.endswith(b"\n")]
 
     def find(self, title: str) -> psutil.Process:
-        """One of its processes whose title begins so."""
+        """Return a process of the run whose title begins with `title`."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.Error):  # it ended meanwhile
                 if " ".join(child.cmdline()).startswith(title):
@@ -91,8 +99,11 @@ class WholeRun:
         raise RuntimeError(f"the run of {self.run_dir} has no process {title}")
 
     def finish(self, row: Row) -> None:
-        """Waits for its end, and adds what it cost. Raises RuntimeError when it has failed, or has trained tokens out
-        of order or beyond the bound."""
+        """Wait for the end of the run, and add what the faults have cost to the row.
+
+        Raises:
+            RuntimeError: the run failed, or trained a token of a newer version or beyond rollout.max_staleness.
+        """
         try:
             self.wait_for("the end", lambda: False)
         except TimeoutError:
@@ -111,7 +122,7 @@ class WholeRun:
 
 @contextmanager
 def throttled(process: psutil.Process, share: float) -> Iterator[None]:
-    """Lets the process run for a `share` of the time, until it is gone or the block ends. It is left running."""
+    """Let the process run for a `share` of the time, until it ends or the block does. It is left running."""
     is_over = threading.Event()
 
     def stop_and_go() -> None:

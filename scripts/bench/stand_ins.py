@@ -1,0 +1,80 @@
+"""What simulated jobs have in place of a trainer, a tokenizer, rewards and records."""
+
+import asyncio
+from typing import Any
+
+from rollout.types import FloatArray, Prompt
+from trainer.batch import StepBatch
+from trainer.metrics import Last, Max, Metric
+
+
+class SimulatedTrainer:
+    """Trains for a fixed time and publishes only a version."""
+
+    def __init__(self, train_s: float):
+        self._train_s = train_s
+        self.global_steps = 0
+
+    async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        raise RuntimeError("the job has no reference policy")
+
+    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
+        await asyncio.sleep(self._train_s)
+        self.global_steps = global_steps + 1
+        return {"perf/trainer_busy_s": Max(self._train_s), "actor/skipped_steps": Last(0.0)}
+
+    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
+        raise RuntimeError("simulated logprobs are finite")
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
+        return {"global_steps": global_steps, "nbytes": 0, "checksum": 0}
+
+    async def send(self, manifest: dict[str, Any]) -> int:
+        return 0
+
+
+async def no_reward(prompt: Prompt, text: str) -> float:
+    """An async reward: a thread would not wait for the virtual clock."""
+    return 0.0
+
+
+class NoTokenizer:
+    eos_token_id = 0
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        return ""
+
+
+class Nothing:
+    """No evaluation, no metrics of the fleet, no records."""
+
+    async def evaluate(self) -> Any:
+        raise RuntimeError("the job has no held-out set")
+
+    async def gauges(self) -> dict[str, float]:
+        return {}
+
+    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None: ...
+
+    def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
+
+    def state(self) -> bytes:
+        return b""
+
+    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
+        raise RuntimeError(f"step {global_steps}: {reason}")
+
+
+class NoCheckpoints:
+    def is_due(self, global_steps: int) -> bool:
+        return False
+
+    async def stage(self, global_steps: int) -> None: ...
+
+    def commit(self, files: dict[str, bytes]) -> None: ...
+
+    def gauges(self) -> dict[str, float]:
+        return {}

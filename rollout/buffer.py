@@ -1,4 +1,4 @@
-"""The buffer between rollouter and trainer: the slot ledger with waiting, and the groups themselves."""
+"""The buffer between rollouter and trainer: holds the groups, and waits for slots and batches."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,11 +16,17 @@ class TooFewGroupsError(RuntimeError):
 
 
 class TrajectoryBuffer:
-    """`claim -> put -> next_batch -> advance`, each waiting on one condition.
+    """Bounded staleness as four calls: `claim` and `put` of the rollouter, `next_batch` and `advance` of the trainer.
 
-    Invariants: a slot is held from `claim` until its weights are live; under `wait` no token of a batch is staler
-    than the window allows; every group that is put is in exactly one batch, unless it is dropped or filtered out, and
-    that is counted. A batch is always full.
+    Invariants: a slot is held from `claim` until the weights trained on it are live; under `wait` no token of a batch
+    is staler than the window allows; every group that is put is in exactly one batch, unless it is dropped or filtered
+    out, which is counted. A batch is always full.
+
+    Example:
+        slot = await buffer.claim()
+        await buffer.put(slot, group)
+        batch = await buffer.next_batch(7)  # optimizer step 7
+        await buffer.advance(8)             # weights 8 are live: frees the slots of the batch
     """
 
     def __init__(
@@ -31,9 +37,13 @@ class TrajectoryBuffer:
         max_sample_batches: int | None = None,
         group_failures: GroupBudget | None = None,
     ):
-        """`failures`: how many rewards may fail; by default none. `max_sample_batches`: filter out groups whose rewards
-        are all equal, at most so many batches of them in a row (algorithm.max_sample_batches); None keeps them.
-        `group_failures`: shown among the gauges."""
+        """
+        Args:
+            failures: how many rewards may fail; by default none.
+            max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches of them
+                in a row (algorithm.max_sample_batches). None keeps them.
+            group_failures: adds its gauges to those of the buffer.
+        """
         self.ledger = ledger
         self._batch_timeout_s = batch_timeout_s
         self._failures = failures or FailureBudget()
@@ -43,14 +53,14 @@ class TrajectoryBuffer:
         self._changed = asyncio.Condition()
 
     async def claim(self) -> Slot | None:
-        """A slot for one group, or None when the run has all the groups it needs. Consumes: freed slots."""
+        """Wait for a slot for one group. Returns None when the run has all the groups it needs."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.ledger.complete or self.ledger.can_claim())
             return None if self.ledger.complete else self.ledger.claim()
 
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
-        """A group that somebody aborted as a whole makes room for another prompt. Raises RewardFailuresError or
-        TooFewGroupsError when this group is one too many."""
+        """Hand in the group of a slot. A group that a client aborted as a whole is replaced by another prompt. Raises
+        RewardFailuresError and TooFewGroupsError."""
         self._failures.count(group.errors)
         async with self._changed:
             if group.is_aborted:
@@ -65,11 +75,12 @@ class TrajectoryBuffer:
 
     @property
     def ready(self) -> tuple[TrajectoryGroup, ...]:
-        """Groups that wait for the trainer, in the order in which they came."""
+        """Groups that wait for the trainer, in order of arrival."""
         return tuple(self._groups[slot_id] for slot_id in self.ledger.ready_slots)
 
     def adopt(self, group: TrajectoryGroup) -> bool:
-        """Before the run: a group that was ready in another run. False where it is too stale to be trained here."""
+        """Take over, before the run starts, a group that was ready in the run that is resumed. Returns False if it is
+        too stale to be trained here."""
         slot = self.ledger.adopt(group.min_version)
         if slot is not None:
             self.ledger.finish(slot, group.min_version)
@@ -77,16 +88,14 @@ class TrajectoryBuffer:
         return slot is not None
 
     async def fail(self, slot: Slot) -> None:
-        """Give the slot back: its group will never come."""
+        """Give back the slot of a group that will never come."""
         async with self._changed:
             self.ledger.fail(slot)
             self._changed.notify_all()
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
-        """The groups that optimizer step `global_steps` trains. Their slots stay held until `advance`.
-
-        Raises TimeoutError when they do not come in time.
-        """
+        """Wait for the groups that optimizer step `global_steps` trains. Their slots stay held until `advance`. Raises
+        TimeoutError past trainer.batch_timeout_s."""
         try:
             waiting = within(self._batch_timeout_s, "trainer.batch_timeout_s", "a batch")
             async with waiting, self._changed:
@@ -124,7 +133,7 @@ class TrajectoryBuffer:
         }
 
     def _check_filtered(self, max_sample_batches: int) -> None:
-        """Groups filtered out while enough wait for the trainer are no sign of anything."""
+        """Many filtered groups are a problem only while the trainer has to wait for groups."""
         filtered, batch_size = self.ledger.num_filtered_since_batch, self.ledger.window.groups_per_step
         if filtered > max_sample_batches * batch_size and self.ledger.num_ready < batch_size:
             raise TooFewGroupsError(
@@ -161,7 +170,7 @@ def make_buffer(
     group_failures: GroupBudget | None = None,
     global_steps: int = 0,
 ) -> TrajectoryBuffer:
-    """For a whole run, or what is left of one after `global_steps`."""
+    """The buffer of a run that has taken `global_steps` optimizer steps."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
         groups_per_step=trainer.prompts_per_step,
@@ -178,7 +187,7 @@ def make_buffer(
 
 
 def mask_stale(trajectory: Trajectory, is_fresh: Callable[[int], bool]) -> Trajectory:
-    """The trajectory with the tokens of stale versions taken out of its loss mask."""
+    """Take the tokens of stale versions out of the loss mask. Returns a copy where any are."""
     if all(is_fresh(span.global_steps) for span in trajectory.spans):
         return trajectory
     loss_mask = trajectory.loss_mask.copy()

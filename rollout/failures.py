@@ -1,4 +1,4 @@
-"""How many rewards, and how many groups, of a run may fail."""
+"""Budgets of a run for rewards and for groups that fail."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ class RewardFailuresError(RuntimeError):
 
 
 class FailureBudget:
-    """Counts the rewards that failed, of trajectories and evaluations alike, and remembers the first."""
+    """Counts failed rewards, of training and of evaluation."""
 
     def __init__(self, share: float = 0.0, num_trajectories: int = 0):
         """`share`: rollout.max_failed_rewards, of the run's `num_trajectories`."""
@@ -20,7 +20,7 @@ class FailureBudget:
         self.num_failed = 0
 
     def count(self, errors: Iterable[str | None]) -> None:
-        """`errors`: one per reward, None for a good one. Raises RewardFailuresError past the budget."""
+        """`errors`: one per reward, None if it succeeded. Raises RewardFailuresError past the budget."""
         for error in errors:
             if error is not None:
                 self._first = self._first or error
@@ -40,7 +40,7 @@ class GroupFailuresError(RuntimeError):
 
 
 class GroupBudget:
-    """How often a group is tried again, and how many may fail for good."""
+    """Decides whether a group that failed is tried again, and counts those that are given up."""
 
     def __init__(self, max_retries: int = 0, share: float = 0.0, num_groups: int = 0):
         """`max_retries`: rollout.max_group_retries. `share`: rollout.max_failed_groups, of the run's `num_groups`."""
@@ -53,7 +53,7 @@ class GroupBudget:
         """Ordinals of the prompts that were given up."""
 
     def gives_up(self, ordinal: int, failures: int, error: Exception) -> bool:
-        """Whether the prompt that has failed so often is not tried again. Raises GroupFailuresError past the budget."""
+        """Whether the prompt that failed `failures` times is given up. Raises GroupFailuresError past the budget."""
         if failures <= self._max_retries:
             self.num_retried += 1
             return False

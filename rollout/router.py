@@ -1,4 +1,4 @@
-"""Which replica serves a group: the least loaded healthy one with room, and one group never spreads over two."""
+"""Chooses the replica for each group: the least loaded one in service that has room."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,10 +9,11 @@ from rollout.errors import NoReplicaLeftError
 
 
 def max_inflight(max_num_seqs: int, group_size: int) -> int:
-    """Trajectories routed to one replica at most. A group is charged whole until its longest is done, so as many as
-    there are seats would leave seats empty: the replica gets twice as many, and those that find no seat wait there.
-    The next group has its room already while it waits for a slot; a group that failed must find room beside it, or
-    neither would ever go on."""
+    """Trajectories routed to one replica at most: twice its seats, and one group.
+
+    A group is charged whole until its longest trajectory is done, so one charge per seat would leave seats empty. The
+    extra group is needed because the next group reserves its room before it waits for a slot: a group that failed must
+    find room as well, or neither would ever continue."""
     return max(2 * max_num_seqs, group_size) + group_size
 
 
@@ -20,16 +21,22 @@ def max_inflight(max_num_seqs: int, group_size: int) -> int:
 class _Load:
     in_flight: int = 0  # trajectories
     assigned: int = 0  # trajectories ever, which breaks ties so that idle replicas take turns
-    visits: int = 0  # what runs there without being routed
+    visits: int = 0  # work that runs there without being routed
     error: BaseException | None = None  # why nothing is routed to it
     removed: bool = False  # for good
 
 
 class ReplicaRouter:
-    """Counts trajectories per replica. A group goes to one replica, so its prompt is prefilled once."""
+    """Counts trajectories per replica. A group goes to one replica whole, so its prompt is prefilled once.
+
+    Example:
+        name = await router.acquire(8)  # waits for room
+        ...                             # the group runs on `name`
+        await router.release(name, 8)
+    """
 
     def __init__(self, replicas: list[str], max_inflight: int):
-        """`max_inflight`: trajectories that a replica is given at most at a time."""
+        """`max_inflight`: trajectories that a replica has at most at a time."""
         if not replicas:
             raise ValueError("a router needs at least one replica")
         self._loads = {name: _Load() for name in replicas}
@@ -53,6 +60,7 @@ class ReplicaRouter:
                 await self._changed.wait()
 
     async def release(self, name: str, count: int) -> None:
+        """Give back `count` trajectories of an `acquire`. Raises ValueError when fewer are in flight."""
         async with self._changed:
             load = self._loads[name]
             if load.in_flight < count:
@@ -61,7 +69,7 @@ class ReplicaRouter:
             self._changed.notify_all()
 
     async def in_service(self) -> list[str]:
-        """All that are, once there is one. Raises NoReplicaLeftError."""
+        """Wait until a replica is in service. Returns all that are. Raises NoReplicaLeftError."""
         async with self._changed:
             while not self.healthy:
                 self._require_one()
@@ -70,7 +78,7 @@ class ReplicaRouter:
 
     @asynccontextmanager
     async def visit(self, name: str) -> AsyncIterator[None]:
-        """Work that is not routed, an evaluation's. It takes no room from what is, but `name` is not empty before."""
+        """Work of an evaluation, which is not routed. It takes no room, but `emptied(name)` waits for it."""
         self._loads[name].visits += 1
         try:
             yield
@@ -80,11 +88,11 @@ class ReplicaRouter:
                 self._changed.notify_all()
 
     def expect(self, name: str, error: BaseException) -> None:
-        """Nothing is routed to `name`, which may be new, before it is admitted. It may be waited for."""
+        """Register `name`, which may be new, as out of service until it is admitted. `acquire` waits for it."""
         self._loads.setdefault(name, _Load()).error = error
 
     async def emptied(self, name: str) -> None:
-        """Returns when nothing runs there."""
+        """Return when nothing runs on the replica."""
         load = self._loads[name]
         async with self._changed:
             await self._changed.wait_for(lambda: load.in_flight == 0 and load.visits == 0)
@@ -96,7 +104,7 @@ class ReplicaRouter:
             self._changed.notify_all()
 
     async def remove(self, name: str, error: BaseException) -> None:
-        """Never route to `name` again. Waiters are woken: it may have been the last."""
+        """Never route to `name` again. Waiters wake up, because it may have been the last replica."""
         async with self._changed:
             self._loads[name].error, self._loads[name].removed = error, True
             self._changed.notify_all()

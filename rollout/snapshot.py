@@ -1,7 +1,7 @@
-"""Everything of the rollouts that a checkpoint keeps, so that no prompt is lost and none is trained twice.
+"""The state of the rollouts that a checkpoint keeps, so that no prompt is lost and none is trained twice.
 
-It is captured between a weight update and the freeing of the slots it was trained on, when every prompt of the stream
-is trained, ready, under way, given up, or still to come; each of them in one place only.
+It is captured between a weight update and the freeing of the slots that it was trained on. At that point every prompt
+of the stream is in exactly one place: trained, ready, under way, given up, or still to come.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from rollout.types import Trajectory, TrajectoryGroup
 
 
 class OtherPromptsError(ValueError):
-    """The data, their order or the seed is not that of the checkpoint: its ordinals would mean other prompts."""
+    """The data, its order or the seed differs from the checkpoint's: its ordinals would name other prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnderWay:
-    """A group whose trajectories are not all complete."""
+    """A group that was dispatched and is not complete."""
 
     ordinal: int
     claimed_version: int
@@ -35,7 +35,7 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """A group that waits for the trainer. Its prompt is what the stream has at the ordinal."""
+    """A group that waits for the trainer. The stream gives its prompt back by the ordinal."""
 
     ordinal: int
     trajectories: tuple[Trajectory, ...]
@@ -48,20 +48,20 @@ class RolloutState:
     group_size: int
     next_ordinal: int
     returned: tuple[int, ...]
-    """Ordinals before `next_ordinal` that were given back to the stream."""
+    """Ordinals below `next_ordinal` that were given back to the stream."""
     under_way: tuple[UnderWay, ...]
     """In the order of dispatch."""
     ready: tuple[Ready, ...]
-    """In the order of becoming ready."""
+    """In order of arrival."""
     failed_groups: tuple[int, ...]
     failed_rewards: int
     counters: dict[str, int]
-    """What the summary tells of the whole run."""
+    """Counters of the whole run, for its summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """The parts that the state is of."""
+    """The parts of a run that the state is captured from and restored into."""
 
     stream: PromptStream
     buffer: TrajectoryBuffer
@@ -73,7 +73,7 @@ class Rollouts:
 
 
 def capture(rollouts: Rollouts) -> RolloutState:
-    """What there is now; the next await may change it."""
+    """The state now. The next await may change it."""
     ledger = rollouts.buffer.ledger
     return RolloutState(
         prompts_checksum=rollouts.stream.checksum,
@@ -100,10 +100,10 @@ def capture(rollouts: Rollouts) -> RolloutState:
 
 
 def restore(state: RolloutState, rollouts: Rollouts) -> int:
-    """Puts it back into parts that are new, of a run that has taken the checkpoint's steps. Returns how many groups do
-    not fit, because the bound on staleness, or the size of groups, is another now: their prompts come first.
+    """Put the state into the new parts of a run that resumes after the checkpoint's steps.
 
-    Raises OtherPromptsError.
+    Returns how many groups do not fit, because rollout.max_staleness or algorithm.group_size has changed; the stream
+    gives their prompts first. Raises OtherPromptsError.
     """
     if rollouts.stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
@@ -140,7 +140,7 @@ def encode(state: RolloutState) -> bytes:
 
 
 def decode(data: bytes) -> RolloutState:
-    """Raises ValueError when it is none."""
+    """Raises ValueError when the bytes are no such state."""
     return msgspec.msgpack.decode(data, type=RolloutState, dec_hook=_decode_array)
 
 

@@ -1,9 +1,9 @@
-"""Slots and windows: how token staleness is bounded by admission instead of by throwing work away.
+"""Bounds the staleness of tokens by admission, instead of by throwing work away.
 
 The unit of admission is a trajectory group. A slot is claimed before its prompt is dispatched and freed only when the
 weights trained on it are live. Optimizer step k (k = 0, 1, ...) trains `groups_per_step` groups and yields version
 k + 1 of the weights; every `update_interval` steps the newest version goes live on the replicas. Where they catch up
-between two updates, they serve a newer version than is called live here: tokens are only younger than is counted on.
+between two updates, they serve a newer version than is called live here: tokens are then fresher than this assumes.
 
 Why the bound holds. Let live = v, S = max_staleness, I = update_interval, B = groups_per_step. A group claimed now has
 no token older than v, so it may be trained up to and including step v + (S + 1) I - 1: its *last step*. At most
@@ -11,8 +11,8 @@ no token older than v, so it may be trained up to and including step v + (S + 1)
 (S + 1) I B - (k - v) B groups are untrained, which is exactly what the steps k .. v + (S + 1) I - 1 can train. By
 induction, every group can be trained by its last step as long as each batch leaves a feasible rest. `select` takes
 groups in the order in which they became ready, but only those whose choice leaves such a rest: ready-first inside the
-window, earliest-deadline-first at its edge. A group that fails, or is filtered out, frees its slot for one that is
-claimed later and so due no earlier: that keeps every inequality.
+window, earliest-deadline-first at its edge. A group that fails, or is filtered out, frees its slot for a group that is
+claimed later and therefore due no earlier, which keeps every inequality.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from rollout.types import staleness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessWindow:
-    """The arithmetic of versions. Versions and steps are both counted in optimizer steps (`global_steps`)."""
+    """Arithmetic of versions. Versions and steps are both counted in optimizer steps (`global_steps`)."""
 
     groups_per_step: int
     max_staleness: int
-    """In versions: updates of the replicas."""
+    """In versions."""
     update_interval: int = 1
     """Optimizer steps per version."""
 
     @property
     def horizon(self) -> int:
-        """Optimizer steps from a version's going live to the last that may train its tokens."""
+        """Optimizer steps that may train a token of one version."""
         return (self.max_staleness + 1) * self.update_interval
 
     @property
     def capacity(self) -> int:
-        """Slots, in groups."""
+        """Number of slots, one per group."""
         return self.horizon * self.groups_per_step
 
     def last_step(self, version: int) -> int:
@@ -52,18 +52,22 @@ class StalenessWindow:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The right to have one group under way. `claimed_version` was live when it was claimed."""
+    """The right to generate one group. `claimed_version` was live when the slot was claimed."""
 
     slot_id: int
     claimed_version: int
 
 
 class SlotLedger:
-    """Which group is where: in flight -> ready -> trained -> freed. No clock, no waiting, no groups: only slots."""
+    """Tracks each slot from in flight through ready and trained to freed. It has no clock, and no groups."""
 
     def __init__(self, window: StalenessWindow, policy: StalePolicy, total_groups: int, global_steps: int = 0):
-        """`total_groups` is how many groups the run trains in all; no more than that are ever claimed and kept. What
-        fails, is dropped or is filtered out is claimed besides. `global_steps`: steps that were taken already."""
+        """
+        Args:
+            total_groups: groups that the run trains in all. Groups that fail, are dropped or are filtered out are
+                claimed on top of these.
+            global_steps: optimizer steps that were taken already.
+        """
         self.window = window
         self.policy = policy
         self.live_version = global_steps
@@ -75,7 +79,7 @@ class SlotLedger:
         self.num_filtered = 0
         self.num_filtered_since_batch = 0
         self._in_flight: dict[int, Slot] = {}
-        self._ready: dict[int, int] = {}  # slot_id -> last step, in the order of becoming ready
+        self._ready: dict[int, int] = {}  # slot_id -> last step that may train it, in order of arrival
         self._trained: dict[int, int] = {}  # slot_id -> the step that trained it
 
     @property
@@ -88,7 +92,7 @@ class SlotLedger:
 
     @property
     def ready_slots(self) -> list[int]:
-        """In the order of becoming ready."""
+        """In order of arrival."""
         return list(self._ready)
 
     @property
@@ -113,8 +117,8 @@ class SlotLedger:
         return slot
 
     def adopt(self, version: int) -> Slot | None:
-        """A slot for a group that another run left, under way or ready, whose oldest token may be of `version`. None
-        where it does not fit: under `wait`, when not every group could be trained by its last step."""
+        """A slot for a group, under way or ready, of the run that is resumed. Its oldest token may be of `version`.
+        Returns None if it does not fit: under `wait`, if not every group could be trained by its last step."""
         slot = Slot(self.num_claimed, version)
         self._in_flight[slot.slot_id] = slot
         step, fits = self.live_version, self.num_free >= 0
@@ -128,30 +132,31 @@ class SlotLedger:
         return slot
 
     def finish(self, slot: Slot, min_version: int) -> None:
-        """The slot's group is ready; `min_version` tags its oldest token. KeyError if the slot is not in flight."""
+        """The group of the slot is ready. `min_version` is the tag of its oldest token. Raises KeyError if the slot is
+        not in flight."""
         if min_version < slot.claimed_version:
             raise ValueError(f"slot {slot} was claimed at a newer version than its oldest token's, {min_version}")
         del self._in_flight[slot.slot_id]
         self._ready[slot.slot_id] = self.window.last_step(min_version)
 
     def fail(self, slot: Slot) -> None:
-        """The slot's group will never come: give the slot back. KeyError if the slot is not in flight."""
+        """Give back the slot of a group that will never come. Raises KeyError if the slot is not in flight."""
         del self._in_flight[slot.slot_id]
         self.num_failed += 1
 
     def replace(self, slot: Slot) -> None:
-        """The slot's group has come and is not wanted: give the slot back, for another prompt. KeyError if the slot is
-        not in flight."""
+        """Give back the slot of a group that is not trained, for another prompt. Raises KeyError if the slot is not in
+        flight."""
         del self._in_flight[slot.slot_id]
         self.num_filtered += 1
 
     def filter(self, slot: Slot) -> None:
-        """`replace`, for equal rewards: many of those in a row say something of the prompts."""
+        """`replace` a group of equal rewards. Many in a row say that the prompts are too easy or too hard."""
         self.replace(slot)
         self.num_filtered_since_batch += 1
 
     def drop_expired(self, step: int) -> list[int]:
-        """Under the drop policy: give back the slots of ready groups that step `step` may not train any more."""
+        """Give back, under the `drop` policy, the slots of ready groups too stale for optimizer step `step`."""
         if self.policy is not StalePolicy.drop:
             return []
         expired = [slot_id for slot_id, last_step in self._ready.items() if last_step < step]
@@ -161,10 +166,10 @@ class SlotLedger:
         return expired
 
     def select(self, step: int) -> list[int] | None:
-        """The slots that optimizer step `step` trains, or None when it has to wait for more groups.
+        """Choose the slots that optimizer step `step` trains. Returns None when it has to wait for more groups.
 
-        Under `wait` a group whose last step would pass is waited for, and the result keeps the bound. Under `mask` and
-        `drop` nothing is waited for: the ready groups that are nearest to their last step go first.
+        Under `wait` the trainer waits for a group whose last step would pass, which keeps the bound. Under `mask` and
+        `drop` it takes the ready groups that are nearest to their last step.
         """
         if self.policy is StalePolicy.wait:
             chosen = self._select_feasible(step)
@@ -190,7 +195,7 @@ class SlotLedger:
         return len(freed)
 
     def _select_feasible(self, step: int) -> list[int]:
-        """Ready groups in order, skipping each whose choice would make another group miss its last step."""
+        """Take ready groups in order, but skip a group whose choice would make another one miss its last step."""
         batch_size = self.window.groups_per_step
         overdue = self._overdue(step)
         chosen: list[int] = []
@@ -207,7 +212,7 @@ class SlotLedger:
         return chosen
 
     def _overdue(self, step: int) -> list[int]:
-        """[horizon] For every step j from `step` on: how many groups due by j must be in this very batch."""
+        """[horizon] Groups due by step j that must be in this batch, for each j from `step` on."""
         deadlines = [self.window.last_step(slot.claimed_version) for slot in self._in_flight.values()]
         deadlines += self._ready.values()
         due_at = [0] * self.window.horizon

@@ -1,4 +1,4 @@
-"""Evaluation on the held-out set, by the replicas, beside the rollouts."""
+"""Evaluation on the held-out set by the replicas, concurrently with the rollouts."""
 
 import asyncio
 import itertools
@@ -18,14 +18,15 @@ from rollout.types import Prompt, SamplingParams
 logger = logging.getLogger(__name__)
 OnLost = Callable[[str, BaseException], Awaitable[object]]
 MAX_WORKER_LOSSES = 8
-"""Of the share of one replica. Then it must be an agent loop or a reward that ends the process it runs in."""
+"""Losses of agent workers that one share of the prompts survives. More than this are no accident: an agent loop or a
+reward ends its process."""
 
 
 class EvaluationRunner(Protocol):
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
     ) -> EvaluationPart:
-        """`attempt`: another one in each call, so that no two requests have one name."""
+        """`attempt`: differs in every call, so that request ids are unique."""
         ...
 
 
@@ -34,9 +35,9 @@ class Evaluation:
     prompts: tuple[EvaluatedPrompt, ...]
     """In the order of the held-out set."""
     versions: tuple[int, ...]
-    """`global_steps` of all tokens. One, unless the weights changed under way."""
+    """`global_steps` of all tokens. A single one, unless the weights changed during the evaluation."""
     pinned: bool
-    """Whether the replicas were held at one version all the while."""
+    """Whether the replicas were held at one version."""
 
     @property
     def accuracy(self) -> float:
@@ -54,7 +55,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of k > 1 samples: val/<data source>/avg@k, pass@k and maj@k; val/avg@k where rows name no source."""
+        """With k > 1 samples: val/<data source>/avg@k, pass@k and maj@k; val/avg@k where rows name no source."""
         num_samples = len(self.prompts[0].samples)
         if num_samples == 1:
             return {}
@@ -66,7 +67,12 @@ class Evaluation:
 
 
 class Evaluator:
-    """Spreads the held-out prompts evenly over the replicas; every evaluation asks the same ones."""
+    """Spreads the held-out prompts evenly over the replicas. Every evaluation asks the same prompts.
+
+    Example:
+        evaluation = await evaluator.evaluate(["replica-1"], pinned=True)
+        evaluation.accuracy, evaluation.versions  # 0.42, (7,)
+    """
 
     def __init__(
         self,
@@ -93,12 +99,19 @@ class Evaluator:
         self.num_requests = 0
 
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
-        """`on`: names of replicas; None is all in service, and those that come to be. `pinned`: the caller sees to it
-        that none is updated.
+        """Ask all prompts. The prompts of a lost replica are asked of another one. When this returns or raises, no
+        replica works on the evaluation any more.
 
-        What a lost replica leaves unanswered is asked of another. Returns or raises when no replica works on it any
-        more. Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, what `on_lost`
-        raises, AgentWorkerLostError past MAX_WORKER_LOSSES, and RewardFailuresError when too many rewards fail.
+        Args:
+            on: names of replicas. None is every replica in service, including those that come into service later.
+            pinned: the caller makes sure that none of them is updated.
+
+        Raises:
+            TimeoutError: past evaluation.timeout_s.
+            ReplicaLostError: all of `on` are lost.
+            AgentWorkerLostError: past MAX_WORKER_LOSSES.
+            RewardFailuresError: too many rewards failed.
+            TooFewReplicasError: raised by `on_lost`.
         """
         left = None if on is None else list(on)
         async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
@@ -130,7 +143,7 @@ class Evaluator:
         return left
 
     async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> EvaluationPart:
-        """`left`: the pinned ones, less those that any share has lost."""
+        """`left`: the pinned replicas that no share has lost."""
         worker_losses = 0
         while True:
             replicas = await self._replicas_of(left)

@@ -1,4 +1,4 @@
-"""Evaluation beside the training: some replicas hold one version, evaluate it, and catch up."""
+"""Evaluation during the training: some replicas hold one version, evaluate it, and catch up."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -30,9 +30,13 @@ class MixedVersionsError(RuntimeError):
 
 
 class PinnedEvaluator:
-    """With two or more replicas in service, some are pinned for as long as an evaluation lasts: nothing new is routed
-    to them, updates pass them by, and the training trajectories that they have in flight simply go on. With a single
-    one, the evaluation shares it with the training, and updates go on under it."""
+    """Pins some replicas for as long as an evaluation lasts, where two or more are in service: nothing new is routed to
+    them, updates leave them out, and their training trajectories in flight continue. A single replica is shared with
+    the training, and updated during the evaluation.
+
+    Example of the events:
+        fleet.pin -> evaluator.evaluate(pinned) -> fleet.unpin -> manager.catch_up(pinned)
+    """
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class PinnedEvaluator:
         num_replicas: int,
         report: Callable[[str], None],
     ):
-        """`num_replicas`: how many are pinned. `report`: told in a sentence what goes wrong."""
+        """`num_replicas`: evaluation.replicas. `report`: called with a sentence when an evaluation starts again."""
         self._evaluator = evaluator
         self._fleet = fleet
         self._manager = manager
@@ -50,8 +54,8 @@ class PinnedEvaluator:
         self._report = report
 
     async def evaluate(self) -> Evaluation:
-        """Returns when the replicas are back in service. When all that were pinned are lost it begins anew, on others,
-        at the version that they hold then. Raises what `Evaluator.evaluate` does."""
+        """Return when the replicas are back in service. When all pinned replicas are lost, evaluate again on others, at
+        their version. Raises what `Evaluator.evaluate` raises."""
         while True:
             async with self._manager.publishing:
                 pinned = await self._fleet.pin(self._num_replicas, "it evaluates")

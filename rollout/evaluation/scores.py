@@ -1,11 +1,11 @@
-"""How well several samples per prompt did: avg@k, pass@k, maj@k."""
+"""Scores over several samples per prompt: avg@k, pass@k, maj@k."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 RIGHT = 0.5
-"""A sample counts as right when its accuracy is above this: accuracies are 0 or 1, or, of some rewards, shares."""
+"""A sample is right when its accuracy is above this. Accuracies are 0 or 1, or fractions with some rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class EvaluatedSample:
 
     accuracy: float
     answer: str | None
-    """What the reward read as the answer, in one form for equal answers; none where it found none, or reads none."""
+    """The answer that the reward read, normalized so that equal answers are equal strings; None if it read none."""
     num_tokens: int
 
 

@@ -1,4 +1,4 @@
-"""Which replica is lost though its process lives: silent, hung, or far slower than the others. No clock of its own."""
+"""Finds replicas that are lost although their process lives: silent, hung, or far slower than the others."""
 
 import statistics
 from collections import deque
@@ -7,23 +7,26 @@ from dataclasses import dataclass, field
 from rollout.progress import ProgressReport
 
 WINDOW = 0.5
-"""Of the deadline: speed is measured over so long a time of generating, however long ago that was. A replica may stand
-idle while the trainer waits for a slow one."""
+"""Share of rollout.replica_timeout_s that a replica must have generated before its speed is judged. Only time with
+requests counts, however long ago: a fast replica may stand idle while the trainer waits for a slow one."""
 LONGEST_GAP = 0.25
-"""Of the deadline: who observes may have stood still himself, and a longer gap between two observations counts as
-so much. A replica is judged after four of them at the earliest."""
+"""Share of rollout.replica_timeout_s that the gap between two observations counts at most. A longer gap says that the
+driver itself stood still. A replica is therefore judged after four observations at the earliest."""
 SLOW_IN_ALL = 2.0
-"""A replica with many requests has slower ones, but more tokens of all together. One that is slow is behind in both;
-in all together by less, since it keeps its requests for longer and so has more of them than the others."""
+"""A slow replica also has less than 1 / SLOW_IN_ALL of the others' tokens/s in all. Tokens/s per request alone would
+condemn a replica with a full batch, whose requests are slower though it generates more. Tokens/s in all would condemn a
+replica with few requests. A GPU that throttles or is shared is behind in both: in all by less, because it keeps its
+requests for longer and so has more of them than the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Of having requests, between two reports in which nothing was paused."""
+    """Time with requests between two reports, neither of them paused."""
 
     seconds: float
     tokens: int
     request_seconds: float
+    """Seconds summed over requests: two that run for one second are two."""
 
 
 @dataclass(slots=True)
@@ -46,16 +49,27 @@ class Speed:
 
 
 class HealthMonitor:
-    """`timeout_s`: rollout.replica_timeout_s. `slow_factor`: rollout.slow_factor; None finds nothing slow."""
+    """Judges each replica by its progress reports. It has no clock of its own.
+
+    Example, with a timeout of 60 s:
+        health.observe("replica-0", 0.0, report) -> None
+        health.observe("replica-0", 1.0, None) -> None  # 1 s of silence, and so on every second
+        health.observe("replica-0", 60.0, None) -> "no answer for 60 s (rollout.replica_timeout_s=60)"
+    """
 
     def __init__(self, timeout_s: float, slow_factor: float | None):
+        """`timeout_s`: rollout.replica_timeout_s. `slow_factor`: rollout.slow_factor; None finds no replica slow."""
         self._timeout_s, self._window_s = timeout_s, WINDOW * timeout_s
         self._slow_factor = slow_factor
         self._watches: dict[str, _Watch] = {}
 
     def observe(self, name: str, now: float, report: ProgressReport | None) -> str | None:
-        """To be called regularly. `report` None: no answer since the last one. Returns why the replica is to be given
-        up, None while it is well. `now`: seconds of any clock that never goes back."""
+        """Take in one report. Returns why the replica is lost, or None while it is well.
+
+        Args:
+            now: seconds of a monotonic clock.
+            report: None when the replica has not answered since the last call.
+        """
         watch = self._watches.setdefault(name, _Watch(observed=now))
         elapsed = min(now - watch.observed, LONGEST_GAP * self._timeout_s)
         watch.observed = now
@@ -82,7 +96,7 @@ class HealthMonitor:
         return self._watches[name].report if name in self._watches else None
 
     def speed(self, name: str, least_s: float | None = None) -> Speed | None:
-        """None when it has generated for less than `least_s`, by default the whole window."""
+        """None when the replica has generated for less than `least_s`, by default the whole window."""
         intervals = self._watches[name].intervals if name in self._watches else ()
         seconds = sum(interval.seconds for interval in intervals)
         if seconds < (self._window_s if least_s is None else least_s) or not seconds:
@@ -91,8 +105,8 @@ class HealthMonitor:
         return Speed(tokens / seconds, tokens / sum(interval.request_seconds for interval in intervals))
 
     def _measure(self, watch: _Watch, report: ProgressReport) -> None:
-        """By the replica's own account of when it had requests: one that is done with them before it is asked again is
-        as fast as it was meanwhile."""
+        """Speed is measured over the time that the replica itself counts as busy: a replica that finishes its requests
+        between two reports is as fast as it was meanwhile."""
         before = watch.report
         if before is None or before.paused or report.paused:
             return

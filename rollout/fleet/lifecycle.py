@@ -1,4 +1,4 @@
-"""The states of one replica, and the only ways between them."""
+"""The states of one replica, and the allowed transitions between them."""
 
 from enum import Enum
 
@@ -7,15 +7,15 @@ class ReplicaState(Enum):
     STARTING = "STARTING"
     """Its process is being placed and its engine loads."""
     SYNCING = "SYNCING"
-    """Its engine runs, on weights that nobody has verified."""
+    """Its engine runs, on weights that are not verified."""
     READY = "READY"
-    """It serves weights that were verified. The only state in which anything is routed to it."""
+    """It serves verified weights. The router chooses replicas in this state only."""
     DRAINING = "DRAINING"
-    """It finishes what it has, and then ends."""
+    """It finishes its requests, and then ends."""
     STALE = "STALE"
-    """It goes on with what it has, on whole weights that are not current."""
+    """It finishes its requests on complete weights that are not current. The next update may bring it back."""
     DEAD = "DEAD"
-    """It was ended, or has ended itself. For good: what replaces it is another replica with a name of its own."""
+    """It has ended, for good. A replacement is another replica with a name of its own."""
 
 
 FROM = {
@@ -26,43 +26,44 @@ FROM = {
     "drain": (ReplicaState.READY, ReplicaState.STALE),
     "die": tuple(state for state in ReplicaState if state is not ReplicaState.DEAD),
 }
-"""Transition -> the states in which it is allowed."""
+"""Transition -> states in which it is allowed."""
 
 
 class IllegalTransitionError(RuntimeError):
-    """The message names the replica, its state and what was wanted of it."""
+    """The message names the replica, its state and the transition that was asked of it."""
 
 
 class Lifecycle:
-    """STARTING -started-> SYNCING -verified-> READY -drain-> DRAINING -die-> DEAD
+    """State machine of one replica. Every method raises IllegalTransitionError where `FROM` does not allow it.
 
-    An update takes READY or STALE through `sync`, SYNCING and `verified`; READY and SYNCING become STALE by a `miss`;
-    STALE may drain too; everything can die. Every transition raises IllegalTransitionError from any other state.
+    Example:
+        STARTING -started-> SYNCING -verified-> READY -drain-> DRAINING -die-> DEAD
+        READY -miss-> STALE -sync-> SYNCING -verified-> READY
     """
 
     def __init__(self, name: str):
         self.name = name
         self.state = ReplicaState.STARTING
         self.global_steps = -1
-        """Tag of the weights that were last verified; -1 before any were."""
+        """Tag of the weights that were verified last; -1 before the first."""
 
     def started(self) -> None:
         """The engine runs."""
         self._go("started", ReplicaState.SYNCING)
 
     def sync(self) -> None:
-        """Other weights than those it was verified with."""
+        """The replica takes other weights than those it was verified with."""
         self._go("sync", ReplicaState.SYNCING)
 
     def verified(self, global_steps: int) -> None:
-        """Every worker holds exactly the weights that were published with this tag."""
+        """Every worker of the replica holds exactly the weights that were published with this tag."""
         if global_steps < 0:
             raise ValueError(f"{self.name}: {global_steps} is no version of the weights; tags begin at 0")
         self._go("verified", ReplicaState.READY)
         self.global_steps = global_steps
 
     def miss(self) -> None:
-        """It did not get an update, or is kept from it."""
+        """The replica did not get an update, or is kept from it."""
         self._go("miss", ReplicaState.STALE)
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""What a replica is to its fleet, and where what it tells of its trajectories is kept."""
+"""A replica as its fleet sees it."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ class FleetMember(Protocol):
 
     @property
     def node(self) -> str:
-        """Where it runs."""
+        """The node that runs it."""
         ...
 
     @property
@@ -40,5 +40,5 @@ class FleetMember(Protocol):
     async def wait_dead(self) -> BaseException: ...
 
     def kill(self) -> None:
-        """For sure, whatever state its processes are in. Returns at once."""
+        """End its processes in any state. Returns at once."""
         ...

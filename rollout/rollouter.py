@@ -96,9 +96,9 @@ class Rollouter:
         self._buffer = buffer
         self._router = router
         self._episodes = episodes
-        self._progress = episodes.progress
+        self.progress = episodes.progress
         self._sampling = sampling
-        self._group_size = group_size
+        self.group_size = group_size
         self._group_timeout_s = group_timeout_s
         self._failures = failures or GroupBudget()
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
@@ -113,25 +113,25 @@ class Rollouter:
         """Consume free slots and room on replicas, produce groups, return when the buffer needs no more."""
         async with asyncio.TaskGroup() as groups:
             for group in list(self.under_way.values()):
-                replica = await self._router.acquire(self._group_size)
+                replica = await self._router.acquire(self.group_size)
                 groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
-                replica = await self._router.acquire(self._group_size)
+                replica = await self._router.acquire(self.group_size)
                 slot = None
                 try:
                     slot = await self._buffer.claim()
                 finally:
                     if slot is None:
-                        await self._router.release(replica, self._group_size)
+                        await self._router.release(replica, self.group_size)
                 if slot is None:
                     return
                 if replica not in self._router.healthy:  # ejected by the update that freed the slot
-                    await self._router.release(replica, self._group_size)
-                    replica = await self._router.acquire(self._group_size)
+                    await self._router.release(replica, self.group_size)
+                    replica = await self._router.acquire(self.group_size)
                 group = GroupUnderWay(slot=slot, prompt=self._stream.next())
                 self.under_way[group.prompt.ordinal] = group
-                self.counters["trajectories_started"] += self._group_size
+                self.counters["trajectories_started"] += self.group_size
                 groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
 
     async def _produce(self, group: GroupUnderWay, replica: str) -> None:
@@ -143,7 +143,7 @@ class Rollouter:
                 finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
                 all_known = await self._episodes.replica_lost(replica, error)
-                self._count_lost(self._progress.partials(ordinal), all_known)
+                self._count_lost(self.progress.partials(ordinal), all_known)
                 self._begin_next(group)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
@@ -177,7 +177,7 @@ class Rollouter:
         """Take what the group has sampled on a replica that lives into its next attempt. Requests of it that still run
         there are ended: nothing waits for them, and they would only take up seats."""
         await self._episodes.collect_progress(replica)
-        running = self._progress.running(group.prompt.ordinal)
+        running = self.progress.running(group.prompt.ordinal)
         self._begin_next(group)
         if running:
             await self._episodes.abort(replica, running)
@@ -185,8 +185,8 @@ class Rollouter:
     def _begin_next(self, group: GroupUnderWay) -> None:
         """From here on reports about the attempt before are ignored: its requests may have been aborted."""
         ordinal = group.prompt.ordinal
-        group.attempt = Attempt(number=group.attempt.number + 1, partials=self._progress.partials(ordinal))
-        self._progress.end(ordinal)
+        group.attempt = Attempt(number=group.attempt.number + 1, partials=self.progress.partials(ordinal))
+        self.progress.end(ordinal)
 
     async def _room(self, group: GroupUnderWay) -> str:
         """Reserve a replica for the next attempt. It waits for an update that is under way: until then the replica may
@@ -198,27 +198,27 @@ class Rollouter:
             else:  # meanwhile another group was found to be the cause
                 self._alone.release()
         await self._episodes.updated()
-        return await self._router.acquire(self._group_size)
+        return await self._router.acquire(self.group_size)
 
     async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
         prompt, attempt = group.prompt, group.attempt
-        self._progress.begin(prompt.ordinal, attempt, replica)
+        self.progress.begin(prompt.ordinal, attempt, replica)
         try:
             what = f"prompt {prompt.ordinal} on {replica}"
             async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
-                return await self._episodes.run_group(prompt, replica, self._sampling, self._group_size, attempt)
+                return await self._episodes.run_group(prompt, replica, self._sampling, self.group_size, attempt)
         finally:
-            await self._router.release(replica, self._group_size)
+            await self._router.release(replica, self.group_size)
             if attempt.alone:
                 self._alone.release()
 
     def _forget(self, ordinal: int) -> None:
         """No await comes between the buffer's taking the group and this, so a checkpoint finds it in one place only."""
         del self.under_way[ordinal]
-        self._progress.end(ordinal)
+        self.progress.end(ordinal)
 
     def _count_lost(self, partials: dict[InGroup, PartialCompletion], all_known: bool) -> None:
         known = {episode for (episode, _), partial in partials.items() if partial.completion.num_tokens}
         self.counters["moved"] += len(known)
         if not all_known:  # the others may have had tokens
-            self.counters["restarted"] += max(0, self._group_size - len(known))
+            self.counters["restarted"] += max(0, self.group_size - len(known))

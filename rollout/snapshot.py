@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.buffer import TrajectoryBuffer
 from rollout.failures import FailureBudget, GroupBudget
-from rollout.progress import Attempt, PartialCompletion, Progress
+from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
@@ -66,10 +66,8 @@ class Rollouts:
     stream: PromptStream
     buffer: TrajectoryBuffer
     rollouter: Rollouter
-    progress: Progress
     failed_rewards: FailureBudget
     failed_groups: GroupBudget
-    group_size: int
 
 
 def capture(rollouts: Rollouts) -> RolloutState:
@@ -77,7 +75,7 @@ def capture(rollouts: Rollouts) -> RolloutState:
     ledger = rollouts.buffer.ledger
     return RolloutState(
         prompts_checksum=rollouts.stream.checksum,
-        group_size=rollouts.group_size,
+        group_size=rollouts.rollouter.group_size,
         next_ordinal=rollouts.stream.ordinal,
         returned=tuple(rollouts.stream.returned),
         under_way=tuple(
@@ -85,7 +83,7 @@ def capture(rollouts: Rollouts) -> RolloutState:
                 ordinal=ordinal,
                 claimed_version=group.slot.claimed_version,
                 failures=group.failures,
-                partials=rollouts.progress.partials(ordinal) or dict(group.attempt.partials),
+                partials=rollouts.rollouter.progress.partials(ordinal) or dict(group.attempt.partials),
             )
             for ordinal, group in rollouts.rollouter.under_way.items()
         ),
@@ -107,7 +105,7 @@ def restore(state: RolloutState, rollouts: Rollouts) -> int:
     """
     if rollouts.stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
-    same_groups = state.group_size == rollouts.group_size
+    same_groups = state.group_size == rollouts.rollouter.group_size
     given_back: list[int] = []
     for ready in state.ready:
         prompt = rollouts.stream.at(ready.ordinal)

@@ -6,14 +6,7 @@ from typing import Any, Protocol
 
 from rollout.errors import ReplicaLostError
 from rollout.evaluation.evaluator import Evaluation, Evaluator
-
-
-class Pinning(Protocol):
-    """The fleet."""
-
-    async def pin(self, count: int, why: str) -> list[str]: ...
-
-    def unpin(self, names: Collection[str]) -> None: ...
+from rollout.fleet.fleet import ReplicaFleet
 
 
 class Updates(Protocol):
@@ -41,7 +34,7 @@ class PinnedEvaluator:
     def __init__(
         self,
         evaluator: Evaluator,
-        fleet: Pinning,
+        fleet: ReplicaFleet,
         manager: Updates,
         num_replicas: int,
         report: Callable[[str], None],

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
@@ -16,6 +16,7 @@ from rollout.fleet.member import FleetMember
 from rollout.replica.pause import PauseInterruptedError
 from rollout.replica.replica import ReplicaStatus
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +57,8 @@ class FleetControl:
         """Pause a replica that was just registered if the fleet is paused. Raises FleetPauseError."""
         if (mode := self._mode) is not None:
             what = f"pause({mode.value})"
-            if errors := await self._on_all(lambda r: r.pause(mode), what, self._pausing, [replica]):
+            _, errors = await self._on_all(lambda r: r.pause(mode), what, self._pausing, [replica])
+            if errors:
                 raise FleetPauseError(what, errors)
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
@@ -79,7 +81,7 @@ class FleetControl:
                 raise PauseInterruptedError("another order came before this one had reached the replica")
             await replica.pause(mode, clear_cache)
 
-        errors = await self._on_all(pause, f"pause({mode.value})", deadline)
+        _, errors = await self._on_all(pause, f"pause({mode.value})", deadline)
         if order == self._num_orders:
             self._before = None
         if errors and order == self._num_orders:
@@ -87,7 +89,7 @@ class FleetControl:
             undo = [r for r in self._fleet.running if modes.get(r.name, before) is None]
             self._resume_late([r for r in undo if isinstance(errors.get(r.name), TimeoutError)])
             undo = [r for r in undo if r.name not in errors]
-            errors |= await self._on_all(lambda r: r.resume(), "resume", deadline, undo)
+            errors |= (await self._on_all(lambda r: r.resume(), "resume", deadline, undo))[1]
         if errors:
             raise FleetPauseError(f"pause({mode.value})", errors)
 
@@ -107,18 +109,16 @@ class FleetControl:
         """Return when every replica generates again. Raises FleetPauseError; the other replicas do generate."""
         self._order(None)
         self._before = None
-        if errors := await self._on_all(lambda r: r.resume(), "resume", self._pausing):
+        _, errors = await self._on_all(lambda r: r.resume(), "resume", self._pausing)
+        if errors:
             raise FleetPauseError("resume", errors)
 
     async def abort(self, names: Collection[str] | None = None) -> list[str]:
         """End these requests, by default all. Returns the ids of those that ended. Raises FleetPauseError; on the other
         replicas they have ended."""
-        ended: list[str] = []
-
-        async def abort(replica: FleetMember) -> None:
-            ended.extend(await replica.abort(names))
-
-        if errors := await self._on_all(abort, "abort", self._answering):
+        answers, errors = await self._on_all(lambda r: r.abort(names), "abort", self._answering)
+        ended = [request_id for ids in answers.values() for request_id in ids]
+        if errors:
             raise FleetPauseError(f"abort, which ended {len(ended)} requests elsewhere,", errors)
         return ended
 
@@ -127,10 +127,10 @@ class FleetControl:
     async def is_paused(self) -> bool:
         """Whether the fleet is paused; an empty fleet is what the last order made it. Raises FleetPauseError when the
         replicas differ, or one does not answer."""
-        statuses, errors = await self._statuses()
+        statuses, errors = await self._on_all(lambda r: r.status(), "reading the state", self._answering)
         if errors:
             raise FleetPauseError("is_paused", errors)
-        paused = {status.name: status.pause_mode is not None or status.torn for status in statuses}
+        paused = {name: status.pause_mode is not None or status.torn for name, status in statuses.items()}
         if len(set(paused.values())) > 1:
             raise FleetPauseError("is_paused", {name: RuntimeError("paused") for name, is_ in paused.items() if is_})
         return all(paused.values()) if paused else self._mode is not None
@@ -140,28 +140,15 @@ class FleetControl:
 
     async def statuses(self) -> list[ReplicaStatus]:
         """Version and pause of each replica that answers."""
-        return (await self._statuses())[0]
-
-    async def _statuses(self) -> tuple[list[ReplicaStatus], dict[str, BaseException]]:
-        statuses: dict[str, ReplicaStatus] = {}
-
-        async def ask(replica: FleetMember) -> None:
-            statuses[replica.name] = await replica.status()
-
-        replicas = self._fleet.running
-        errors = await self._on_all(ask, "reading the state", self._answering, replicas)
-        return [statuses[replica.name] for replica in replicas if replica.name in statuses], errors
+        statuses, _ = await self._on_all(lambda r: r.status(), "reading the state", self._answering)
+        return list(statuses.values())
 
     # -- counters ------------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, dict[str, float]]:
         """Counters of each replica that answers, since its start."""
-        stats: dict[str, dict[str, float]] = {}
-
-        async def ask(replica: FleetMember) -> None:
-            stats[replica.name] = await replica.stats()
-
-        for error in (await self._on_all(ask, "reading the counters", self._answering)).values():
+        stats, errors = await self._on_all(lambda r: r.stats(), "reading the counters", self._answering)
+        for error in errors.values():
             logger.info("%r", error)  # whether the replica is lost is for the monitor to decide
         return stats
 
@@ -196,17 +183,24 @@ class FleetControl:
 
     async def _on_all(
         self,
-        call: Callable[[FleetMember], Awaitable[Any]],
+        call: Callable[[FleetMember], Awaitable[T]],
         what: str,
         deadline: _Deadline,
         replicas: Sequence[FleetMember] | None = None,
-    ) -> dict[str, BaseException]:
-        """Call the replicas, by default all that run, concurrently. Returns the errors by replica."""
+    ) -> tuple[dict[str, T], dict[str, BaseException]]:
+        """Call the replicas, by default all that run, concurrently. Returns answers and errors by replica."""
 
-        async def one(replica: FleetMember) -> None:
+        async def one(replica: FleetMember) -> T:
             async with within(deadline.seconds, deadline.key, f"{what} on {replica.name}"):
-                await call(replica)
+                return await call(replica)
 
         chosen = self._fleet.running if replicas is None else replicas
-        results = await asyncio.gather(*(one(replica) for replica in chosen), return_exceptions=True)
-        return {r.name: error for r, error in zip(chosen, results, strict=True) if error is not None}
+        results = await asyncio.gather(*map(one, chosen), return_exceptions=True)
+        answers: dict[str, T] = {}
+        errors: dict[str, BaseException] = {}
+        for replica, result in zip(chosen, results, strict=True):
+            if isinstance(result, BaseException):
+                errors[replica.name] = result
+            else:
+                answers[replica.name] = result
+        return answers, errors

@@ -40,10 +40,8 @@ def make_rollouts(
         stream=stream,
         buffer=buffer,
         rollouter=rollouter,
-        progress=fleet.progress,
         failed_rewards=failed_rewards,
         failed_groups=failed_groups,
-        group_size=config.algorithm.group_size,
     )
 
 

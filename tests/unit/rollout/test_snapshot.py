@@ -59,10 +59,8 @@ class Run:
             stream=stream,
             buffer=buffer,
             rollouter=rollouter,
-            progress=episodes.progress,
             failed_rewards=FailureBudget(),
             failed_groups=failures,
-            group_size=self.group_size,
         )
         self.trained: dict[int, list[int]] = {}
         self.told: dict[int, list[int]] = {}
@@ -91,12 +89,12 @@ class Run:
         for ordinal, group in self.rollouts.rollouter.under_way.items():
             request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
             for replica in "ab":
-                known = self.rollouts.progress.known(replica).get(request_id, 0)
+                known = self.rollouts.rollouter.progress.known(replica).get(request_id, 0)
                 piece = make_completion([100 + known], [self.runner.live], "")
                 delta = TokenDelta(request_id=request_id, prompt_checksum=5, start=known, tokens=piece)
                 report = ProgressReport(tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
-                self.rollouts.progress.take(replica, report)
-            partials = self.rollouts.progress.partials(ordinal)
+                self.rollouts.rollouter.progress.take(replica, report)
+            partials = self.rollouts.rollouter.progress.partials(ordinal)
             self.told[ordinal] = partials[0, 0].completion.token_ids.tolist() if partials else []
 
 

@@ -1,11 +1,10 @@
 """What a rollout engine is. `vllm.py` has the real one, `simulated.py` one with a clock and no model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollout.engines.usage import Usage
-from rollout.replica.pause import Pausable
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 
@@ -57,7 +56,7 @@ class EngineDiedError(RuntimeError):
         return EngineDiedError, (str(self), self.partial)
 
 
-class Engine(Pausable, Protocol):
+class Engine(Protocol):
     """All calls come from one event loop. Tokens in, tokens out, each tagged with the version that sampled it."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -65,6 +64,34 @@ class Engine(Pausable, Protocol):
 
         An aborted request answers with the tokens it has, none if it never ran, and finish_reason "abort".
         """
+        ...
+
+    async def hold(self) -> None:
+        """Let no new request in. Holds add up."""
+        ...
+
+    def release(self) -> None: ...
+
+    async def abort(self, names: Collection[str] | None) -> list[str]:
+        """End these requests, running or waiting, with the tokens they have; None is all. Returns those it knew."""
+        ...
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the requests inside."""
+        ...
+
+    async def emptied(self) -> None:
+        """Returns when no request is running."""
+        ...
+
+    async def freeze(self, clear_cache: bool) -> None:
+        """While held: stop between two steps, keeping every request; with `clear_cache` without their KV cache.
+        Returns when no token is sampled any more. Idempotent."""
+        ...
+
+    async def thaw(self) -> float:
+        """Returns for how many seconds the engine was frozen."""
         ...
 
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:

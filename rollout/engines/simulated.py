@@ -107,9 +107,9 @@ class SimulatedEngine:
     async def emptied(self) -> None:
         await self._admission.emptied()
 
-    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
-        turned_away = self._admission.turn_away(request_ids)
-        ended = [name for name in self._running if request_ids is None or name in request_ids]
+    async def abort(self, names: Collection[str] | None) -> list[str]:
+        turned_away = self._admission.turn_away(names)
+        ended = [name for name in self._running if names is None or name in names]
         for name in ended:
             sequence = self._running.pop(name)
             if not sequence.done.done():

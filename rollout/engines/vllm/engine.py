@@ -67,8 +67,8 @@ class VllmEngine:
     async def emptied(self) -> None:
         await self._llm.admission.emptied()
 
-    async def abort(self, request_ids: Collection[str] | None) -> list[str]:
-        return await self._llm.abort_requests(request_ids)
+    async def abort(self, names: Collection[str] | None) -> list[str]:
+        return await self._llm.abort_requests(names)
 
     async def freeze(self, clear_cache: bool) -> None:
         await self._llm.freeze(clear_cache)

@@ -10,7 +10,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from configs.schema import Config
-from rollout.replica.replica_group import PLACEMENTS, ReplicaHandle
+from rollout.actor_group import PLACEMENTS
+from rollout.replica.replica_group import ReplicaHandle
 from scripts.launch.elastic import ReplicaStarter
 from tests.system.rollout.fleet.test_cluster import SPEC, NoAgents, SimulatedActor
 

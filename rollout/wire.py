@@ -1,9 +1,10 @@
-"""Completions and trajectory groups as columns, for their way from process to process: a few arrays for a whole group.
-Pickling objects that have arrays of their own costs as much CPU as the rest of that way.
+"""Completions and trajectory groups as columns, for their way between processes: a few arrays for a whole group.
+
+Pickling objects with arrays of their own costs as much CPU as the rest of that way.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -13,10 +14,16 @@ from rollout.types import Completion, Prompt, Trajectory, TrajectoryGroup, Versi
 
 T = TypeVar("T", Completion, Trajectory)
 Columns = dict[str, Any]
-"""Field -> its values, one per object; of a field of arrays one array of all tokens, and the bounds of each."""
-PackedGroup = tuple[Prompt, Columns, bool]
-"""The prompt, its trajectories, and whether the last of them is the greedy one."""
+"""Field -> its values, one per object. A field of arrays is one array of all tokens, and the bounds of each."""
 ARRAYS = frozenset({"token_ids", "logprobs", "prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedGroup:
+    prompt: Prompt
+    trajectories: Columns
+    has_greedy: bool
+    """The last trajectory is the greedy one."""
 
 
 def pack_completions(completions: Sequence[Completion]) -> Columns:
@@ -24,21 +31,19 @@ def pack_completions(completions: Sequence[Completion]) -> Columns:
 
 
 def unpack_completions(columns: Columns) -> list[Completion]:
-    """In the order in which they were packed."""
+    """Returns the completions in the order in which they were packed."""
     return _unpack(Completion, columns)
 
 
 def pack_group(group: TrajectoryGroup) -> PackedGroup:
-    has_greedy = group.greedy is not None
-    every = (*group.trajectories, group.greedy) if group.greedy is not None else group.trajectories
-    return group.prompt, _pack(Trajectory, every), has_greedy
+    every = group.trajectories if group.greedy is None else (*group.trajectories, group.greedy)
+    return PackedGroup(group.prompt, _pack(Trajectory, every), has_greedy=group.greedy is not None)
 
 
 def unpack_group(packed: PackedGroup) -> TrajectoryGroup:
-    prompt, columns, has_greedy = packed
-    trajectories = _unpack(Trajectory, columns)
-    greedy = trajectories.pop() if has_greedy else None
-    return TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories), greedy=greedy)
+    trajectories = _unpack(Trajectory, packed.trajectories)
+    greedy = trajectories.pop() if packed.has_greedy else None
+    return TrajectoryGroup(prompt=packed.prompt, trajectories=tuple(trajectories), greedy=greedy)
 
 
 def _pack(of: type[T], objects: Sequence[T]) -> Columns:
@@ -62,8 +67,8 @@ def _unpack(of: type[T], columns: Columns) -> list[T]:
 
 
 def _join(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray | None, list[tuple[int, int]]]:
-    """One array [sum of all tokens], and where each begins and ends in it. One that is the same in all, as a group's
-    prompt is, is there once. None: of nothing."""
+    """One array [sum of all tokens] (None without any), and where each begins and ends in it. An array that all objects
+    share, as the prompt of a group, is stored once."""
     if not arrays:
         return None, []
     if all(array is arrays[0] for array in arrays):

@@ -1,4 +1,4 @@
-"""The processes of one replica on this machine, and their end."""
+"""A replica's processes on this machine, and how they are ended."""
 
 import contextlib
 import itertools
@@ -13,17 +13,17 @@ from collections.abc import Iterable
 import psutil
 
 ProcessId = tuple[int, float]
-"""pid, and when it was created: pids are used again."""
+"""pid, and the time of its creation, because pids are used again."""
 
 GUARD_INTERVAL_S = 1.0
 INTERVALS_PER_SCAN = 5
-"""To look for new descendants goes through all processes of the machine."""
+"""Looking for new descendants reads all processes of the machine, so it is done less often."""
 SAME_S = 2.0
-"""Two processes may think of the time of a third one's creation so differently, when the clock was set in between."""
+"""By how much two readings of one creation time may differ, when the clock was set in between."""
 
 
 def process_tree(pid: int) -> list[ProcessId]:
-    """A process and all its descendants. Raises psutil.NoSuchProcess."""
+    """Returns the process and all its descendants. Raises psutil.NoSuchProcess."""
     root = psutil.Process(pid)
     found = [(root.pid, root.create_time())]
     for process in root.children(recursive=True):
@@ -33,7 +33,7 @@ def process_tree(pid: int) -> list[ProcessId]:
 
 
 def kill_processes(processes: Iterable[ProcessId]) -> None:
-    """SIGKILL, which ends stopped processes too. Those that are gone already are passed over."""
+    """Send SIGKILL, which ends stopped processes too, to those that still exist."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             if _is_there(process):
@@ -49,16 +49,16 @@ def _is_there(process: ProcessId) -> bool:
 
 
 def end_descendants_with_this() -> None:
-    """From now on a process of its own sees to it that all that this one starts is killed when this one is gone,
-    however that ended: vLLM's engine core does not notice, and would keep the GPU's memory for good.
+    """Start a guard process that kills everything this process starts once this process is gone, however it ended.
+    vLLM's engine core does not notice by itself, and would keep the GPU's memory for good.
 
-    What was started in the last few seconds before may not be known to it.
+    The guard may not know processes that were started in the last few seconds.
     """
     owner = process_tree(os.getpid())[0]
     subprocess.Popen(
         [sys.executable, "-m", __name__, json.dumps(owner)],
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C is not for it
+        start_new_session=True,  # out of reach of a Ctrl-C
     )
 
 
@@ -76,7 +76,7 @@ def _guard(owner: ProcessId) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP, or by a debugger."""
+    """Whether SIGSTOP or a debugger stopped the process."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:

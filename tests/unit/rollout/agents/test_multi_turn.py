@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.agents import calculator
 from rollout.agents.environment import Step
-from rollout.agents.loop import Episode, EpisodeTask, SingleTurn, load_agent_loop
+from rollout.agents.loop import Episode, EpisodeTask, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
@@ -240,11 +240,3 @@ def test_a_group_with_the_calculator() -> None:
     assert int((~worked.loss_mask).sum()) == len("\n= 42\n")
     assert worked.spans == (VersionSpan(0, 18, 1), VersionSpan(18, 26, 2))
     assert Characters().decode(guessed.response_ids, True) == "#### 41"
-
-
-def test_an_agent_loop_by_name() -> None:
-    assert type(load_agent_loop("single_turn", None)) is SingleTurn
-    with pytest.raises(ValueError, match="rollout.agent_loop=multi: must be one of single_turn, or package.module"):
-        load_agent_loop("multi", None)
-    with pytest.raises(ValueError, match=r"rollout.agent_loop=os.path:basename: gave 'x', which has no run"):
-        load_agent_loop("os.path:basename", "x")

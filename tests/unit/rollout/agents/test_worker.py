@@ -9,7 +9,6 @@ import numpy as np
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker import AgentWorker
-from rollout.prompts import Row
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
 from tests.support.fakes import make_prompt, run_virtual
@@ -83,33 +82,6 @@ def make_worker(
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
     return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size))
-
-
-# -- prompts -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_question_goes_into_the_template_and_braces_are_only_text() -> None:
-    rows = [Row(question="{x} + 1?", ground_truth="2", extra={"k": 1})]
-    encoded = make_worker().encode(rows, "Q {question} {A}", chat_template=False, max_tokens=99)
-    assert [row.text for row in encoded] == ["Q {x} + 1? {A}"]
-    assert encoded[0].row == rows[0]
-    assert encoded[0].token_ids == (1, *map(ord, "Q {x} + 1? {A}"))
-
-
-def test_a_chat_template_wraps_the_prompt_and_brings_the_special_tokens_itself() -> None:
-    [encoded] = make_worker().encode([Row(question="1?", ground_truth="")], "Q {question}", True, max_tokens=99)
-    assert encoded.text == "<user>Q 1?<assistant>"
-    assert encoded.token_ids == tuple(map(ord, encoded.text))
-
-
-def test_prompts_over_the_limit_are_left_out() -> None:
-    rows = [Row(question="q" * length, ground_truth="") for length in (3, 5, 4)]
-    encoded = make_worker().encode(rows, "{question}", chat_template=False, max_tokens=5)
-    assert [row.text for row in encoded] == ["qqq", "qqqq"]  # and one special token each
-
-
-def test_no_rows_are_no_prompts() -> None:
-    assert make_worker().encode([], "{question}", chat_template=False, max_tokens=5) == []
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

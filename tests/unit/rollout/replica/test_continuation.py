@@ -13,7 +13,7 @@ from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.support.fakes import ClockedEngine, make_completion, now, run_virtual, start_group, update
-from tests.unit.rollout.replica.test_commit import assert_serves, on_replica
+from tests.support.replicas import assert_serves, on_replica
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=10, stop_token_ids=(3,), seed=11)
 REQUEST = GenerationRequest(request_id=RequestId(ordinal=3), prompt_ids=(1, 2), sampling=SAMPLING)

@@ -1,5 +1,4 @@
-"""What pause, resume and abort mean for one engine, in every state. Failures are in test_pause_failures,
-updates in test_pause_updates."""
+"""What pause, resume and abort mean for one engine. Failures and updates are in test_pause_faults."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,23 +7,8 @@ import pytest
 
 from configs.schema import PauseMode
 from rollout.replica.pause import PauseConflictError, PauseControl, PauseInterruptedError
-from tests.support.fakes import ClockedEngine, answer, now, run_virtual, settle, start, update_engine
-
-ABORT, WAIT, KEEP = PauseMode.abort, PauseMode.wait, PauseMode.keep
-MODES = list(PauseMode)
-
-
-def controlled(test: Callable[[PauseControl, ClockedEngine], Awaitable[None]], max_num_seqs: int = 8) -> None:
-    """On an engine that serves version 0, with no events yet."""
-
-    async def main() -> None:
-        engine = ClockedEngine(max_num_seqs)
-        await update_engine(engine, 0)
-        engine.events.clear()
-        await test(PauseControl(engine, timeout_s=10), engine)
-
-    run_virtual(main())
-
+from tests.support.fakes import ClockedEngine, answer, now, settle, start
+from tests.support.replicas import ABORT, KEEP, MODES, WAIT, on_engine
 
 # -- the three modes ---------------------------------------------------------------------------------------------------
 
@@ -47,7 +31,7 @@ def test_a_pause_returns_when_it_is_complete(
         assert await control.resume() == 100 and not control.paused
         assert [answer(await task) for task in tasks] == (running or [(6, "stop"), (4, "stop")])
 
-    controlled(test)
+    on_engine(test)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,7 +49,7 @@ def test_requests_sent_while_paused_are_frozen_can_be_aborted_and_run_after_the_
         assert [answer(await tasks[name]) for name in "ac"] == [(2, "stop")] * 2
         assert now() == 52
 
-    controlled(test)
+    on_engine(test)
 
 
 def test_a_running_request_that_is_frozen_can_be_aborted_and_frees_its_seat() -> None:
@@ -80,7 +64,7 @@ def test_a_running_request_that_is_frozen_can_be_aborted_and_frees_its_seat() ->
         await control.resume()
         assert answer(await waiting) == (2, "stop")
 
-    controlled(test, max_num_seqs=1)
+    on_engine(test, max_num_seqs=1)
 
 
 def test_aborting_some_requests_of_an_open_engine_leaves_it_open() -> None:
@@ -91,7 +75,7 @@ def test_aborting_some_requests_of_an_open_engine_leaves_it_open() -> None:
         assert [answer(await tasks[name]) for name in "abc"] == [(1, "abort"), (4, "stop"), (0, "abort")]
         assert sorted(await control.abort(None)) == [] and not control.paused and engine.events == []
 
-    controlled(test, max_num_seqs=2)
+    on_engine(test, max_num_seqs=2)
 
 
 def test_twenty_streams_on_eight_seats() -> None:
@@ -111,7 +95,7 @@ def test_twenty_streams_on_eight_seats() -> None:
         assert [answer(await task) for task in later] == [(3, "stop")] * 19 + [(0, "abort")]
         assert engine.running == []
 
-    controlled(test, max_num_seqs=8)
+    on_engine(test, max_num_seqs=8)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,7 +110,7 @@ def test_clearing_the_cache_is_told_to_the_engine_also_when_it_is_paused_already
         await control.resume()
         assert answer(await start(engine, "a", 1)) == (1, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 # -- twice, and from mode to mode --------------------------------------------------------------------------------------
@@ -147,7 +131,7 @@ def test_pausing_twice_and_resuming_twice_change_nothing(mode: PauseMode) -> Non
         assert engine.events == ["thaw"] and not control.paused
         assert answer(await frozen) == (2, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +166,7 @@ def test_changing_the_mode_while_paused(
         assert answer(await after) == (frozen or (3, "stop"))
         assert answer(await start(engine, "c", 2)) == (2, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 # -- while a pause in mode wait is under way ---------------------------------------------------------------------------
@@ -201,7 +185,7 @@ def while_waiting(test: Callable[[PauseControl, ClockedEngine, "asyncio.Task[Non
         await control.resume()
         assert answer(await start(engine, "later", 2)) == (2, "stop")
 
-    controlled(main)
+    on_engine(main)
 
 
 def test_keep_is_refused_while_a_pause_waits() -> None:

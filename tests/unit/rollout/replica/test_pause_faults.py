@@ -1,4 +1,4 @@
-"""Pauses that meet updates of the weights, whole ones and torn ones: what state the engine is left in."""
+"""Pauses that fail, are cancelled or meet updates, whole ones and torn ones: what state the engine is left in."""
 
 import asyncio
 
@@ -6,9 +6,116 @@ import pytest
 
 from configs.schema import PauseMode
 from rollout.replica.pause import PauseConflictError, PauseControl
-from tests.support.fakes import ClockedEngine, answer, now, start
-from tests.unit.rollout.replica.test_pause import ABORT, KEEP, MODES, WAIT, controlled
-from tests.unit.rollout.replica.test_pause_failures import FREEZE_FAILS, EngineFault, assert_frozen, assert_open
+from tests.support.fakes import ClockedEngine, answer, now, run_virtual, settle, start
+from tests.support.replicas import (
+    ABORT,
+    FREEZE_FAILS,
+    KEEP,
+    MODES,
+    WAIT,
+    EngineFault,
+    assert_frozen,
+    assert_open,
+    on_engine,
+)
+
+# -- pauses that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [None, KEEP])
+@pytest.mark.parametrize("how", ["cancelled", "past its deadline"])
+def test_a_wait_that_ends_early_leaves_the_engine_as_it_was(how: str, before: PauseMode | None) -> None:
+    async def test(control: PauseControl, engine: ClockedEngine) -> None:
+        running = start(engine, "a", 50)
+        await asyncio.sleep(1.5)
+        if before is not None:
+            await control.pause(before)
+        if how == "cancelled":
+            waiting = asyncio.create_task(control.pause(WAIT))
+            await asyncio.sleep(5)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+        else:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(5):
+                    await control.pause(WAIT)
+        assert control.mode is before and not running.done()
+        if before is not None:
+            await assert_frozen(engine)
+            await control.resume()
+        await assert_open(control, engine)
+        assert answer(await running) == (50, "stop")
+
+    on_engine(test)
+
+
+@pytest.mark.parametrize("how", FREEZE_FAILS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_does_not_freeze_stays_open(mode: PauseMode, how: str) -> None:
+    async def test(control: PauseControl, engine: ClockedEngine) -> None:
+        FREEZE_FAILS[how](engine)
+        with pytest.raises(TimeoutError if how == "hangs" else EngineFault) as raised:
+            await control.pause(mode)
+        if how == "hangs":
+            assert str(raised.value) == "pausing took longer than weight_sync.pause_timeout_s=10" and now() == 10
+        await assert_open(control, engine)
+
+    on_engine(test)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_engine_that_does_not_thaw_stays_paused_until_it_does(hangs: bool) -> None:
+    async def test(control: PauseControl, engine: ClockedEngine) -> None:
+        running = start(engine, "a", 4)
+        await asyncio.sleep(0.5)
+        await control.pause(KEEP)
+        engine.seconds["thaw"], engine.errors["thaw"] = (1e6 if hangs else 0.0), EngineFault()
+        with pytest.raises(TimeoutError if hangs else EngineFault):
+            await control.resume()
+        assert control.mode is KEEP
+        await assert_frozen(engine)
+        del engine.seconds["thaw"], engine.errors["thaw"]
+        await control.resume()
+        await assert_open(control, engine)
+        assert answer(await running) == (4, "stop")
+
+    on_engine(test)
+
+
+def test_an_engine_that_neither_freezes_nor_thaws_can_be_opened_later() -> None:
+    async def test(control: PauseControl, engine: ClockedEngine) -> None:
+        engine.late_errors["freeze"] = engine.errors["thaw"] = EngineFault()
+        with pytest.raises(EngineFault):
+            await control.pause(KEEP)
+        engine.late_errors.clear()
+        engine.errors.clear()
+        await control.resume()
+        await assert_open(control, engine)
+
+    on_engine(test)
+
+
+def test_requests_that_do_not_end_when_aborted_have_a_deadline_and_go_on() -> None:
+    class Deaf(ClockedEngine):
+        async def abort(self, request_ids: object) -> list[str]:
+            return []
+
+    async def main() -> None:
+        engine = Deaf()
+        control = PauseControl(engine, timeout_s=10)
+        running = start(engine, "a", 20)
+        await settle()
+        with pytest.raises(TimeoutError, match=r"ending requests took longer than weight_sync\.pause_timeout_s=10"):
+            await control.pause(ABORT)
+        assert now() == 10
+        await assert_open(control, engine)
+        assert answer(await running) == (20, "stop")
+
+    run_virtual(main())
+
+
+# -- pauses and updates ------------------------------------------------------------------------------------------------
 
 
 async def update(control: PauseControl, torn: bool = False, seconds: float = 0.0) -> None:
@@ -36,7 +143,7 @@ def test_nothing_moves_inside_a_window_and_everything_goes_on_after_it() -> None
         await assert_open(control, engine)
         assert answer(await running) == (4, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 def test_a_window_that_aborts_tells_first_whom_and_leaves_those_who_wait() -> None:
@@ -48,7 +155,7 @@ def test_a_window_that_aborts_tells_first_whom_and_leaves_those_who_wait() -> No
             assert told == [(["a"], False)] and answer(running.result()) == (1, "abort")
         assert answer(await waiting) == (2, "stop")
 
-    controlled(test, max_num_seqs=1)
+    on_engine(test, max_num_seqs=1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -66,7 +173,7 @@ def test_a_clients_pause_outlives_updates_inside_it(mode: PauseMode) -> None:
         await assert_open(control, engine)
         assert running.done() or answer(await running) == (4, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 def test_torn_weights_stay_frozen_until_an_update_is_whole() -> None:
@@ -89,7 +196,7 @@ def test_torn_weights_stay_frozen_until_an_update_is_whole() -> None:
         await assert_open(control, engine)
         assert answer(await other) == (4, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 @pytest.mark.parametrize(("mode", "tokens"), [(KEEP, (4, "stop")), (ABORT, (1, "abort"))])
@@ -108,7 +215,7 @@ def test_torn_weights_can_be_paused_and_then_both_must_end(mode: PauseMode, toke
         await assert_open(control, engine)
         assert answer(await running) == tokens
 
-    controlled(test)
+    on_engine(test)
 
 
 def test_a_pause_during_an_update_takes_its_turn_after_it() -> None:
@@ -122,7 +229,7 @@ def test_a_pause_during_an_update_takes_its_turn_after_it() -> None:
         await control.resume()
         await assert_open(control, engine)
 
-    controlled(test)
+    on_engine(test)
 
 
 @pytest.mark.parametrize("before", [None, KEEP])
@@ -144,7 +251,7 @@ def test_an_update_does_not_wait_for_a_pause_that_waits_nor_change_it(before: Pa
         await control.resume()
         assert answer(await late) == (2, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 def test_an_update_that_tears_the_weights_ends_a_pause_that_waits() -> None:
@@ -162,7 +269,7 @@ def test_an_update_that_tears_the_weights_ends_a_pause_that_waits() -> None:
         await assert_open(control, engine)
         assert answer(await running) == (50, "stop")
 
-    controlled(test)
+    on_engine(test)
 
 
 @pytest.mark.parametrize("how", FREEZE_FAILS)
@@ -174,7 +281,7 @@ def test_a_window_into_which_the_engine_does_not_freeze_leaves_it_open_and_whole
         assert not control.torn
         await assert_open(control, engine)
 
-    controlled(test)
+    on_engine(test)
 
 
 @pytest.mark.parametrize("how", FREEZE_FAILS)
@@ -191,7 +298,7 @@ def test_torn_weights_stay_torn_when_the_next_update_cannot_even_freeze(how: str
         await update(control)
         await assert_open(control, engine)
 
-    controlled(test)
+    on_engine(test)
 
 
 def test_an_engine_that_did_not_thaw_after_an_update_is_open_after_the_next() -> None:
@@ -203,4 +310,4 @@ def test_an_engine_that_did_not_thaw_after_an_update_is_open_after_the_next() ->
         await update(control)
         await assert_open(control, engine)
 
-    controlled(test)
+    on_engine(test)

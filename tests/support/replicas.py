@@ -1,0 +1,89 @@
+"""Replicas and pause controls over clocked engines, what they are expected to do, and how their engines fail."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from configs.schema import PauseMode
+from rollout.replica.pause import PauseControl
+from rollout.replica.replica import RolloutReplica
+from rollout.types import VersionSpan
+from tests.support.fakes import (
+    ClockedEngine,
+    answer,
+    make_replica,
+    run_virtual,
+    settle,
+    start,
+    start_group,
+    update,
+    update_engine,
+)
+
+ABORT, WAIT, KEEP = PauseMode.abort, PauseMode.wait, PauseMode.keep
+MODES = list(PauseMode)
+
+
+class EngineFault(Exception):
+    """An engine that cannot."""
+
+
+FREEZE_FAILS: dict[str, Callable[[ClockedEngine], None]] = {
+    "raises": lambda engine: engine.errors.update(freeze=EngineFault("freeze")),
+    "raises after it froze": lambda engine: engine.late_errors.update(freeze=EngineFault("freeze")),
+    "hangs": lambda engine: engine.seconds.update(freeze=1e6),
+}
+
+
+def on_engine(test: Callable[[PauseControl, ClockedEngine], Awaitable[None]], max_num_seqs: int = 8) -> None:
+    """Run the test on an engine that serves version 0, with no events yet."""
+
+    async def main() -> None:
+        engine = ClockedEngine(max_num_seqs)
+        await update_engine(engine, 0)
+        engine.events.clear()
+        await test(PauseControl(engine, timeout_s=10), engine)
+
+    run_virtual(main())
+
+
+async def assert_open(control: PauseControl, engine: ClockedEngine, name: str = "later") -> None:
+    assert not control.paused
+    async with asyncio.timeout(10):
+        assert answer(await start(engine, name, 2)) == (2, "stop")
+
+
+async def assert_frozen(engine: ClockedEngine, name: str = "frozen") -> None:
+    """What runs stands still, and so does what comes now."""
+    num_steps, task = len(engine.step_starts), start(engine, name, 2)
+    await asyncio.sleep(10)
+    assert len(engine.step_starts) == num_steps and not task.done()
+    task.cancel()
+    await settle()
+
+
+def on_replica(
+    test: Callable[[RolloutReplica, ClockedEngine], Awaitable[None]],
+    max_num_seqs: int = 8,
+    first_version: int | None = 0,
+    **config: Any,
+) -> None:
+    """Run the test on a replica that serves the first version, with no events yet."""
+
+    async def main() -> None:
+        engine = ClockedEngine(max_num_seqs)
+        replica = make_replica("replica-3", engine, **config)
+        if first_version is not None:
+            await update(replica, first_version)
+        engine.events.clear()
+        await test(replica, engine)
+
+    run_virtual(main())
+
+
+async def assert_serves(replica: RolloutReplica, version: int) -> None:
+    status = await replica.status()
+    assert (status.global_steps, status.torn, status.pause_mode) == (version, False, None)
+    assert not replica.is_paused()
+    [completion] = await start_group(replica, 2, prefix="later ")
+    assert completion.spans == (VersionSpan(0, 2, version),)

@@ -1,0 +1,44 @@
+"""Agent loops by name, and what a later attempt asks of its replica."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollout.agents.loop import SingleTurn, load_agent_loop, resume_from
+from rollout.progress import PartialCompletion, prompt_checksum
+from rollout.types import Completion, GenerationRequest
+from tests.support.fakes import make_completion, make_request, run_virtual
+
+
+def test_an_agent_loop_by_name() -> None:
+    assert type(load_agent_loop("single_turn", None)) is SingleTurn
+    with pytest.raises(ValueError, match="rollout.agent_loop=multi: must be one of single_turn, or package.module"):
+        load_agent_loop("multi", None)
+    with pytest.raises(ValueError, match=r"rollout.agent_loop=os.path:basename: gave 'x', which has no run"):
+        load_agent_loop("os.path:basename", "x")
+
+
+def test_what_is_complete_is_answered_at_once_and_the_rest_goes_on() -> None:
+    calls: list[list[GenerationRequest]] = []
+
+    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
+        calls.append(requests)
+        return [make_completion([1], [4], "stop") for _ in requests]
+
+    checksum = prompt_checksum((1, 2))
+    done, begun = make_completion([5], [3], "length"), make_completion([6], [3], "")
+    partials = {
+        (0, 0): PartialCompletion(prompt_checksum=checksum, completion=done),
+        (1, 0): PartialCompletion(prompt_checksum=checksum, completion=begun),
+        (3, 0): PartialCompletion(prompt_checksum=checksum + 1, completion=done),  # of another prompt
+    }
+    requests = [make_request(f"9.4-{index}", 8) for index in range(4)]
+
+    async def main() -> None:
+        resumed = resume_from(partials, generate)
+        answers = await resumed(requests)
+        assert [answer.token_ids.tolist() for answer in answers] == [[5], [1], [1], [1]]
+        assert calls == [[replace(requests[1], partial=begun), requests[2], requests[3]]]
+        assert await resumed(requests[:1]) == [done] and len(calls) == 1, "the replica is not asked for nothing"
+
+    run_virtual(main())

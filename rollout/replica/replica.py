@@ -37,20 +37,26 @@ class ReplicaStatus:
     global_steps: int
     """Tag of the weights it serves; -1 before the first update."""
     pause_mode: str | None
-    """The mode that a client paused it in."""
+    """Mode of a client's pause."""
     torn: bool
-    """Frozen by an update that failed half-way, until another one is whole."""
+    """Frozen by an update that failed half-way, until another update is whole."""
     frozen: bool
-    """No token moves: it is paused or torn, or in an update, or could not be told to go on after one."""
+    """No token is sampled: it is paused or torn, in an update, or could not be thawed after one."""
 
 
 class RolloutReplica:
-    """Serves groups of requests. Its state is its own: any client that asks sees the same."""
+    """One engine, which generates for agent workers and HTTP clients and takes updates of its weights.
+
+    Example:
+        replica = RolloutReplica("replica-0", engine, config)
+        await replica.stage(manifest)  # while it generates
+        await replica.commit(manifest)  # pause, swap, verify, resume
+        completions = await replica.generate_group(requests)
+    """
 
     def __init__(self, name: str, engine: Engine, config: WeightSyncConfig):
         self.name = name
         self.node = socket.gethostname()
-        """Where it runs."""
         self._engine = engine
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
@@ -58,16 +64,16 @@ class RolloutReplica:
         self._log = ProgressLog()
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
-        """Tag of the weights it serves; -1 before the first update, when nothing may be generated."""
+        """Tag of the weights it serves; -1 before the first update, which must come before any request."""
         self._started = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """One engine request per trajectory, side by side, so that they share the prefix. Waits for the slowest."""
+        """Generate all requests at once, so that they share the prefix. Returns when the longest is complete."""
         tasks = [asyncio.create_task(self._generate(request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # after an error or a cancellation the others must not go on
+            for task in tasks:  # nobody waits for the others after an error or a cancellation
                 task.cancel()
 
     async def _generate(self, request: GenerationRequest) -> Completion:

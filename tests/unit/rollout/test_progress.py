@@ -1,4 +1,4 @@
-"""What a replica tells of its requests, piece by piece, is what they have, whatever report gets lost."""
+"""The driver has of each request what its replica reported, piece by piece, whatever report gets lost."""
 
 import numpy as np
 from hypothesis import given
@@ -26,9 +26,6 @@ def delta(name: str, start: int, tokens: Completion, checksum: int = 5) -> Token
 
 def tokens_of(partials: dict[InGroup, PartialCompletion]) -> dict[InGroup, list[int]]:
     return {key: partial.completion.token_ids.tolist() for key, partial in partials.items()}
-
-
-# -- the driver's side -------------------------------------------------------------------------------------------------
 
 
 @given(

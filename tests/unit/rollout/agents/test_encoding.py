@@ -18,6 +18,8 @@ class FakeTokenizer:
         self.chat_template = chat_template
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        if not texts:
+            raise IndexError("list index out of range")  # as the real ones do
         start = [1] if add_special_tokens else []
         return {"input_ids": [[*start, *map(ord, text)] for text in texts]}
 

@@ -1,4 +1,4 @@
-"""Prompts to tokens, episodes to trajectories, and rewards: on a made-up tokenizer and replicas."""
+"""Episodes to trajectories, with their rewards: on a made-up tokenizer and replicas."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,20 +18,9 @@ SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, see
 
 
 class FakeTokenizer:
-    """One token per character. Special tokens: 1 at the start where asked for, EOS is left out of decoded text."""
+    """One token per character. EOS is left out of decoded text."""
 
     eos_token_id = EOS
-    chat_template = "made up"
-
-    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        if not texts:
-            raise IndexError("list index out of range")  # as the real ones do
-        start = [1] if add_special_tokens else []
-        return {"input_ids": [[*start, *map(ord, text)] for text in texts]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
-        assert not tokenize and add_generation_prompt
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
     def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
         assert skip_special_tokens

@@ -24,15 +24,9 @@ class Columns:
 
 
 def load_rows(entries: str, columns: Columns, loader: str | None = None) -> list[Row]:
-    """Load the rows of all sources.
+    """Load the rows of `entries`, sources separated by commas; with `loader` (data.loader) its function reads them.
 
-    Args:
-        entries: files, folders and hub data sets, separated by commas (data.train_path).
-        loader: `package.module:function` that loads `entries` instead (data.loader).
-
-    Raises:
-        DataError: data cannot be read, or a record is malformed.
-        ValueError: `loader` is not a function of one argument.
+    Raises DataError when data cannot be read, ValueError when `loader` is not a function of one argument.
     """
     if loader is not None:
         found = _call(find("data.loader", loader, ("entries",)), entries, loader)

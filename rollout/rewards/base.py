@@ -27,13 +27,8 @@ Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult |
 
 
 class WeightedSum:
-    """sum of weight * reward over named terms. `RewardScorer` calls each term as if it were the only reward, and then
-    combines the results.
-
-    Example:
-        total = WeightedSum({"gsm8k": (1.0, gsm8k), "format": (0.1, FormatReward(r"<think>.*"))})
-        total.combine([RewardResult(reward=1.0), RewardResult(reward=0.0)]).metrics == {"gsm8k": 1.0, "format": 0.0}
-    """
+    """The sum of weight * reward over terms. `RewardScorer` calls each term as if it were the only reward, and then
+    combines their results."""
 
     def __init__(self, terms: Mapping[str, tuple[float, Reward]]):
         """`terms`: name -> (weight, reward)."""
@@ -41,11 +36,8 @@ class WeightedSum:
         self.rewards = [reward for _, reward in terms.values()]
 
     def combine(self, results: Sequence[RewardResult]) -> RewardResult:
-        """Sum the results of all terms, given in the order of `rewards`.
-
-        Accuracy and answer come from the first term that has one. The metrics are the reward of each term under its
-        name, and the metrics of the term under <name>/. If a term failed, the sum failed.
-        """
+        """Sum the results of all terms, in order. Accuracy and answer come from the first term that has one; metrics
+        are each term's reward under its name, and its own below that name. If a term failed, the sum has failed."""
         accuracies = [result.accuracy for result in results if result.accuracy is not None]
         answers = [result.answer for result in results if result.answer is not None]
         reward, metrics, errors = 0.0, dict[str, float](), list[str]()

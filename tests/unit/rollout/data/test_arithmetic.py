@@ -41,15 +41,11 @@ def test_worked_answers_are_right_line_by_line_and_agree_with_the_question():
         assert all(1 <= int(number) <= MAX_NUMBER for number in re.findall(r"\d+", problem.question))
 
 
-def test_train_and_val_are_distinct_by_question():
+def test_train_and_val_are_distinct_by_question_and_the_seed_decides_them():
     train, val = split_problems(3000, 500, seed=0)
+    assert (train, val) == split_problems(3000, 500, seed=0) != split_problems(3000, 500, seed=1)
     assert (len(train), len(val)) == (3000, 500)
     assert len({problem.question for problem in train + val}) == 3500
-
-
-def test_the_seed_decides_the_problems():
-    assert split_problems(50, 20, seed=1) == split_problems(50, 20, seed=1)
-    assert split_problems(50, 20, seed=1) != split_problems(50, 20, seed=2)
 
 
 def test_every_kind_of_problem_is_drawn():

@@ -26,8 +26,12 @@ ROWS = [
 ]
 
 
-def write_jsonl(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+def write(path: Path, *records: Any) -> Path:
+    """Parquet by that suffix, else JSONL."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path)
+    else:
+        path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
 
 
@@ -41,21 +45,16 @@ def load(*paths: Path) -> list[Row]:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 def test_every_format_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"data.{suffix}"
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
-    else:
-        write_jsonl(path, *RECORDS)
-    assert load(path) == ROWS
+    assert load(write(tmp_path / f"data.{suffix}", *RECORDS)) == ROWS
 
 
 def test_several_files_are_one_data_set_in_the_order_given(tmp_path: Path) -> None:
-    first, second = write_jsonl(tmp_path / "b.jsonl", RECORDS[1]), write_jsonl(tmp_path / "a.jsonl", RECORDS[0])
+    first, second = write(tmp_path / "b.jsonl", RECORDS[1]), write(tmp_path / "a.jsonl", RECORDS[0])
     assert load(first, second) == [ROWS[1], ROWS[0]]
 
 
 def test_columns_have_the_names_of_the_config(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", {"problem": "1?", "solution": "one", "answer": "unused"})
+    path = write(tmp_path / "data.jsonl", {"problem": "1?", "solution": "one", "answer": "unused"})
     assert load_rows(str(path), Columns(prompt="problem", answer="solution")) == [
         Row(question="1?", ground_truth="one", extra={"answer": "unused"})
     ]
@@ -70,30 +69,21 @@ def test_blank_lines_and_windows_line_ends_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second_line", "message"),
     [
-        ("{oops", "data.jsonl:3: not JSON"),
-        ('["question", "answer"]', "data.jsonl:3: must be a JSON object, is list"),
-        ('{"question": "q", "anwser": "a"}', "data.jsonl:3: no column 'answer'; the row has anwser, question"),
-        (
-            '{"question": 7, "answer": "a"}',
-            "data.jsonl:3: column 'question' must be text or a list of messages, is int",
-        ),
-        ('{"question": "q", "answer": null}', "data.jsonl:3: column 'answer' must be text or a number, is NoneType"),
-        ('{"question": "q", "answer": true}', "data.jsonl:3: column 'answer' must be text or a number, is bool"),
+        (b"{oops", "not JSON"),
+        (b'{"question": "Gr\xf6\xdfe?", "answer": "a"}', "not JSON"),
+        (b'["question", "answer"]', "must be a JSON object, is list"),
+        (b'{"question": "q", "anwser": "a"}', "no column 'answer'; the row has anwser, question"),
+        (b'{"question": 7, "answer": "a"}', "column 'question' must be text or a list of messages, is int"),
+        (b'{"question": "q", "answer": null}', "column 'answer' must be text or a number, is NoneType"),
+        (b'{"question": "q", "answer": true}', "column 'answer' must be text or a number, is bool"),
     ],
 )
-def test_a_malformed_row_names_file_line_and_column(second_line: str, message: str, tmp_path: Path) -> None:
+def test_a_malformed_row_names_file_line_and_column(second_line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "q", "answer": "a"}\n\n' + second_line + "\n")
+    path.write_bytes(b'{"question": "q", "answer": "a"}\n\n' + second_line + b"\n")
     with pytest.raises(DataError) as raised:
         load(path)
-    assert str(raised.value).startswith(f"{tmp_path}/{message}")
-
-
-def test_bytes_that_are_not_utf8_name_file_and_line(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "Gr\xf6\xdfe?", "answer": "a"}\n')
-    with pytest.raises(DataError, match=r"data\.jsonl:2: not JSON"):
-        load(path)
+    assert str(raised.value).startswith(f"{path}:3: {message}")
 
 
 def test_a_malformed_parquet_row_names_file_and_row(tmp_path: Path) -> None:
@@ -101,19 +91,16 @@ def test_a_malformed_parquet_row_names_file_and_row(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None], "answer": ["1", "2"]}), path)
     with pytest.raises(DataError, match=r"data\.parquet:2: column 'question' must be text or a list of mess"):
         load(path)
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"data\.parquet: cannot be read as parquet"):
+        load(path)
 
 
 @pytest.mark.parametrize("name", ["data.csv", "data", "data.jsonl.gz"])
 def test_an_unknown_file_type_is_refused(name: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / name, RECORDS[0])
+    path = write(tmp_path / name, RECORDS[0])
     with pytest.raises(DataError, match=rf"{name}: must be a \.jsonl, \.json or \.parquet file, a folder, or a hub"):
         load(path)
-
-
-def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
-    (tmp_path / "data.parquet").write_text("{}")
-    with pytest.raises(DataError, match=r"data\.parquet: cannot be read as parquet"):
-        load(tmp_path / "data.parquet")
 
 
 @pytest.mark.parametrize(
@@ -143,19 +130,14 @@ def verl_record(prompt: Any, reward_model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_verls_schema(suffix: str, tmp_path: Path) -> None:
     record = verl_record([SYSTEM, USER], {"style": "rule", "ground_truth": "4"})
-    path = tmp_path / f"data.{suffix}"
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-    else:
-        write_jsonl(path, record)
-    [row] = load_rows(str(path), VERL)
+    [row] = load_rows(str(write(tmp_path / f"data.{suffix}", record)), VERL)
     assert (row.question, row.context, row.ground_truth, row.data_source) == ("2 + 2?", (SYSTEM,), "4", "sums")
     assert row.extra == {key: value for key, value in record.items() if key != "prompt"}
 
 
 @pytest.mark.parametrize(("answer", "truth"), [(204, "204"), (-3, "-3"), (2.5, "2.5"), ("033", "033")])
 def test_an_answer_may_be_a_number(answer: Any, truth: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "aime.jsonl", {"Problem": "?", "Answer": answer})
+    path = write(tmp_path / "aime.jsonl", {"Problem": "?", "Answer": answer})
     assert load_rows(str(path), Columns(prompt="Problem", answer="Answer"))[0].ground_truth == truth
 
 
@@ -174,7 +156,7 @@ def test_an_answer_may_be_a_number(answer: Any, truth: str, tmp_path: Path) -> N
     ],
 )
 def test_a_malformed_message_or_nested_column_is_named(record: Any, message: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", record)
+    path = write(tmp_path / "data.jsonl", record)
     with pytest.raises(DataError) as raised:
         load_rows(str(path), VERL)
     assert str(raised.value).startswith(f"{path}:1: {message}")
@@ -196,7 +178,7 @@ def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: 
     one.save_to_disk(str(tmp_path / "one"))
     DatasetDict({"train": one, "test": Dataset.from_list(RECORDS[:1])}).save_to_disk(str(tmp_path / "splits"))
     (tmp_path / "repository").mkdir()
-    write_jsonl(tmp_path / "repository" / "train.jsonl", *RECORDS)
+    write(tmp_path / "repository" / "train.jsonl", *RECORDS)
     assert load(tmp_path / "one") == load(tmp_path / "splits@train") == load(tmp_path / "repository@train") == ROWS
     assert load(tmp_path / "splits@test") == ROWS[:1]
 

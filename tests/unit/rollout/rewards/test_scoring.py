@@ -1,7 +1,6 @@
 """Whatever a reward does, its group gets results in time: on the real clock, since threads know no other."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import Awaitable, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from rollout.types import Prompt
 from tests.support.fakes import make_prompt, run_virtual
 
 TEXTS = ["ab", "c", ""]
+NUMBERS = {"ab": np.int64(1), "c": np.float32(0.5), "": np.bool_(False)}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def gives_an_awaitable(prompt: Prompt, text: str) -> Awaitable[RewardResult]:
 
 @pytest.mark.parametrize(
     "reward",
-    [of_length, later, AsyncCallable(), gives_an_awaitable, partial(later), lambda p, t: np.float64(len(t) / 2)],
+    [of_length, later, AsyncCallable(), gives_an_awaitable, partial(later), lambda prompt, text: NUMBERS[text]],
 )
 def test_a_reward_may_be_a_number_a_result_or_either_of_them_later(reward: Reward) -> None:
     scored = results(reward)
@@ -68,44 +68,24 @@ def test_a_reward_may_be_a_number_a_result_or_either_of_them_later(reward: Rewar
     assert results(reward, []) == []
 
 
-@pytest.mark.parametrize("kind", [bool, int, np.bool_, np.int64, np.float32])
-def test_any_kind_of_number_is_one(kind: type) -> None:
-    assert outcomes(lambda prompt, text: kind(len(text) == 2)) == [1, 0, 0]
-
-
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def raises(prompt: Prompt, text: str) -> float:
-    if text == "c":
-        raise ValueError("c is no answer")
-    return 1.0
+def raising(error: BaseException) -> Any:
+    def reward(prompt: Prompt, text: str) -> float:
+        if text == "c":
+            raise error
+        return 1.0
 
-
-def exits(prompt: Prompt, text: str) -> float:
-    if text == "c":
-        sys.exit("by the code under test")
-    return 1.0
-
-
-def stops(prompt: Prompt, text: str) -> float:
-    return 1.0 if text != "c" else next(iter(()))
-
-
-def interrupts(prompt: Prompt, text: str) -> float:
-    if text == "c":
-        raise KeyboardInterrupt
-    return 1.0
-
-
-def cancels(prompt: Prompt, text: str) -> float:
-    if text == "c":
-        raise asyncio.CancelledError("inside")
-    return 1.0
+    return reward
 
 
 def answers(value: object) -> Any:
     return lambda prompt, text: value if text == "c" else 1.0
+
+
+raises = raising(ValueError("c is no answer"))
+stops = raising(StopIteration())
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -113,10 +93,10 @@ def answers(value: object) -> Any:
     ("reward", "error"),
     [
         (raises, "ValueError: c is no answer"),
-        (exits, "SystemExit: by the code under test"),
+        (raising(SystemExit("by the code under test")), "SystemExit: by the code under test"),
         (stops, "StopIteration: "),
-        (interrupts, "KeyboardInterrupt: "),
-        (cancels, "CancelledError: inside"),
+        (raising(KeyboardInterrupt()), "KeyboardInterrupt: "),
+        (raising(asyncio.CancelledError("inside")), "CancelledError: inside"),
         (answers(None), "TypeError: a reward must be a finite number, not None"),
         (answers("1.0"), "TypeError: a reward must be a finite number, not '1.0'"),
         (answers((1.0, {})), "TypeError: a reward must be a finite number, not (1.0, {})"),

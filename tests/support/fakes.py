@@ -1,8 +1,7 @@
 """Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 from configs.schema import WeightSyncConfig
 from rollout.engines.base import WeightTag
 from rollout.engines.simulated import SimulatedEngine
-from rollout.errors import ReplicaLostError
-from rollout.progress import Attempt, Progress
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import (
@@ -86,85 +83,6 @@ def make_completion(
         finish_reason=finish_reason,
         cached_tokens=cached_tokens,
     )
-
-
-# -- around the rollouter ----------------------------------------------------------------------------------------------
-
-
-class FakeStream:
-    """Prompts 0, 1, 2, ..."""
-
-    def __init__(self) -> None:
-        self.ordinal = 0
-
-    def next(self) -> Prompt:
-        self.ordinal += 1
-        return make_prompt(self.ordinal - 1)
-
-
-class FakeRunner:
-    """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
-
-    The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
-    is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
-    """
-
-    def __init__(
-        self,
-        seconds: list[float],
-        errors: dict[int, BaseException] | None = None,
-        deaths: dict[str, float] | None = None,
-        is_flat: Callable[[int], bool] = lambda ordinal: True,
-    ):
-        self._is_flat = is_flat
-        self.live = 0
-        self.events: list[tuple[str, int, str]] = []
-        self.attempts: list[Attempt] = []
-        self.errors_once: dict[int, BaseException] = {}
-        self._seconds = seconds
-        self._errors = errors or {}
-        self._deaths = deaths or {}
-
-    async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
-    ) -> TrajectoryGroup:
-        ordinal, first = prompt.ordinal, self.live
-        self.attempts.append(attempt)
-        self.events.append(("start", ordinal, replica))
-        seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
-        try:
-            await asyncio.sleep(min(seconds, max(lives_s, 0)))
-        except asyncio.CancelledError:
-            self.events.append(("cancel", ordinal, replica))
-            raise
-        if lives_s < seconds:
-            self.events.append(("lost", ordinal, replica))
-            raise ReplicaLostError(f"{replica} died while it generated")
-        self.events.append(("end", ordinal, replica))
-        if ordinal in self.errors_once:
-            raise self.errors_once.pop(ordinal)
-        if ordinal in self._errors:
-            raise self._errors[ordinal]
-        if self._is_flat(ordinal):
-            return make_group(ordinal, first, self.live, group_size=group_size)
-        return make_mixed_group(ordinal, first, self.live)
-
-
-class FakeEpisodes:
-    """A rollouter's episodes on replicas that are never lost."""
-
-    def __init__(self, runner: FakeRunner):
-        self.run_group = runner.run_group
-        self.progress = Progress()
-
-    async def replica_lost(self, name: str, error: BaseException) -> bool:
-        raise AssertionError(f"{name} cannot be lost") from error
-
-    async def collect_progress(self, name: str) -> None: ...
-
-    async def abort(self, name: str, request_ids: object) -> None: ...
-
-    async def updated(self) -> None: ...
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

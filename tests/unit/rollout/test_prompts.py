@@ -6,19 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.prompts import EncodedRow, PromptStream
 from rollout.types import Prompt
-
-
-def make_rows(count: int) -> list[EncodedRow]:
-    return [
-        EncodedRow(
-            row=Row(question=f"q{index}", ground_truth=f"a{index}", data_source="made", extra={"index": index}),
-            text=f"Q: q{index}",
-            token_ids=(index, 7),
-        )
-        for index in range(count)
-    ]
+from tests.support.rollouts import make_rows
 
 
 def take(stream: PromptStream, count: int) -> list[Prompt]:

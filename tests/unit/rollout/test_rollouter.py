@@ -1,86 +1,22 @@
-"""Every prompt becomes one group in the buffer, whatever the order of finishing, or the run ends with the error."""
+"""Every prompt becomes one group in the buffer, whatever is lost or fails, or the run ends with the error."""
 
 import asyncio
-from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import StalePolicy
-from rollout.buffer import TooFewGroupsError, TrajectoryBuffer
-from rollout.failures import GroupBudget
-from rollout.fleet.episodes import FleetEpisodes
-from rollout.fleet.fleet import ReplicaFleet
-from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
-from rollout.staleness import SlotLedger, StalenessWindow
-from rollout.types import SamplingParams
-from tests.support.fakes import FakeRunner, FakeStream, run_virtual, settle
-
-GROUP_SIZE = 4
-
-
-async def no_progress(known: object) -> None:
-    raise OSError("it is gone")
-
-
-@dataclass
-class Setup:
-    """A rollouter on replicas with room for two groups each, for runs of `num_steps` steps of two groups."""
-
-    seconds: list[float]
-    errors: dict[int, BaseException] | None = None
-    deaths: dict[str, float] | None = None
-    replicas: str = "ab"
-    num_steps: int = 3
-    max_staleness: int = 1
-    failures: GroupBudget | None = None
-    flat: list[bool] | None = None
-    """Which prompts' groups have equal rewards; those are filtered out."""
-    make_runner: type[FakeRunner] = FakeRunner
-
-    def __post_init__(self) -> None:
-        flat = self.flat or [False]
-        window = StalenessWindow(groups_per_step=2, max_staleness=self.max_staleness)
-        ledger = SlotLedger(window, StalePolicy.wait, total_groups=2 * self.num_steps)
-        self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
-        self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
-        self.told: list[str] = []
-        members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in self.replicas]
-        fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
-        self.runner = self.make_runner(self.seconds, self.errors, self.deaths, lambda n: flat[n % len(flat)])
-        self.stream = FakeStream()
-        self.progress = fleet.progress
-        self.rollouter = Rollouter(
-            stream=self.stream,  # pyright: ignore
-            buffer=self.buffer,
-            router=self.router,
-            episodes=FleetEpisodes(self.runner, fleet, asyncio.Lock()),
-            sampling=SamplingParams(),
-            group_size=GROUP_SIZE,
-            group_timeout_s=100.0,
-            failures=self.failures,
-        )
-
-    async def train(self) -> list[int]:
-        """The ordinals, in the order of training."""
-        trained: list[int] = []
-        for step in range(self.num_steps):
-            batch = await self.buffer.next_batch(step)
-            trained += [group.prompt.ordinal for group in batch.groups]
-            await asyncio.sleep(1)
-            self.runner.live = step + 1
-            await self.buffer.advance(step + 1)
-        return trained
-
-    def ordinals(self, wanted: str) -> list[int]:
-        return [ordinal for event, ordinal, _ in self.runner.events if event == wanted]
-
-    @property
-    def reserved(self) -> float:
-        return self.router.gauges()["rollout/inflight_trajectories"]
+from rollout import rollouter
+from rollout.buffer import TooFewGroupsError
+from rollout.errors import AgentWorkerLostError, TooFewReplicasError
+from rollout.failures import GroupBudget, GroupFailuresError
+from rollout.progress import Attempt, ProgressReport, TokenDelta
+from rollout.request_ids import RequestId
+from rollout.rollouter import GroupUnderWay
+from rollout.types import TrajectoryGroup
+from tests.support.fakes import make_completion, make_prompt, now, run_virtual, settle
+from tests.support.rollouts import GROUP_SIZE, FakeRunner, RolloutSetup
 
 
 @settings(max_examples=100, deadline=None)
@@ -93,7 +29,7 @@ class Setup:
 def test_every_prompt_is_dispatched_and_trained_once_whatever_dies(
     seconds: list[float], num_steps: int, max_staleness: int, deaths: dict[str, float]
 ) -> None:
-    setup = Setup(seconds, num_steps=num_steps, max_staleness=max_staleness, deaths=deaths, replicas="abc")
+    setup = RolloutSetup(seconds, num_steps=num_steps, max_staleness=max_staleness, deaths=deaths, replicas="abc")
 
     async def main() -> list[int]:
         _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
@@ -120,7 +56,7 @@ def test_filtered_prompts_are_replaced_by_the_next_of_the_stream(
     seconds: list[float], flat: list[bool], max_staleness: int
 ) -> None:
     """The last batch too is full, and the run ends although how many prompts it takes is not known before."""
-    setup = Setup(seconds, num_steps=3, max_staleness=max_staleness, flat=flat)
+    setup = RolloutSetup(seconds, num_steps=3, max_staleness=max_staleness, flat=flat)
 
     async def main() -> list[int]:
         _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
@@ -136,7 +72,7 @@ def test_filtered_prompts_are_replaced_by_the_next_of_the_stream(
 
 
 def test_a_stream_of_equal_rewards_ends_the_run_with_the_key() -> None:
-    setup = Setup(seconds=[1.0], flat=[True])
+    setup = RolloutSetup(seconds=[1.0], flat=[True])
 
     async def main() -> None:
         with pytest.raises(ExceptionGroup) as caught:
@@ -148,7 +84,7 @@ def test_a_stream_of_equal_rewards_ends_the_run_with_the_key() -> None:
 
 def test_what_happens_when_a_run_starts() -> None:
     """Both replicas are filled with as many groups as there are slots; the next goes where one has ended."""
-    setup = Setup(seconds=[5.0, 1.0, 5.0, 5.0, 5.0], max_staleness=9)
+    setup = RolloutSetup(seconds=[5.0, 1.0, 5.0, 5.0, 5.0], max_staleness=9)
 
     async def main() -> None:
         run = asyncio.create_task(setup.rollouter.run())
@@ -171,7 +107,7 @@ def test_what_happens_when_a_run_starts() -> None:
 
 def test_a_group_that_fails_ends_the_run_with_its_error() -> None:
     error = RuntimeError("the reward of prompt 1 crashed")
-    setup = Setup(seconds=[50.0, 1.0], errors={1: error})
+    setup = RolloutSetup(seconds=[50.0, 1.0], errors={1: error})
 
     async def main() -> None:
         with pytest.raises(ExceptionGroup) as caught:
@@ -187,7 +123,7 @@ def test_a_group_that_fails_ends_the_run_with_its_error() -> None:
 
 def test_cancelling_the_run_gives_back_all_room() -> None:
     """Of groups that run, and of the one that has room and waits for a slot."""
-    setup = Setup(seconds=[50.0], max_staleness=0)
+    setup = RolloutSetup(seconds=[50.0], max_staleness=0)
 
     async def main() -> None:
         run = asyncio.create_task(setup.rollouter.run())
@@ -202,7 +138,7 @@ def test_cancelling_the_run_gives_back_all_room() -> None:
 
 
 def test_a_group_that_takes_too_long_names_the_knob_the_prompt_and_the_replica() -> None:
-    setup = Setup(seconds=[1.0, 1000.0, 1.0])
+    setup = RolloutSetup(seconds=[1.0, 1000.0, 1.0])
 
     async def main() -> None:
         with pytest.raises(ExceptionGroup) as caught:
@@ -217,7 +153,7 @@ def test_a_group_that_takes_too_long_names_the_knob_the_prompt_and_the_replica()
 
 def test_a_timeout_inside_a_group_keeps_its_own_message() -> None:
     error = TimeoutError("the tool did not answer")
-    setup = Setup(seconds=[1.0], errors={0: error})
+    setup = RolloutSetup(seconds=[1.0], errors={0: error})
 
     async def main() -> None:
         with pytest.raises(ExceptionGroup) as caught:
@@ -229,7 +165,7 @@ def test_a_timeout_inside_a_group_keeps_its_own_message() -> None:
 
 def test_a_replica_ejected_while_a_group_waits_for_a_slot_does_not_get_the_group() -> None:
     """An update of the weights is when slots come free, and also when replicas are ejected."""
-    setup = Setup(seconds=[1.0], max_staleness=0)
+    setup = RolloutSetup(seconds=[1.0], max_staleness=0)
 
     async def main() -> None:
         run = asyncio.create_task(setup.rollouter.run())
@@ -242,5 +178,255 @@ def test_a_replica_ejected_while_a_group_waits_for_a_slot_does_not_get_the_group
         assert {replica for event, ordinal, replica in setup.runner.events if ordinal >= 2} == {"ab".strip(chosen)}
         run.cancel()
         await asyncio.wait([run])
+
+    run_virtual(main())
+
+
+# -- replicas that are lost --------------------------------------------------------------------------------------------
+
+
+def test_a_group_whose_replica_is_lost_runs_again_elsewhere_under_the_same_slot() -> None:
+    """On-policy: there is no other slot to take, and the step is trained with the group that ran twice."""
+    setup = RolloutSetup(seconds=[5.0, 1.0], deaths={"a": 3.0}, max_staleness=0, num_steps=1)
+
+    async def main() -> None:
+        run = asyncio.create_task(setup.rollouter.run())
+        batch = await setup.buffer.next_batch(0)
+        assert [group.prompt for group in batch.groups] == [make_prompt(0), make_prompt(1)]
+        assert setup.runner.events == [
+            ("start", 0, "a"),
+            ("start", 1, "b"),
+            ("end", 1, "b"),
+            ("lost", 0, "a"),
+            ("start", 0, "b"),
+            ("end", 0, "b"),
+        ]
+        assert asyncio.get_running_loop().time() == 8
+        assert setup.rollouter.counters["restarted"] == GROUP_SIZE
+        assert setup.rollouter.counters["trajectories_started"] == 2 * GROUP_SIZE
+        assert setup.told == ["a is given up: a died while it generated"]
+        await setup.buffer.advance(1)
+        await run
+        assert setup.reserved == 0
+
+    run_virtual(main())
+
+
+def test_a_loss_that_leaves_too_few_replicas_ends_the_run() -> None:
+    setup = RolloutSetup(seconds=[5.0], deaths={"a": 2.0, "b": 3.0})
+
+    async def main() -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await setup.rollouter.run()
+        assert caught.group_contains(TooFewReplicasError, match="0 replicas are left in service.*b died while it gen")
+        assert setup.reserved == 0 and asyncio.get_running_loop().time() == 3
+
+    run_virtual(main())
+
+
+def test_a_group_goes_on_elsewhere_from_what_its_replica_told() -> None:
+    setup = RolloutSetup(seconds=[5.0, 1.0], deaths={"a": 3.0}, max_staleness=0, num_steps=1)
+    had = make_completion([7, 8], [0, 0], "")
+
+    async def main() -> None:
+        run = asyncio.create_task(setup.rollouter.run())
+        await asyncio.sleep(2)
+        delta = TokenDelta(request_id=RequestId(ordinal=0, episode=1), prompt_checksum=5, start=0, tokens=had)
+        report = ProgressReport(tokens=2, running=4, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
+        setup.progress.take("b", report)  # which does not have the group
+        assert setup.progress.partials(0) == {}
+        setup.progress.take("a", report)
+        await setup.buffer.next_batch(0)
+        first, _, second = setup.runner.attempts
+        assert (first.number, first.partials, second.number) == (0, {}, 1)
+        assert {key: partial.completion for key, partial in second.partials.items()} == {(1, 0): had}
+        assert setup.rollouter.counters["moved"] == 1
+        assert setup.rollouter.counters["restarted"] == GROUP_SIZE - 1
+        await setup.buffer.advance(1)
+        await run
+        assert setup.progress.known("a") == setup.progress.known("b") == {} and not setup.rollouter.under_way
+
+    run_virtual(main())
+
+
+# -- groups that fail --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_fails_is_tried_again_under_the_same_slot() -> None:
+    setup = RolloutSetup(seconds=[1.0], failures=GroupBudget(max_retries=1), max_staleness=0, num_steps=1)
+    setup.runner.errors_once = {1: RuntimeError("the tool was away")}
+
+    async def main() -> None:
+        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+        assert sorted(trained) == [0, 1] and setup.reserved == 0
+        assert (
+            setup.ordinals("start") == [0, 1, 1] and setup.rollouter.counters["trajectories_started"] == 2 * GROUP_SIZE
+        )
+        assert setup.buffer.ledger.num_failed == 0 and setup.runner.attempts[-1].number == 1
+
+    run_virtual(main())
+
+
+def test_an_agent_worker_that_dies_is_no_failure_of_its_groups() -> None:
+    setup = RolloutSetup(seconds=[1.0], failures=GroupBudget(max_retries=0), max_staleness=0, num_steps=1)
+    setup.runner.errors_once = {1: AgentWorkerLostError("an agent worker died")}
+
+    async def main() -> None:
+        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+        assert sorted(trained) == [0, 1] and setup.ordinals("start") == [0, 1, 1]
+        assert setup.rollouter.counters["restarted"] == 0 and setup.reserved == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seconds", [[1.0], [1.0, 1000.0, 1.0, 1.0, 1.0]])  # prompt 1 raises, or takes too long
+def test_a_group_that_fails_for_good_gives_its_place_to_another_prompt(seconds: list[float]) -> None:
+    failures = GroupBudget(max_retries=1, share=0.5, num_groups=2)
+    setup = RolloutSetup(seconds, errors={1: RuntimeError("always")}, failures=failures, max_staleness=0, num_steps=1)
+
+    async def main() -> None:
+        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+        assert sorted(trained) == [0, 2] and setup.reserved == 0
+        assert setup.ordinals("start") == [0, 1, 1, 2] and failures.failed == [1]
+        assert setup.buffer.ledger.num_failed == 1 and not setup.rollouter.under_way
+        gauges = setup.buffer.gauges()
+        assert gauges["rollout/inflight_groups"] == 0
+
+    run_virtual(main())
+
+
+def test_past_the_budget_the_first_failure_ends_the_run() -> None:
+    failures = GroupBudget(max_retries=0, share=0.25, num_groups=6)
+    errors: dict[int, BaseException] = {1: RuntimeError("first"), 2: RuntimeError("second")}
+    setup = RolloutSetup([3.0, 1.0, 2.0], errors=errors, failures=failures)
+
+    async def main() -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.gather(setup.rollouter.run(), setup.train())
+        message = "2 groups failed.*max_failed_groups=0.25 of the run's 6; the first: prompt 1: RuntimeError: first"
+        assert caught.group_contains(GroupFailuresError, match=message)
+
+    run_virtual(main())
+
+
+# -- groups of an earlier run ------------------------------------------------------------------------------------------
+
+
+def test_what_an_earlier_run_had_under_way_comes_first_under_the_slots_it_held() -> None:
+    attempt = Attempt(number=0, partials={})
+    setup = RolloutSetup(seconds=[2.0], max_staleness=0, num_steps=1)
+    resumed = GroupUnderWay(slot=setup.buffer.ledger.claim(), prompt=make_prompt(77), attempt=attempt)
+    setup.rollouter.under_way[77] = resumed
+
+    async def main() -> None:
+        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+        assert sorted(trained) == [0, 77] and setup.ordinals("start") == [77, 0]
+        assert setup.runner.attempts[0] is attempt
+
+    run_virtual(main())
+
+
+# -- prompts that crash their process ----------------------------------------------------------------------------------
+
+
+class DeadlyRunner(FakeRunner):
+    """One process runs all groups but those that run alone. A prompt in `deadly` ends its process when it is done."""
+
+    deadly: tuple[int, ...] = ()
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.alone: list[int] = []
+        self.num_alone = self.max_alone = 0
+        self._death: asyncio.Future[None] | None = None
+
+    async def run_group(self, prompt: Any, replica: str, sampling: Any, group_size: int, attempt: Any) -> Any:
+        running = super().run_group(prompt, replica, sampling, group_size, attempt)
+        if not attempt.alone:
+            return await self._with_the_others(prompt.ordinal, asyncio.create_task(running))
+        self.alone.append(prompt.ordinal)
+        self.num_alone += 1
+        self.max_alone = max(self.max_alone, self.num_alone)
+        finished = await running
+        self.num_alone -= 1
+        if prompt.ordinal in self.deadly:
+            raise AgentWorkerLostError("the process of one group died")
+        return finished
+
+    async def _with_the_others(self, ordinal: int, running: asyncio.Task[TrajectoryGroup]) -> TrajectoryGroup:
+        death = self._death = self._death or asyncio.get_running_loop().create_future()
+        await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
+        if ordinal in self.deadly and not death.done():
+            death.set_result(None)
+            self._death = None
+        if death.done():
+            running.cancel()
+            raise AgentWorkerLostError("an agent worker died")
+        return await running
+
+
+def setup_with(deadly: tuple[int, ...], seconds: list[float], **options: Any) -> tuple[RolloutSetup, DeadlyRunner]:
+    setup = RolloutSetup(seconds, make_runner=DeadlyRunner, **options)
+    assert isinstance(setup.runner, DeadlyRunner)
+    setup.runner.deadly = deadly
+    return setup, setup.runner
+
+
+async def run(setup: RolloutSetup) -> list[int]:
+    _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+    assert setup.reserved == 0 and not setup.rollouter.under_way
+    return sorted(trained)
+
+
+def test_the_prompt_that_kills_is_given_up_and_no_other() -> None:
+    failures = GroupBudget(max_retries=1, share=0.2, num_groups=6)
+    setup, runner = setup_with((1,), [9.0, 1.0, 9.0, 9.0], failures=failures, replicas="abc")
+
+    async def main() -> None:
+        assert await run(setup) == [0, 2, 3, 4, 5, 6]
+        assert failures.failed == [1] and failures.num_retried == 1
+        assert sorted(runner.alone) == [0, 1, 1, 2, 3], "after two deaths each of the four, and the culprit once more"
+        assert setup.rollouter.counters["restarted"] == 0
+
+    run_virtual(main())
+
+
+def test_few_run_alone_at_a_time_and_when_one_is_found_the_others_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouter, "ALONE_AT_ONCE", 1)
+    failures = GroupBudget(max_retries=0, share=0.2, num_groups=6)
+    setup, runner = setup_with((0,), [1.0, 9.0, 9.0, 9.0], failures=failures, replicas="abc")
+
+    async def main() -> None:
+        assert await run(setup) == [1, 2, 3, 4, 5, 6]
+        assert failures.failed == [0] and runner.alone == [0] and runner.max_alone == 1
+
+    run_virtual(main())
+
+
+def test_deaths_that_no_group_is_why_cost_nothing_but_time() -> None:
+    """Somebody kills the process three times; the groups have no failures left to spend."""
+    setup, runner = setup_with((), [9.0], failures=GroupBudget(max_retries=0), max_staleness=0, num_steps=1)
+
+    async def main() -> None:
+        running = asyncio.create_task(run(setup))
+        for _ in range(3):
+            await asyncio.sleep(2)
+            if runner._death is not None and not runner._death.done():
+                runner._death.set_result(None)
+                runner._death = None
+        assert await running == [0, 1] and sorted(runner.alone) == [0, 1]
+        assert now() == 14
+
+    run_virtual(main())
+
+
+def test_prompts_that_all_kill_end_the_run_within_their_budget() -> None:
+    failures = GroupBudget(max_retries=1, share=0.2, num_groups=6)
+    setup, _ = setup_with(tuple(range(99)), [1.0], failures=failures)
+
+    async def main() -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await run(setup)
+        assert caught.group_contains(GroupFailuresError, match="2 groups failed, .* the process of one group died")
 
     run_virtual(main())

@@ -1,101 +1,17 @@
 """A run that ends at any moment and goes on in another: every prompt is trained once, and what was sampled is kept."""
 
-import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import StalePolicy
-from rollout.buffer import TrajectoryBuffer
-from rollout.failures import FailureBudget, GroupBudget
-from rollout.progress import Attempt, PartialCompletion, ProgressReport, TokenDelta
+from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
-from rollout.request_ids import RequestId
-from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
-from rollout.snapshot import OtherPromptsError, Rollouts, RolloutState, UnderWay, capture, decode, encode, restore
-from rollout.staleness import SlotLedger, StalenessWindow
-from rollout.types import SamplingParams
-from tests.support.fakes import FakeEpisodes, FakeRunner, make_completion, make_group, make_trajectory, run_virtual
-from tests.unit.rollout.test_prompts import make_rows
-
-B = 2  # groups per step
-NUM_STEPS = 6
-
-
-@dataclass
-class Run:
-    """Of six steps; `seconds` that groups take, in turn."""
-
-    seconds: list[float]
-    max_staleness: int = 1
-    global_steps: int = 0
-    group_size: int = 4
-    num_rows: int = 5
-
-    def __post_init__(self) -> None:
-        window = StalenessWindow(groups_per_step=B, max_staleness=self.max_staleness)
-        ledger = SlotLedger(window, StalePolicy.wait, NUM_STEPS * B, self.global_steps)
-        buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0)
-        self.runner = FakeRunner(self.seconds)
-        self.runner.live = self.global_steps
-        router = ReplicaRouter(["a", "b"], max_inflight=2 * self.group_size)
-        stream, failures = PromptStream(make_rows(self.num_rows), seed=3), GroupBudget()
-        episodes = FakeEpisodes(self.runner)
-        rollouter = Rollouter(
-            stream=stream,
-            buffer=buffer,
-            router=router,
-            episodes=episodes,
-            sampling=SamplingParams(),
-            group_size=self.group_size,
-            group_timeout_s=1000.0,
-            failures=failures,
-        )
-        self.rollouts = Rollouts(
-            stream=stream,
-            buffer=buffer,
-            rollouter=rollouter,
-            failed_rewards=FailureBudget(),
-            failed_groups=failures,
-        )
-        self.trained: dict[int, list[int]] = {}
-        self.told: dict[int, list[int]] = {}
-        """Ordinal -> tokens of its request 0 that the replicas have told."""
-
-    async def until(self, last_step: int) -> RolloutState:
-        """What the checkpoint of `last_step` keeps."""
-        producing = asyncio.create_task(self.rollouts.rollouter.run())
-        buffer = self.rollouts.buffer
-        for step in range(self.global_steps, last_step):
-            batch = await buffer.next_batch(step)
-            self.trained[step] = [group.prompt.ordinal for group in batch.groups]
-            assert all(self.max_staleness >= step - group.min_version for group in batch.groups)
-            await asyncio.sleep(1)
-            self.runner.live = step + 1
-            if step + 1 < last_step:
-                await buffer.advance(step + 1)
-        self.tell()
-        state = decode(encode(capture(self.rollouts)))
-        producing.cancel()
-        await asyncio.wait([producing])
-        return state
-
-    def tell(self) -> None:
-        """One more token of request 0 of every group under way."""
-        for ordinal, group in self.rollouts.rollouter.under_way.items():
-            request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
-            for replica in "ab":
-                known = self.rollouts.rollouter.progress.known(replica).get(request_id, 0)
-                piece = make_completion([100 + known], [self.runner.live], "")
-                delta = TokenDelta(request_id=request_id, prompt_checksum=5, start=known, tokens=piece)
-                report = ProgressReport(tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
-                self.rollouts.rollouter.progress.take(replica, report)
-            partials = self.rollouts.rollouter.progress.partials(ordinal)
-            self.told[ordinal] = partials[0, 0].completion.token_ids.tolist() if partials else []
+from rollout.snapshot import OtherPromptsError, UnderWay, capture, decode, encode, restore
+from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
+from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,7 +27,7 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
         trained: list[int] = []
         state, before = None, None
         for start, end in zip([0, *cuts], [*cuts, NUM_STEPS], strict=True):
-            run = Run(seconds, max_staleness, global_steps=start)
+            run = CheckpointedRun(seconds, max_staleness, global_steps=start)
             if state is not None and before is not None:
                 assert restore(state, run.rollouts) == 0
                 resumed = run.rollouts.rollouter.under_way
@@ -124,7 +40,7 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
             trained += [ordinal for step in range(start, end) for ordinal in run.trained[step]]
             for ordinal, attempt in zip(run.rollouts.rollouter.under_way, run.runner.attempts, strict=False):
                 assert attempt.number == 0, ordinal
-        assert sorted(trained) == list(range(NUM_STEPS * B))
+        assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
     run_virtual(main())
 
@@ -132,9 +48,9 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
 @pytest.mark.parametrize("change", [{"max_staleness": 0}, {"group_size": 2}])
 def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change: dict[str, int]) -> None:
     async def main() -> None:
-        first = Run([1.0, 9.0, 3.0], max_staleness=3)
+        first = CheckpointedRun([1.0, 9.0, 3.0], max_staleness=3)
         state = await first.until(2)
-        run = replace(Run([1.0], max_staleness=3, global_steps=2), **change)
+        run = replace(CheckpointedRun([1.0], max_staleness=3, global_steps=2), **change)
         untrained = {group.ordinal for group in state.ready} | {group.ordinal for group in state.under_way}
         given_back = restore(state, run.rollouts)
         assert given_back == len(run.rollouts.stream.returned) > 0
@@ -142,14 +58,14 @@ def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change:
             assert given_back == len(untrained)
         await run.until(NUM_STEPS)
         trained = [ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step]
-        assert sorted(trained) == list(range(NUM_STEPS * B))
+        assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
     run_virtual(main())
 
 
 @pytest.mark.parametrize("changed", ["seed", "rows", "answer"])
 def test_other_prompts_are_refused(changed: str) -> None:
-    run = Run([1.0])
+    run = CheckpointedRun([1.0])
     state = capture(run.rollouts)
     rows = make_rows(4 if changed == "rows" else 5)
     if changed == "answer":
@@ -160,7 +76,7 @@ def test_other_prompts_are_refused(changed: str) -> None:
 
 
 def test_the_state_survives_its_encoding() -> None:
-    run = Run([1.0])
+    run = CheckpointedRun([1.0])
     assert run.rollouts.buffer.adopt(make_group(3, 0, 0, 1, group_size=2))
     run.rollouts.failed_groups.failed = [9]
     run.rollouts.failed_rewards.num_failed = 2
@@ -172,7 +88,7 @@ def test_the_state_survives_its_encoding() -> None:
     for name in ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"):
         np.testing.assert_array_equal(getattr(new, name), getattr(old, name), strict=True)
     assert (new.spans, new.reward, new.finish_reason) == (old.spans, old.reward, old.finish_reason)
-    other = Run([1.0])
+    other = CheckpointedRun([1.0])
     restore(again, other.rollouts)
     assert other.rollouts.rollouter.counters["moved"] == 7 and other.rollouts.failed_groups.failed == [9]
     assert other.rollouts.failed_rewards.num_failed == 2
@@ -180,7 +96,7 @@ def test_the_state_survives_its_encoding() -> None:
 
 def test_prompts_are_the_streams_again_whatever_their_rows_hold() -> None:
     rows = [replace(encoded, row=replace(encoded.row, extra={"x": object()})) for encoded in make_rows(5)]
-    runs = [Run([1.0]), Run([1.0])]
+    runs = [CheckpointedRun([1.0]), CheckpointedRun([1.0])]
     for run in runs:
         run.rollouts = replace(run.rollouts, stream=PromptStream(rows, seed=3))
     group = replace(make_group(3, 0, group_size=4), prompt=runs[0].rollouts.stream.at(3), greedy=make_trajectory(0))
@@ -194,11 +110,11 @@ def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(ValueError):
         decode(b"rubbish")
     with pytest.raises(TypeError, match="a checkpoint cannot hold a object"):
-        encode(replace(capture(Run([1.0]).rollouts), counters={"moved": object()}))  # pyright: ignore
+        encode(replace(capture(CheckpointedRun([1.0]).rollouts), counters={"moved": object()}))  # pyright: ignore
 
 
 def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint() -> None:
-    run = Run([1.0])
+    run = CheckpointedRun([1.0])
     had = PartialCompletion(prompt_checksum=5, completion=make_completion([7], [0], ""))
     first = capture(run.rollouts)
     under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, partials={(0, 0): had})

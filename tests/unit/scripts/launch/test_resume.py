@@ -9,7 +9,7 @@ from configs.schema import Config, TrainerConfig
 from configs.validate import ConfigError
 from rollout.snapshot import capture, encode
 from scripts.launch.resume import find_checkpoint, read
-from tests.unit.rollout.test_snapshot import Run
+from tests.support.rollouts import CheckpointedRun
 from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore
 
 
@@ -17,7 +17,7 @@ def save(run_dir: Path, *steps: int) -> None:
     store = CheckpointStore(run_dir / "checkpoints")
     for step in steps:
         aside = store.begin(step)
-        files = {"rollouts.bin": encode(capture(Run([1.0]).rollouts)), "recorder.bin": b"{}"}
+        files = {"rollouts.bin": encode(capture(CheckpointedRun([1.0]).rollouts)), "recorder.bin": b"{}"}
         store.publish(aside, step, store.seal(aside, step, files))
     (run_dir / "metrics.jsonl").write_text("{}\n")
 

@@ -1,0 +1,247 @@
+"""Rollouters over fake runners: whole, and cut by checkpoints."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from configs.schema import StalePolicy
+from rollout.buffer import TrajectoryBuffer
+from rollout.errors import ReplicaLostError
+from rollout.failures import FailureBudget, GroupBudget
+from rollout.fleet.episodes import FleetEpisodes
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.progress import Attempt, Progress, ProgressReport, TokenDelta
+from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.request_ids import RequestId
+from rollout.rollouter import Rollouter
+from rollout.router import ReplicaRouter
+from rollout.snapshot import Rollouts, RolloutState, capture, decode, encode
+from rollout.staleness import SlotLedger, StalenessWindow
+from rollout.types import Prompt, SamplingParams, TrajectoryGroup
+from tests.support.fakes import make_completion, make_group, make_mixed_group, make_prompt, now
+
+GROUP_SIZE = 4
+GROUPS_PER_STEP = 2
+NUM_STEPS = 6
+
+
+def make_rows(count: int) -> list[EncodedRow]:
+    return [
+        EncodedRow(
+            row=Row(question=f"q{index}", ground_truth=f"a{index}", data_source="made", extra={"index": index}),
+            text=f"Q: q{index}",
+            token_ids=(index, 7),
+        )
+        for index in range(count)
+    ]
+
+
+class FakeStream:
+    """Prompts 0, 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self.ordinal = 0
+
+    def next(self) -> Prompt:
+        self.ordinal += 1
+        return make_prompt(self.ordinal - 1)
+
+
+class FakeRunner:
+    """Takes `seconds[ordinal]` of the clock, then gives a group or raises `errors[ordinal]`.
+
+    The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
+    is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
+    """
+
+    def __init__(
+        self,
+        seconds: list[float],
+        errors: dict[int, BaseException] | None = None,
+        deaths: dict[str, float] | None = None,
+        is_flat: Callable[[int], bool] = lambda ordinal: True,
+    ):
+        self._is_flat = is_flat
+        self.live = 0
+        self.events: list[tuple[str, int, str]] = []
+        self.attempts: list[Attempt] = []
+        self.errors_once: dict[int, BaseException] = {}
+        self._seconds = seconds
+        self._errors = errors or {}
+        self._deaths = deaths or {}
+
+    async def run_group(
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> TrajectoryGroup:
+        ordinal, first = prompt.ordinal, self.live
+        self.attempts.append(attempt)
+        self.events.append(("start", ordinal, replica))
+        seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
+        try:
+            await asyncio.sleep(min(seconds, max(lives_s, 0)))
+        except asyncio.CancelledError:
+            self.events.append(("cancel", ordinal, replica))
+            raise
+        if lives_s < seconds:
+            self.events.append(("lost", ordinal, replica))
+            raise ReplicaLostError(f"{replica} died while it generated")
+        self.events.append(("end", ordinal, replica))
+        if ordinal in self.errors_once:
+            raise self.errors_once.pop(ordinal)
+        if ordinal in self._errors:
+            raise self._errors[ordinal]
+        if self._is_flat(ordinal):
+            return make_group(ordinal, first, self.live, group_size=group_size)
+        return make_mixed_group(ordinal, first, self.live)
+
+
+class FakeEpisodes:
+    """A rollouter's episodes on replicas that are never lost."""
+
+    def __init__(self, runner: FakeRunner):
+        self.run_group = runner.run_group
+        self.progress = Progress()
+
+    async def replica_lost(self, name: str, error: BaseException) -> bool:
+        raise AssertionError(f"{name} cannot be lost") from error
+
+    async def collect_progress(self, name: str) -> None: ...
+
+    async def abort(self, name: str, request_ids: object) -> None: ...
+
+    async def updated(self) -> None: ...
+
+
+async def no_progress(known: object) -> None:
+    raise OSError("it is gone")
+
+
+@dataclass
+class RolloutSetup:
+    """A rollouter on replicas with room for two groups each, for runs of `num_steps` steps of two groups."""
+
+    seconds: list[float]
+    errors: dict[int, BaseException] | None = None
+    deaths: dict[str, float] | None = None
+    replicas: str = "ab"
+    num_steps: int = 3
+    max_staleness: int = 1
+    failures: GroupBudget | None = None
+    flat: list[bool] | None = None
+    """Which prompts' groups have equal rewards; those are filtered out."""
+    make_runner: type[FakeRunner] = FakeRunner
+
+    def __post_init__(self) -> None:
+        flat = self.flat or [False]
+        window = StalenessWindow(groups_per_step=2, max_staleness=self.max_staleness)
+        ledger = SlotLedger(window, StalePolicy.wait, total_groups=2 * self.num_steps)
+        self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
+        self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
+        self.told: list[str] = []
+        members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in self.replicas]
+        fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
+        self.runner = self.make_runner(self.seconds, self.errors, self.deaths, lambda n: flat[n % len(flat)])
+        self.stream = FakeStream()
+        self.progress = fleet.progress
+        self.rollouter = Rollouter(
+            stream=self.stream,  # pyright: ignore
+            buffer=self.buffer,
+            router=self.router,
+            episodes=FleetEpisodes(self.runner, fleet, asyncio.Lock()),
+            sampling=SamplingParams(),
+            group_size=GROUP_SIZE,
+            group_timeout_s=100.0,
+            failures=self.failures,
+        )
+
+    async def train(self) -> list[int]:
+        """The ordinals, in the order of training."""
+        trained: list[int] = []
+        for step in range(self.num_steps):
+            batch = await self.buffer.next_batch(step)
+            trained += [group.prompt.ordinal for group in batch.groups]
+            await asyncio.sleep(1)
+            self.runner.live = step + 1
+            await self.buffer.advance(step + 1)
+        return trained
+
+    def ordinals(self, wanted: str) -> list[int]:
+        return [ordinal for event, ordinal, _ in self.runner.events if event == wanted]
+
+    @property
+    def reserved(self) -> float:
+        return self.router.gauges()["rollout/inflight_trajectories"]
+
+
+@dataclass
+class CheckpointedRun:
+    """A run of six steps. `seconds`: what its groups take, in turn."""
+
+    seconds: list[float]
+    max_staleness: int = 1
+    global_steps: int = 0
+    group_size: int = 4
+    num_rows: int = 5
+
+    def __post_init__(self) -> None:
+        window = StalenessWindow(groups_per_step=GROUPS_PER_STEP, max_staleness=self.max_staleness)
+        ledger = SlotLedger(window, StalePolicy.wait, NUM_STEPS * GROUPS_PER_STEP, self.global_steps)
+        buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0)
+        self.runner = FakeRunner(self.seconds)
+        self.runner.live = self.global_steps
+        router = ReplicaRouter(["a", "b"], max_inflight=2 * self.group_size)
+        stream, failures = PromptStream(make_rows(self.num_rows), seed=3), GroupBudget()
+        episodes = FakeEpisodes(self.runner)
+        rollouter = Rollouter(
+            stream=stream,
+            buffer=buffer,
+            router=router,
+            episodes=episodes,
+            sampling=SamplingParams(),
+            group_size=self.group_size,
+            group_timeout_s=1000.0,
+            failures=failures,
+        )
+        self.rollouts = Rollouts(
+            stream=stream,
+            buffer=buffer,
+            rollouter=rollouter,
+            failed_rewards=FailureBudget(),
+            failed_groups=failures,
+        )
+        self.trained: dict[int, list[int]] = {}
+        self.told: dict[int, list[int]] = {}
+        """Ordinal -> tokens of its request 0 that the replicas have reported."""
+
+    async def until(self, last_step: int) -> RolloutState:
+        """What the checkpoint of `last_step` keeps."""
+        producing = asyncio.create_task(self.rollouts.rollouter.run())
+        buffer = self.rollouts.buffer
+        for step in range(self.global_steps, last_step):
+            batch = await buffer.next_batch(step)
+            self.trained[step] = [group.prompt.ordinal for group in batch.groups]
+            assert all(self.max_staleness >= step - group.min_version for group in batch.groups)
+            await asyncio.sleep(1)
+            self.runner.live = step + 1
+            if step + 1 < last_step:
+                await buffer.advance(step + 1)
+        self.tell()
+        state = decode(encode(capture(self.rollouts)))
+        producing.cancel()
+        await asyncio.wait([producing])
+        return state
+
+    def tell(self) -> None:
+        """One more token of request 0 of every group under way."""
+        for ordinal, group in self.rollouts.rollouter.under_way.items():
+            request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
+            for replica in "ab":
+                known = self.rollouts.rollouter.progress.known(replica).get(request_id, 0)
+                piece = make_completion([100 + known], [self.runner.live], "")
+                delta = TokenDelta(request_id=request_id, prompt_checksum=5, start=known, tokens=piece)
+                report = ProgressReport(tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
+                self.rollouts.rollouter.progress.take(replica, report)
+            partials = self.rollouts.rollouter.progress.partials(ordinal)
+            self.told[ordinal] = partials[0, 0].completion.token_ids.tolist() if partials else []

@@ -12,16 +12,16 @@ from rollout.http.server import served
 from rollout.http.unix_socket import linked_socket
 from scripts import fleet
 from tests.support.fakes import settle
-from tests.unit.rollout.fleet.test_operator import Setup
+from tests.support.fleets import OperatedFleet
 
 Call = Callable[..., Awaitable[str]]
 
 
-def served_fleet(run_dir: Path, test: Callable[[Setup, Call], Awaitable[None]], min_replicas: int = 1) -> None:
+def served_fleet(run_dir: Path, test: Callable[[OperatedFleet, Call], Awaitable[None]], min_replicas: int = 1) -> None:
     """Two replicas on version 7, and the script in a thread, on real time."""
 
     async def main() -> None:
-        setup = Setup(min_replicas)
+        setup = OperatedFleet(min_replicas)
         await setup.manager.update_weights(7)
         running = asyncio.create_task(setup.operator.run())
         await settle()
@@ -40,7 +40,7 @@ def served_fleet(run_dir: Path, test: Callable[[Setup, Call], Awaitable[None]], 
 
 
 def test_status_add_drain_and_remove(tmp_path: Path) -> None:
-    async def test(setup: Setup, call: Call) -> None:
+    async def test(setup: OperatedFleet, call: Call) -> None:
         node = setup.replicas["replica-0"].node
         assert await call("add", "2") == "starting replica-2, replica-3; status tells when they serve"
         assert await call("remove", "replica-2") == "replica-2 is removed"
@@ -57,7 +57,7 @@ def test_status_add_drain_and_remove(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_is_told_with_what_is_allowed(tmp_path: Path) -> None:
-    async def test(setup: Setup, call: Call) -> None:
+    async def test(setup: OperatedFleet, call: Call) -> None:
         for command, reason in {
             "drain replica-7": "replica-7: there is no such replica; there are replica-0, replica-1",
             "remove replica-0": "replica-0 cannot go: 1 replicas would be left, rollout.min_replicas=2",
@@ -79,7 +79,7 @@ def test_the_socket_is_its_owners_alone_found_through_any_path_and_gone_at_the_e
     link.symlink_to("/nowhere")  # of a run that was killed
     paths: list[Path] = []
 
-    async def test(setup: Setup, call: Call) -> None:
+    async def test(setup: OperatedFleet, call: Call) -> None:
         paths.append(link.resolve())
         assert stat.S_IMODE(paths[0].stat().st_mode) == 0o600
         assert stat.S_IMODE(paths[0].parent.stat().st_mode) == 0o700

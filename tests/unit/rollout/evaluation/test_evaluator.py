@@ -1,89 +1,19 @@
 """Every held-out prompt is asked, spread over the replicas, with a deadline, whoever dies; what the answers say."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from rollout.agents.worker import EvaluationPart
 from rollout.errors import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, TooFewReplicasError
-from rollout.evaluation.evaluator import MAX_WORKER_LOSSES, Evaluator, OnLost
-from rollout.evaluation.scores import EvaluatedSample
-from rollout.failures import FailureBudget, RewardFailuresError
+from rollout.evaluation.evaluator import MAX_WORKER_LOSSES
+from rollout.failures import RewardFailuresError
 from rollout.router import ReplicaRouter
-from rollout.types import Prompt, SamplingParams
-from tests.support.fakes import make_prompt, now, run_virtual, settle
-
-
-class FakeRunner:
-    """Prompt `ordinal` has accuracy `ordinal` in its first sample, 0 in others, ten times as many tokens, and takes
-    `seconds`. The rewards of the first `failing` prompts fail. A call to a replica raises the next of its `errors`."""
-
-    def __init__(self, seconds: float = 1.0, failing: int = 0, errors: dict[str, list[Exception]] | None = None):
-        self.failing = failing
-        self.asked: list[tuple[str, list[int]]] = []
-        self.attempts: list[int] = []
-        self.sampling: set[SamplingParams] = set()
-        self._seconds = seconds
-        self._errors = errors or {}
-
-    async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
-    ) -> EvaluationPart:
-        self.asked.append((replica, [prompt.ordinal for prompt in prompts]))
-        self.attempts.append(attempt)
-        self.sampling.add(sampling)
-        await asyncio.sleep(self._seconds)
-        if self._errors.get(replica):
-            raise self._errors[replica].pop(0)
-        return EvaluationPart(
-            samples=tuple(
-                tuple(
-                    EvaluatedSample(
-                        accuracy=float(prompt.ordinal if index == 0 else 0),
-                        answer=f"{prompt.ordinal}",
-                        num_tokens=10 * prompt.ordinal,
-                    )
-                    for index in range(num_samples)
-                )
-                for prompt in prompts
-            ),
-            versions=frozenset({8} if replica == "a" else {8, 7}),
-            errors=tuple(f"{replica} failed" for prompt in prompts if prompt.ordinal < self.failing),
-        )
-
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
-
-
-def make_evaluator(
-    runner: FakeRunner,
-    num_prompts: int,
-    router: ReplicaRouter | None = None,
-    num_samples: int = 1,
-    on_lost: OnLost | None = None,
-    timeout_s: float = 5,
-) -> Evaluator:
-    prompts = [replace(make_prompt(ordinal), data_source="odd" * (ordinal % 2)) for ordinal in range(num_prompts)]
-    return Evaluator(
-        prompts=prompts,
-        router=router or make_router(),
-        runner=runner,
-        sampling=GREEDY,
-        num_samples=num_samples,
-        timeout_s=timeout_s,
-        failures=FailureBudget(0.25, 8),
-        on_lost=on_lost or (router or make_router()).remove,
-    )
-
-
-def make_router() -> ReplicaRouter:
-    return ReplicaRouter(["a", "b", "c"], max_inflight=8)
+from tests.support.evaluations import GREEDY, FakeEvaluationRunner, make_evaluator, make_router
+from tests.support.fakes import now, run_virtual, settle
 
 
 def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas() -> None:
-    runner = FakeRunner()
+    runner = FakeEvaluationRunner()
     evaluator = make_evaluator(runner, 5)
     evaluation = run_virtual(evaluator.evaluate())
     assert runner.asked == [("a", [0, 3]), ("b", [1, 4]), ("c", [2])]
@@ -97,7 +27,7 @@ def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas(
 
 
 def test_of_several_samples_every_data_source_has_its_scores() -> None:
-    evaluator = make_evaluator(FakeRunner(), 3, num_samples=4)
+    evaluator = make_evaluator(FakeEvaluationRunner(), 3, num_samples=4)
     evaluation = run_virtual(evaluator.evaluate())
     assert evaluator.num_requests == 12
     assert evaluation.accuracy == pytest.approx((0 + 1 / 4 + 2 / 4) / 3)
@@ -110,14 +40,14 @@ def test_of_several_samples_every_data_source_has_its_scores() -> None:
 
 
 def test_replicas_without_a_share_are_left_alone() -> None:
-    runner = FakeRunner()
+    runner = FakeEvaluationRunner()
     assert run_virtual(make_evaluator(runner, 2).evaluate()).num_prompts == 2
     assert runner.asked == [("a", [0]), ("b", [1])]
 
 
 def test_those_out_of_service_are_not_asked() -> None:
     """They serve another version, or none."""
-    runner, router = FakeRunner(), make_router()
+    runner, router = FakeEvaluationRunner(), make_router()
     evaluator = make_evaluator(runner, 4, router)
 
     async def main() -> None:
@@ -135,11 +65,11 @@ def test_those_out_of_service_are_not_asked() -> None:
 
 def test_an_evaluation_past_its_deadline_names_the_key() -> None:
     with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
-        run_virtual(make_evaluator(FakeRunner(seconds=6), 2).evaluate())
+        run_virtual(make_evaluator(FakeEvaluationRunner(seconds=6), 2).evaluate())
 
 
 def test_rewards_that_fail_count_under_the_budget() -> None:
-    evaluator = make_evaluator(FakeRunner(failing=1), 3)
+    evaluator = make_evaluator(FakeEvaluationRunner(failing=1), 3)
     run_virtual(evaluator.evaluate())
     run_virtual(evaluator.evaluate())
     with pytest.raises(RewardFailuresError, match=r"^3 rewards failed, .*max_failed_rewards=0.25 .* 8 .*: a failed$"):
@@ -150,7 +80,7 @@ def test_rewards_that_fail_count_under_the_budget() -> None:
 
 
 def test_what_a_lost_replica_leaves_is_asked_of_another_and_nothing_else_is() -> None:
-    runner = FakeRunner(errors={"b": [ReplicaLostError("b died")]})
+    runner = FakeEvaluationRunner(errors={"b": [ReplicaLostError("b died")]})
     evaluator = make_evaluator(runner, 5, router := make_router())
     evaluation = run_virtual(evaluator.evaluate())
     assert [prompt.ordinal for prompt in evaluation.prompts] == [0, 1, 2, 3, 4]
@@ -159,7 +89,7 @@ def test_what_a_lost_replica_leaves_is_asked_of_another_and_nothing_else_is() ->
 
 
 def test_a_lost_agent_worker_costs_another_try_under_other_names() -> None:
-    runner = FakeRunner(errors={"a": [AgentWorkerLostError("an agent worker died")] * 2})
+    runner = FakeEvaluationRunner(errors={"a": [AgentWorkerLostError("an agent worker died")] * 2})
     evaluator = make_evaluator(runner, 2, router := make_router())
     run_virtual(evaluator.evaluate())
     run_virtual(evaluator.evaluate())
@@ -169,7 +99,7 @@ def test_a_lost_agent_worker_costs_another_try_under_other_names() -> None:
 
 
 def test_what_ends_one_agent_worker_after_the_other_ends_the_evaluation() -> None:
-    runner = FakeRunner(seconds=0.1, errors={"a": [AgentWorkerLostError("an agent worker died")] * 99})
+    runner = FakeEvaluationRunner(seconds=0.1, errors={"a": [AgentWorkerLostError("an agent worker died")] * 99})
     with pytest.raises(AgentWorkerLostError, match="an agent worker died"):
         run_virtual(make_evaluator(runner, 2).evaluate())
     assert runner.asked == [("a", [0]), ("b", [1]), *[("a", [0])] * MAX_WORKER_LOSSES]
@@ -178,7 +108,7 @@ def test_what_ends_one_agent_worker_after_the_other_ends_the_evaluation() -> Non
 @pytest.mark.parametrize("dies_s", [None, 1.0])
 def test_where_no_replica_is_in_service_one_is_waited_for(dies_s: float | None) -> None:
     """From the beginning, or since the only one died under the evaluation."""
-    runner = FakeRunner(errors={"a": [ReplicaLostError("a died")]})
+    runner = FakeEvaluationRunner(errors={"a": [ReplicaLostError("a died")]})
     router = ReplicaRouter(["a"], max_inflight=8)
 
     async def main() -> None:
@@ -199,24 +129,24 @@ def test_who_never_comes_is_waited_for_until_the_deadline() -> None:
     router = ReplicaRouter(["a"], max_inflight=8)
     router.expect("a", RuntimeError("starting"))
     with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
-        run_virtual(make_evaluator(FakeRunner(), 2, router).evaluate())
+        run_virtual(make_evaluator(FakeEvaluationRunner(), 2, router).evaluate())
 
 
 def test_too_few_that_are_left_end_it() -> None:
     async def too_few(name: str, error: BaseException) -> None:
         raise TooFewReplicasError(f"without {name}") from error
 
-    runner = FakeRunner(errors={"a": [ReplicaLostError("a died")]})
+    runner = FakeEvaluationRunner(errors={"a": [ReplicaLostError("a died")]})
     with pytest.raises(TooFewReplicasError, match="without a"):
         run_virtual(make_evaluator(runner, 2, on_lost=too_few).evaluate())
-    runner = FakeRunner(errors={name: [ReplicaLostError(f"{name} died")] for name in "abc"})
+    runner = FakeEvaluationRunner(errors={name: [ReplicaLostError(f"{name} died")] for name in "abc"})
     with pytest.raises(NoReplicaLeftError, match="a died.*b died.*c died"):
         run_virtual(make_evaluator(runner, 3, make_router()).evaluate())
 
 
 def test_of_pinned_replicas_only_those_that_are_left_are_asked_again() -> None:
     errors: dict[str, list[Exception]] = {"b": [ReplicaLostError("b died")]}
-    runner = FakeRunner(errors=errors)
+    runner = FakeEvaluationRunner(errors=errors)
     assert run_virtual(make_evaluator(runner, 4, make_router()).evaluate(["b", "c"])).num_prompts == 4
     assert runner.asked == [("b", [0, 2]), ("c", [1, 3]), ("c", [0, 2])]
 
@@ -225,7 +155,7 @@ def test_when_all_pinned_replicas_are_lost_the_caller_decides() -> None:
     """Also where c is lost under one share while another finds an agent worker lost."""
     worker_died = AgentWorkerLostError("an agent worker died")
     errors = {"b": [ReplicaLostError("b died")], "c": [worker_died, ReplicaLostError("c died"), worker_died]}
-    runner = FakeRunner(errors=errors)
+    runner = FakeEvaluationRunner(errors=errors)
     with pytest.raises(ReplicaLostError, match="every replica that evaluated was lost"):
         run_virtual(make_evaluator(runner, 4, make_router()).evaluate(["b", "c"]))
     assert [name for name, _ in runner.asked] == ["b", "c", "c", "c"]
@@ -235,7 +165,7 @@ def test_who_drains_finishes_its_share_first() -> None:
     router = make_router()
 
     async def main() -> None:
-        evaluating = asyncio.create_task(make_evaluator(FakeRunner(), 3, router).evaluate())
+        evaluating = asyncio.create_task(make_evaluator(FakeEvaluationRunner(), 3, router).evaluate())
         await settle()
         await router.eject("b", RuntimeError("draining"))
         await router.emptied("b")
@@ -249,7 +179,7 @@ def test_an_evaluation_takes_no_room_from_the_training() -> None:
     router = ReplicaRouter(["a"], max_inflight=8)
 
     async def main() -> None:
-        evaluating = asyncio.create_task(make_evaluator(FakeRunner(), 100, router).evaluate())
+        evaluating = asyncio.create_task(make_evaluator(FakeEvaluationRunner(), 100, router).evaluate())
         await settle()
         assert await router.acquire(8) == "a" and now() == 0
         await evaluating

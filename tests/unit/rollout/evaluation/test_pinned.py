@@ -15,8 +15,8 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
+from tests.support.evaluations import make_evaluator
 from tests.support.fakes import now, run_virtual, settle
-from tests.unit.rollout.evaluation.test_evaluator import make_evaluator
 from tests.unit.weight_sync.test_checkpoint_manager import DEADLINES, WHOLE, FakeSource, FakeTarget
 from weight_sync.checkpoint_manager import CheckpointManager
 

@@ -1,99 +1,20 @@
 """Replicas that are replaced, added, drained and removed: in which order, within which budget, and what is refused."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
 
 import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.control import FleetControl
-from rollout.fleet.fleet import FleetRefusalError, ReplicaFleet
-from rollout.fleet.health import HealthMonitor
+from rollout.fleet.fleet import FleetRefusalError
 from rollout.fleet.lifecycle import IllegalTransitionError
-from rollout.fleet.monitor import FleetMonitor
-from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
-from rollout.router import ReplicaRouter
-from tests.support.fakes import ClockedEngine, now, run_virtual, settle, start_group
-from tests.unit.weight_sync.test_checkpoint_manager import FakeSource
-from weight_sync.checkpoint_manager import CheckpointManager
-
-START_S, DRAIN_S = 10.0, 100.0
-DIED = OSError("out of memory")
-
-
-class Setup:
-    """Replicas replica-0, replica-1 on version 7; a new one takes 10 s to start."""
-
-    def __init__(self, min_replicas: int = 1, max_replacements: int = 2):
-        self.told: list[str] = []
-        self.events: list[str] = []
-        self.failures: list[Exception] = []
-        self.replicas = {name: self.make(name) for name in ("replica-0", "replica-1")}
-        self.router = ReplicaRouter(list(self.replicas), 8)
-        self.fleet = ReplicaFleet(
-            list(self.replicas.values()),
-            self.router,
-            min_replicas,
-            self.told.append,
-            max_replacements=max_replacements,
-        )
-        self.control = FleetControl(self.fleet)
-        self.source = FakeSource("trainer", self.events)
-        self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig())
-        health = HealthMonitor(60.0, None)
-        self.monitor = FleetMonitor(self.fleet, health, 1.0)
-        self.operator = FleetOperator(
-            fleet=self.fleet,
-            control=self.control,
-            health=health,
-            start=self.start,
-            catch_up=self.catch_up,
-            drain_timeout_s=DRAIN_S,
-        )
-
-    def make(self, name: str) -> RolloutReplica:
-        return RolloutReplica(name, ClockedEngine(), WeightSyncConfig())
-
-    async def start(self, name: str) -> RolloutReplica:
-        self.events.append(f"start {name} at {now():g}")
-        try:
-            await asyncio.sleep(START_S)
-        except asyncio.CancelledError:
-            self.events.append(f"start of {name} cancelled")
-            raise
-        if self.failures:
-            raise self.failures.pop(0)
-        self.replicas[name] = self.make(name)
-        return self.replicas[name]
-
-    async def catch_up(self, names: Collection[str]) -> None:
-        self.events.append(f"catch up {' '.join(names)}; routable: {' '.join(self.router.healthy)}")
-        await self.manager.catch_up(names)
-
-    def states(self) -> dict[str, str]:
-        return {name: life.state.value for name, life in self.fleet.lives.items()}
-
-
-def operated(test: Callable[..., Awaitable[None]], *, fails: bool = False, **options: int) -> None:
-    async def main() -> None:
-        setup = Setup(**options)
-        assert setup.router.healthy == [], "nothing is routed before the first weights"
-        await setup.manager.update_weights(7)
-        running = asyncio.gather(setup.operator.run(), setup.monitor.run())
-        await settle()
-        await test(setup, running)
-        await asyncio.sleep(3 * START_S)  # whoever is on its way arrives
-        running.cancel()
-        with pytest.raises(ExceptionGroup if fails else asyncio.CancelledError):
-            await running
-
-    run_virtual(main())
+from tests.support.fakes import ClockedEngine, now, settle, start_group
+from tests.support.fleets import DIED, DRAIN_S, START_S, OperatedFleet, operated
 
 
 def test_a_lost_replica_is_replaced_by_one_that_serves_only_with_current_weights() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         await asyncio.sleep(5)
         await setup.fleet.lose("replica-1", DIED)
         assert setup.states() == {"replica-0": "READY", "replica-1": "DEAD", "replica-2": "STARTING"}
@@ -122,7 +43,7 @@ def test_a_lost_replica_is_replaced_by_one_that_serves_only_with_current_weights
 
 
 def test_while_a_replacement_is_on_its_way_a_run_without_replicas_waits_for_it() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         for name in ("replica-0", "replica-1"):
             await setup.fleet.lose(name, DIED)
         waiting = asyncio.create_task(setup.router.acquire(1))
@@ -134,7 +55,7 @@ def test_while_a_replacement_is_on_its_way_a_run_without_replicas_waits_for_it()
 
 
 def test_nothing_is_routed_to_the_dead_from_the_moment_of_the_loss_on() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         losing = asyncio.create_task(setup.fleet.lose("replica-1", DIED))
         await asyncio.sleep(0)
         assert not losing.done() and setup.router.healthy == ["replica-0"]
@@ -145,7 +66,7 @@ def test_nothing_is_routed_to_the_dead_from_the_moment_of_the_loss_on() -> None:
 
 @pytest.mark.parametrize("mode", PauseMode)
 def test_who_joins_a_paused_fleet_is_paused_too_until_the_fleet_is_resumed(mode: PauseMode) -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         await setup.control.pause(mode)
         for name in ("replica-0", "replica-1"):
             await setup.fleet.lose(name, DIED)
@@ -170,7 +91,7 @@ def test_who_cannot_be_paused_does_not_join_a_paused_fleet() -> None:
         async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
             raise OSError("cannot freeze")
 
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         await setup.control.pause(PauseMode.keep)
         make, setup.make = setup.make, lambda name: Unpausable(name, ClockedEngine(), WeightSyncConfig())
         setup.operator.add(1)
@@ -184,7 +105,7 @@ def test_who_cannot_be_paused_does_not_join_a_paused_fleet() -> None:
 
 
 def test_when_the_budget_is_used_up_the_run_ends_and_says_why() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         setup.failures = [RuntimeError("no GPU"), ValueError("no such model")]
         await setup.fleet.lose("replica-0", DIED)
         await setup.fleet.lose("replica-1", DIED)
@@ -201,7 +122,7 @@ def test_when_the_budget_is_used_up_the_run_ends_and_says_why() -> None:
 
 
 def test_a_replacement_that_fails_is_tried_again_under_another_name_and_counts_from_the_first_loss() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         setup.failures = [RuntimeError("no room")]
         await setup.fleet.lose("replica-1", DIED)
         await asyncio.sleep(2 * START_S + 1)
@@ -217,7 +138,7 @@ def test_a_replacement_that_fails_is_tried_again_under_another_name_and_counts_f
 
 
 def test_a_new_replica_that_cannot_take_the_weights_is_replaced_too() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         await setup.fleet.lose("replica-1", DIED)
         while "replica-2" not in setup.replicas:
             await asyncio.sleep(1)
@@ -233,7 +154,7 @@ def test_a_new_replica_that_cannot_take_the_weights_is_replaced_too() -> None:
 
 
 def test_what_an_operator_adds_serves_once_it_has_the_weights_and_can_be_removed_while_it_starts() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         assert setup.operator.add(2) == ["replica-2", "replica-3"]
         await asyncio.sleep(1)
         await setup.operator.remove("replica-3")
@@ -248,7 +169,7 @@ def test_what_an_operator_adds_serves_once_it_has_the_weights_and_can_be_removed
 
 
 def test_a_draining_replica_finishes_what_it_has_gets_no_updates_and_ends() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         assert [await setup.router.acquire(1) for _ in range(2)] == ["replica-0", "replica-1"]
         group = start_group(setup.replicas["replica-1"], 20)
         await asyncio.sleep(2)
@@ -269,7 +190,7 @@ def test_a_draining_replica_finishes_what_it_has_gets_no_updates_and_ends() -> N
 
 
 def test_who_drains_for_too_long_leaves_as_if_removed() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         await setup.router.acquire(1)
         await setup.operator.drain("replica-0")
         await asyncio.sleep(DRAIN_S + 1)
@@ -279,7 +200,7 @@ def test_who_drains_for_too_long_leaves_as_if_removed() -> None:
 
 
 def test_what_is_refused() -> None:
-    async def test(setup: Setup, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
         for ask in (setup.operator.drain, setup.operator.remove):
             with pytest.raises(FleetRefusalError, match="^replica-9: there is no such replica; there are replica-0, r"):
                 await ask("replica-9")

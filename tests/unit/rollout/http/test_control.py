@@ -1,62 +1,12 @@
 """The control routes over a replica and over a fleet: what they do, what they refuse, and who may call them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from starlette.types import ASGIApp
 
-from configs.schema import WeightSyncConfig
-from rollout.fleet.control import FleetControl
-from rollout.fleet.fleet import ReplicaFleet
-from rollout.http.control import control_app
-from rollout.replica.app import ReplicaControl
-from rollout.replica.replica import RolloutReplica
-from rollout.router import ReplicaRouter
-from rollout.types import Completion
-from tests.support.fakes import ClockedEngine, answer, make_manifest, make_request, run_virtual, settle
-
-
-def make_replica(engine: ClockedEngine, name: str = "r0") -> RolloutReplica:
-    return RolloutReplica(name, engine, WeightSyncConfig())
-
-
-@asynccontextmanager
-async def client_of(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        yield client
-
-
-@asynccontextmanager
-async def replica_client(engine: ClockedEngine) -> AsyncIterator[tuple[RolloutReplica, httpx.AsyncClient]]:
-    replica = make_replica(engine)
-    await replica.tag_loaded(3)
-    async with client_of(control_app(ReplicaControl(replica), with_engine_metrics=False)) as client:
-        yield replica, client
-
-
-@asynccontextmanager
-async def fleet_client(
-    *engines: ClockedEngine,
-) -> AsyncIterator[tuple[list[RolloutReplica], httpx.AsyncClient, ReplicaRouter]]:
-    replicas = [make_replica(engine, f"r{index}") for index, engine in enumerate(engines)]
-    router = ReplicaRouter([replica.name for replica in replicas], 99)
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda _: None, serving=3)
-    for replica in replicas:
-        await replica.tag_loaded(3)
-    async with client_of(control_app(FleetControl(fleet), with_engine_metrics=False)) as client:
-        yield replicas, client, router
-
-
-def generating(replica: RolloutReplica, name: str, num_tokens: int) -> asyncio.Task[list[Completion]]:
-    return asyncio.create_task(replica.generate_group([make_request(name, num_tokens)]))
-
-
-async def result(task: asyncio.Task[list[Completion]]) -> tuple[int, str]:
-    return answer((await task)[0])
-
+from tests.support.fakes import ClockedEngine, make_manifest, run_virtual, settle
+from tests.support.http_clients import fleet_client, generating, replica_client, result
 
 # -- pause and resume --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from scripts.serve import serve
 from scripts.train import _as_plain_values
 from tests.support.compose import changed, invocation, resolve
 from tests.support.fakes import ClockedEngine, run_virtual
-from tests.unit.rollout.http.test_control import client_of, make_replica
+from tests.support.http_clients import client_of, make_replica
 
 
 def test_with_a_token_only_probes_are_open() -> None:

@@ -1,0 +1,122 @@
+"""Fleets of replicas on simulated engines and a virtual clock: as they are, and with an operator and a monitor."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import pytest
+
+from configs.schema import WeightSyncConfig
+from rollout.fleet.control import FleetControl
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.health import HealthMonitor
+from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.operator import FleetOperator
+from rollout.replica.replica import RolloutReplica
+from rollout.router import ReplicaRouter
+from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual, settle, start_group, update
+from tests.unit.weight_sync.test_checkpoint_manager import FakeSource
+from weight_sync.checkpoint_manager import CheckpointManager
+
+START_S, DRAIN_S = 10.0, 100.0
+DIED = OSError("out of memory")
+
+
+class FleetSetup:
+    """Replicas a, b, ... on version 0, with what the fleet told."""
+
+    def __init__(self, num_replicas: int, min_replicas: int):
+        names = "abc"[:num_replicas]
+        self.told: list[str] = []
+        self.router = ReplicaRouter(list(names), max_inflight=8)
+        self.engines = {name: ClockedEngine() for name in names}
+        self.replicas = {name: make_replica(name, engine) for name, engine in self.engines.items()}
+        self.fleet = ReplicaFleet(list(self.replicas.values()), self.router, min_replicas, self.told.append, serving=0)
+        self.control = FleetControl(self.fleet)
+
+    def start(self, *lengths: int, prefix: str = "") -> dict[str, asyncio.Task[Any]]:
+        """A group on every replica; its requests are a0, a1, ..."""
+        return {name: start_group(r, *lengths, prefix=f"{prefix}{name}") for name, r in self.replicas.items()}
+
+    async def paused(self) -> dict[str, str | None]:
+        return {status.name: status.pause_mode for status in await self.control.statuses()}
+
+
+def on_fleet(test: Callable[[FleetSetup], Awaitable[None]], num_replicas: int = 2, min_replicas: int = 1) -> None:
+    async def main() -> None:
+        setup = FleetSetup(num_replicas, min_replicas)
+        for name, replica in setup.replicas.items():
+            await update(replica, 0)
+            setup.engines[name].events.clear()
+        await test(setup)
+
+    run_virtual(main())
+
+
+class OperatedFleet:
+    """Replicas replica-0, replica-1 on version 7; a new one takes 10 s to start."""
+
+    def __init__(self, min_replicas: int = 1, max_replacements: int = 2):
+        self.told: list[str] = []
+        self.events: list[str] = []
+        self.failures: list[Exception] = []
+        self.replicas = {name: self.make(name) for name in ("replica-0", "replica-1")}
+        self.router = ReplicaRouter(list(self.replicas), 8)
+        self.fleet = ReplicaFleet(
+            list(self.replicas.values()),
+            self.router,
+            min_replicas,
+            self.told.append,
+            max_replacements=max_replacements,
+        )
+        self.control = FleetControl(self.fleet)
+        self.source = FakeSource("trainer", self.events)
+        self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig())
+        health = HealthMonitor(60.0, None)
+        self.monitor = FleetMonitor(self.fleet, health, 1.0)
+        self.operator = FleetOperator(
+            fleet=self.fleet,
+            control=self.control,
+            health=health,
+            start=self.start,
+            catch_up=self.catch_up,
+            drain_timeout_s=DRAIN_S,
+        )
+
+    def make(self, name: str) -> RolloutReplica:
+        return RolloutReplica(name, ClockedEngine(), WeightSyncConfig())
+
+    async def start(self, name: str) -> RolloutReplica:
+        self.events.append(f"start {name} at {now():g}")
+        try:
+            await asyncio.sleep(START_S)
+        except asyncio.CancelledError:
+            self.events.append(f"start of {name} cancelled")
+            raise
+        if self.failures:
+            raise self.failures.pop(0)
+        self.replicas[name] = self.make(name)
+        return self.replicas[name]
+
+    async def catch_up(self, names: Collection[str]) -> None:
+        self.events.append(f"catch up {' '.join(names)}; routable: {' '.join(self.router.healthy)}")
+        await self.manager.catch_up(names)
+
+    def states(self) -> dict[str, str]:
+        return {name: life.state.value for name, life in self.fleet.lives.items()}
+
+
+def operated(test: Callable[..., Awaitable[None]], *, fails: bool = False, **options: int) -> None:
+    async def main() -> None:
+        setup = OperatedFleet(**options)
+        assert setup.router.healthy == [], "nothing is routed before the first weights"
+        await setup.manager.update_weights(7)
+        running = asyncio.gather(setup.operator.run(), setup.monitor.run())
+        await settle()
+        await test(setup, running)
+        await asyncio.sleep(3 * START_S)  # whoever is on its way arrives
+        running.cancel()
+        with pytest.raises(ExceptionGroup if fails else asyncio.CancelledError):
+            await running
+
+    run_virtual(main())

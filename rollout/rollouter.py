@@ -103,8 +103,8 @@ class Rollouter:
         self._failures = failures or GroupBudget()
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self.under_way: dict[int, GroupUnderWay] = {}
-        """By ordinal. Groups that are in here when the run starts were under way in the run that is resumed. They are
-        dispatched first."""
+        """Ordinal -> group. Groups that are in here when the run starts were under way in the run that is resumed, and
+        are dispatched first."""
         self.counters = {"trajectories_started": 0, "moved": 0, "restarted": 0}
         """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
         theirs was known."""
@@ -183,7 +183,7 @@ class Rollouter:
             await self._episodes.abort(replica, running)
 
     def _begin_next(self, group: GroupUnderWay) -> None:
-        """From here on reports about the attempt before are ignored: its requests may have been aborted."""
+        """End the attempt. Later reports about it are ignored: its requests may have been aborted."""
         ordinal = group.prompt.ordinal
         group.attempt = Attempt(number=group.attempt.number + 1, partials=self.progress.partials(ordinal))
         self.progress.end(ordinal)

@@ -50,9 +50,9 @@ class RolloutState:
     returned: tuple[int, ...]
     """Ordinals below `next_ordinal` that were given back to the stream."""
     under_way: tuple[UnderWay, ...]
-    """In the order of dispatch."""
+    """Groups in flight, in order of dispatch."""
     ready: tuple[Ready, ...]
-    """In order of arrival."""
+    """Groups for the trainer, in order of arrival."""
     failed_groups: tuple[int, ...]
     failed_rewards: int
     counters: dict[str, int]

@@ -27,7 +27,7 @@ class StalenessWindow:
 
     groups_per_step: int
     max_staleness: int
-    """In versions."""
+    """The bound, in versions."""
     update_interval: int = 1
     """Optimizer steps per version."""
 
@@ -92,7 +92,7 @@ class SlotLedger:
 
     @property
     def ready_slots(self) -> list[int]:
-        """In order of arrival."""
+        """Slots of ready groups, in order of arrival."""
         return list(self._ready)
 
     @property

@@ -33,7 +33,7 @@ class EvaluationRunner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     prompts: tuple[EvaluatedPrompt, ...]
-    """In the order of the held-out set."""
+    """Ordered as in the held-out set."""
     versions: tuple[int, ...]
     """`global_steps` of all tokens. A single one, unless the weights changed during the evaluation."""
     pinned: bool
@@ -55,7 +55,8 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """With k > 1 samples: val/<data source>/avg@k, pass@k and maj@k; val/avg@k where rows name no source."""
+        """Empty for one sample per prompt. For k > 1: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on
+        where rows name no source."""
         num_samples = len(self.prompts[0].samples)
         if num_samples == 1:
             return {}
@@ -86,7 +87,7 @@ class Evaluator:
         failures: FailureBudget,
         on_lost: OnLost,
     ):
-        """`on_lost`: told of every replica that was lost under an evaluation; raises when too few are left."""
+        """`on_lost`: handles the loss of a replica during an evaluation; raises when too few are left."""
         self._prompts = list(prompts)
         self._router = router
         self._runner = runner

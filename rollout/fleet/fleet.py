@@ -274,7 +274,7 @@ class ReplicaFleet:
             try:
                 report = await self._replicas[name].progress(self.progress.known(name))
             except Exception as error:
-                raise NoProgressError(f"{name} told no progress: {error!r}") from error
+                raise NoProgressError(f"{name} reported no progress: {error!r}") from error
             self.progress.take(name, report)
             return report
 

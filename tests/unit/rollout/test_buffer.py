@@ -60,17 +60,6 @@ def test_one_group_on_its_way() -> None:
     run_virtual(main())
 
 
-def test_a_batch_is_in_the_order_of_the_prompts_not_of_arrival() -> None:
-    async def main() -> None:
-        buffer = small_buffer(groups_per_step=3)
-        slots = [await must_claim(buffer) for _ in range(3)]
-        for ordinal in (2, 0, 1):
-            await buffer.put(slots[ordinal], make_group(ordinal, 0))
-        assert ordinals(await buffer.next_batch(0)) == [0, 1, 2]
-
-    run_virtual(main())
-
-
 def test_next_batch_waits_for_put_and_claim_waits_for_advance() -> None:
     async def main() -> None:
         buffer = small_buffer()
@@ -85,18 +74,6 @@ def test_next_batch_waits_for_put_and_claim_waits_for_advance() -> None:
         assert not second.done()
         await buffer.advance(1)
         assert (await second) == Slot(1, claimed_version=1)
-
-    run_virtual(main())
-
-
-def test_a_failed_slot_goes_to_the_next_claim() -> None:
-    async def main() -> None:
-        buffer = small_buffer()
-        slot = await must_claim(buffer)
-        waiter = asyncio.create_task(buffer.claim())
-        await settle()
-        await buffer.fail(slot)
-        assert (await waiter) == Slot(1, claimed_version=0)
 
     run_virtual(main())
 
@@ -302,16 +279,6 @@ def test_a_trajectory_aborted_before_its_first_token_leaves_its_group_as_stale_a
         await buffer.put(await must_claim(buffer), group)
         assert ordinals(await buffer.next_batch(0)) == [0]
         assert group.min_version == 1
-
-    run_virtual(main())
-
-
-def test_without_the_filter_groups_with_equal_rewards_are_trained() -> None:
-    async def main() -> None:
-        buffer = small_buffer()
-        await buffer.put(await must_claim(buffer), make_group(0, 0, group_size=4))
-        assert ordinals(await buffer.next_batch(0)) == [0]
-        assert buffer.gauges()["rollout/filtered_groups"] == 0
 
     run_virtual(main())
 

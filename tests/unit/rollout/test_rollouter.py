@@ -151,18 +151,6 @@ def test_a_group_that_takes_too_long_names_the_knob_the_prompt_and_the_replica()
     run_virtual(main())
 
 
-def test_a_timeout_inside_a_group_keeps_its_own_message() -> None:
-    error = TimeoutError("the tool did not answer")
-    setup = RolloutSetup(seconds=[1.0], errors={0: error})
-
-    async def main() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            await setup.rollouter.run()
-        assert [raised.__cause__ for raised in caught.value.exceptions] == [error]
-
-    run_virtual(main())
-
-
 def test_a_replica_ejected_while_a_group_waits_for_a_slot_does_not_get_the_group() -> None:
     """An update of the weights is when slots come free, and also when replicas are ejected."""
     setup = RolloutSetup(seconds=[1.0], max_staleness=0)
@@ -263,18 +251,6 @@ def test_a_group_that_fails_is_tried_again_under_the_same_slot() -> None:
             setup.ordinals("start") == [0, 1, 1] and setup.rollouter.counters["trajectories_started"] == 2 * GROUP_SIZE
         )
         assert setup.buffer.ledger.num_failed == 0 and setup.runner.attempts[-1].number == 1
-
-    run_virtual(main())
-
-
-def test_an_agent_worker_that_dies_is_no_failure_of_its_groups() -> None:
-    setup = RolloutSetup(seconds=[1.0], failures=GroupBudget(max_retries=0), max_staleness=0, num_steps=1)
-    setup.runner.errors_once = {1: AgentWorkerLostError("an agent worker died")}
-
-    async def main() -> None:
-        _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
-        assert sorted(trained) == [0, 1] and setup.ordinals("start") == [0, 1, 1]
-        assert setup.rollouter.counters["restarted"] == 0 and setup.reserved == 0
 
     run_virtual(main())
 

@@ -37,13 +37,8 @@ class TrajectoryBuffer:
         max_sample_batches: int | None = None,
         group_failures: GroupBudget | None = None,
     ):
-        """
-        Args:
-            failures: how many rewards may fail; by default none.
-            max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches of them
-                in a row (algorithm.max_sample_batches). None keeps them.
-            group_failures: adds its gauges to those of the buffer.
-        """
+        """`failures`, `group_failures`: by default none is allowed. `max_sample_batches`: groups whose rewards are all
+        equal are filtered out, at most this many batches in a row (algorithm.max_sample_batches); None keeps them."""
         self.ledger = ledger
         self._batch_timeout_s = batch_timeout_s
         self._failures = failures or FailureBudget()

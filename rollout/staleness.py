@@ -62,12 +62,8 @@ class SlotLedger:
     """Tracks each slot from in flight through ready and trained to freed. It has no clock, and no groups."""
 
     def __init__(self, window: StalenessWindow, policy: StalePolicy, total_groups: int, global_steps: int = 0):
-        """
-        Args:
-            total_groups: groups that the run trains in all. Groups that fail, are dropped or are filtered out are
-                claimed on top of these.
-            global_steps: optimizer steps that were taken already.
-        """
+        """`total_groups`: groups that the run trains; those that fail, are dropped or filtered out are claimed on top.
+        `global_steps`: optimizer steps that were taken already."""
         self.window = window
         self.policy = policy
         self.live_version = global_steps

@@ -107,12 +107,8 @@ class Evaluator:
             on: names of replicas. None is every replica in service, including those that come into service later.
             pinned: the caller makes sure that none of them is updated.
 
-        Raises:
-            TimeoutError: past evaluation.timeout_s.
-            ReplicaLostError: all of `on` are lost.
-            AgentWorkerLostError: past MAX_WORKER_LOSSES.
-            RewardFailuresError: too many rewards failed.
-            TooFewReplicasError: raised by `on_lost`.
+        Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, AgentWorkerLostError
+        past MAX_WORKER_LOSSES, RewardFailuresError, and TooFewReplicasError.
         """
         left = None if on is None else list(on)
         async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):

@@ -62,15 +62,10 @@ class FleetControl:
                 raise FleetPauseError(what, errors)
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
-        """Return when every replica is paused.
+        """Return when every replica is paused. Raises FleetPauseError when one is not: then the replicas that were not
+        paused before are resumed, unless another order came meanwhile, which stands.
 
-        Args:
-            timeout_s: deadline of each replica; by default weight_sync.pause_timeout_s.
-
-        Raises:
-            FleetPauseError: a replica is not paused. The replicas that were not paused before are resumed, unless
-                another order came meanwhile, which stands.
-        """
+        `timeout_s`: deadline of each replica; by default weight_sync.pause_timeout_s."""
         before, modes = self._before = self._before or (self._mode, {})
         order = self._order(mode)  # replicas that are registered from here on are paused too
         deadline = self._pausing if timeout_s is None else _Deadline(timeout_s, "timeout_s")

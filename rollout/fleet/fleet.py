@@ -46,16 +46,8 @@ class ReplicaFleet:
         progress: Progress | None = None,
         answer_timeout_s: float = 5.0,
     ):
-        """
-        Args:
-            replicas: their engines run.
-            min_replicas: rollout.min_replicas.
-            report: called with a sentence whenever a replica leaves or comes.
-            serving: version that the replicas serve already. None routes nothing to them before their first update.
-            max_replacements: rollout.max_replacements.
-            progress: store of what the replicas report.
-            answer_timeout_s: rollout.answer_timeout_s.
-        """
+        """`replicas`: their engines run. `report`: called with a sentence whenever a replica leaves or comes.
+        `serving`: version that the replicas serve already; None routes nothing to them before their first update."""
         self.router = router
         self.progress = progress or Progress()
         self.answer_timeout_s = answer_timeout_s
@@ -192,8 +184,8 @@ class ReplicaFleet:
         await asyncio.shield(self._endings[name])
 
     async def give_up(self, name: str, error: BaseException) -> None:
-        """Shut down a replica that failed, and replace it within the budget. Every caller that reports the same loss
-        waits until the shutdown is complete."""
+        """Shut down a replica that failed, and replace it within rollout.max_replacements. Every caller that reports
+        the same loss waits until the shutdown is complete."""
         await asyncio.shield(self._loss(name, error))
 
     async def lose(self, name: str, error: BaseException) -> bool:

@@ -47,13 +47,9 @@ class FleetOperator:
         catch_up: Callable[[Collection[str]], Awaitable[object]],
         drain_timeout_s: float,
     ):
-        """
-        Args:
-            start: makes a replica of this name whose engine runs and which every agent worker knows. When it is
-                cancelled it leaves nothing behind.
-            catch_up: brings replicas to the current weights and admits them: the checkpoint manager's.
-            drain_timeout_s: rollout.group_timeout_s, in which every group ends or fails.
-        """
+        """`start(name)`: returns a replica whose engine runs and which every agent worker knows; cancelled, it leaves
+        nothing behind. `catch_up(names)`: brings replicas to the current weights and admits them. `drain_timeout_s`:
+        rollout.group_timeout_s, in which every group ends or fails."""
         self._fleet = fleet
         self._control = control
         self._health = health

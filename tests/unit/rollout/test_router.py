@@ -41,20 +41,6 @@ def test_idle_replicas_take_turns() -> None:
     run_virtual(main())
 
 
-def test_acquire_waits_for_room() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a"], max_inflight=8)
-        for _ in range(2):
-            await router.acquire(4)
-        waiter = asyncio.create_task(router.acquire(4))
-        await settle()
-        assert not waiter.done() and in_flight(router) == 8
-        await router.release("a", 4)
-        assert await waiter == "a"
-
-    run_virtual(main())
-
-
 def test_first_come_first_served_also_behind_a_big_group() -> None:
     """Small groups that would fit do not overtake the big one, or it would starve."""
 
@@ -106,17 +92,6 @@ def test_nothing_is_routed_to_an_ejected_replica_until_it_is_admitted() -> None:
         assert not waiter.done()
         await router.admit("a")
         assert await waiter == "a"
-
-    run_virtual(main())
-
-
-def test_a_replica_can_be_released_after_it_was_ejected() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=8)
-        await router.acquire(8)
-        await router.eject("a", RuntimeError("gone"))
-        await router.release("a", 8)
-        assert in_flight(router) == 0
 
     run_virtual(main())
 

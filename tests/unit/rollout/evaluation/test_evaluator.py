@@ -39,12 +39,6 @@ def test_of_several_samples_every_data_source_has_its_scores() -> None:
     )
 
 
-def test_replicas_without_a_share_are_left_alone() -> None:
-    runner = FakeEvaluationRunner()
-    assert run_virtual(make_evaluator(runner, 2).evaluate()).num_prompts == 2
-    assert runner.asked == [("a", [0]), ("b", [1])]
-
-
 def test_those_out_of_service_are_not_asked() -> None:
     """They serve another version, or none."""
     runner, router = FakeEvaluationRunner(), make_router()

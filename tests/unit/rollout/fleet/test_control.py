@@ -109,19 +109,6 @@ def test_one_that_cannot_be_resumed_after_a_failed_pause_is_named_too() -> None:
     on_fleet(test)
 
 
-def test_a_wait_past_its_deadline_names_whose_requests_take_too_long() -> None:
-    async def test(setup: FleetSetup) -> None:
-        long = start_group(setup.replicas["b"], 30)
-        await settle()
-        with pytest.raises(FleetPauseError) as raised:
-            await setup.control.pause(PauseMode.wait, timeout_s=20)
-        assert list(raised.value.errors) == ["b"] and now() == pytest.approx(20)
-        assert not await setup.control.is_paused()
-        assert answer((await long)[0]) == (30, "stop")
-
-    on_fleet(test)
-
-
 def test_when_one_does_not_resume_the_others_do_and_it_is_named() -> None:
     async def test(setup: FleetSetup) -> None:
         await setup.control.pause(PauseMode.keep)

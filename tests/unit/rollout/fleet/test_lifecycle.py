@@ -63,15 +63,6 @@ def test_no_path_leads_to_ready_without_verified_weights_and_none_out_of_death(c
             assert (name, before) == ("verified", ReplicaState.SYNCING)
 
 
-def test_a_replicas_way_through_an_update_that_it_missed() -> None:
-    life = Lifecycle("r")
-    states = []
-    for step in (life.started, lambda: life.verified(0), life.miss, life.sync, lambda: life.verified(5), life.drain):
-        step()
-        states.append((life.state.value, life.global_steps))
-    assert states == [("SYNCING", -1), ("READY", 0), ("STALE", 0), ("SYNCING", 0), ("READY", 5), ("DRAINING", 5)]
-
-
 def test_a_version_that_is_none_is_refused() -> None:
     life = in_state(ReplicaState.SYNCING)
     with pytest.raises(ValueError, match=re.escape("replica-4: -1 is no version of the weights; tags begin at 0")):

@@ -8,13 +8,22 @@ given up. Too few left is an error.
 
 import asyncio
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
-from weight_sync.protocol import Manifest, WeightSource, WeightTarget
+from weight_sync.protocol import (
+    Manifest,
+    PublishOrder,
+    ReplicaUpdate,
+    UpdateReport,
+    WeightSource,
+    WeightTag,
+    WeightTarget,
+)
 
 T = TypeVar("T")
 MISSES_IN_A_ROW = 2
@@ -48,41 +57,6 @@ class Membership(Protocol):
     def require_enough(self, cause: BaseException) -> None:
         """Raises when fewer replicas are in service than the run needs."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaUpdate:
-    """Seconds that one replica's update took, by phase."""
-
-    name: str
-    stage_s: float
-    pause_s: float
-    """How long the replica was frozen, by its own clock."""
-    swap_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
-    global_steps: int
-    nbytes: int
-    publish_s: float
-    total_s: float
-    replicas: tuple[ReplicaUpdate, ...]
-    """Those that serve the version now."""
-    failures: int
-    """Attempts that failed, on any replica."""
-
-    def gauges(self) -> dict[str, float]:
-        """Metrics of the slowest replica, in milliseconds; 0 where there was none, for all had been lost."""
-        return {
-            "weight_sync/pause_ms": 1e3 * max((update.pause_s for update in self.replicas), default=0.0),
-            "weight_sync/swap_ms": 1e3 * max((update.swap_s for update in self.replicas), default=0.0),
-            "weight_sync/stage_ms": 1e3 * max((update.stage_s for update in self.replicas), default=0.0),
-            "weight_sync/publish_ms": 1e3 * self.publish_s,
-            "weight_sync/total_ms": 1e3 * self.total_s,
-            "weight_sync/megabytes": self.nbytes / 1e6,
-            "weight_sync/failures": float(self.failures),
-        }
 
 
 class _Sending:
@@ -194,7 +168,7 @@ class CheckpointManager:
             self._fleet.require_enough(next(iter(first.failed.values())))
         return UpdateReport(
             global_steps=global_steps,
-            nbytes=first.manifest["nbytes"],
+            nbytes=first.manifest.nbytes,
             publish_s=first.publish_s,
             total_s=time.perf_counter() - started,
             replicas=tuple(update for attempt in attempts for update in attempt.done),
@@ -207,8 +181,14 @@ class CheckpointManager:
         receivers = {target.name: target.num_workers for target in targets}
         held = {self._held.pop(target.name, None) for target in targets}  # of no known version until it is done
         base = held.pop() if len(held) == 1 else None
-        publishing = self._source.publish(global_steps, receivers, base)
-        manifest = await self._within("publish", "trainer", publishing, "stage_timeout_s")
+        order = PublishOrder(
+            global_steps=global_steps,
+            receivers=receivers,
+            base=base,
+            nonce=uuid.uuid4().hex[:8],
+            timeout_s=self._config.stage_timeout_s,
+        )
+        manifest = await self._within("publish", "trainer", self._source.publish(order), "stage_timeout_s")
         published = time.perf_counter()
         sending = _Sending(self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s"))
         calls = (self._update(target, manifest, sending) for target in targets)
@@ -239,15 +219,17 @@ class CheckpointManager:
 
     async def _bring(self, target: WeightTarget, manifest: Manifest, sending: _Sending) -> ReplicaUpdate:
         started = time.perf_counter()
-        if self._config.staging is not Staging.none:
+        if self._config.staging is Staging.none:
+            committing = target.receive(manifest)
+        else:
             await self._within("stage", target.name, target.stage(manifest), "stage_timeout_s")
-            manifest = {"global_steps": manifest["global_steps"], "checksum": await sending.checksum()}
+            committing = target.commit(WeightTag(manifest.global_steps, await sending.checksum()))
         staged = time.perf_counter()
         # The replica keeps the deadlines of each part; this one is for a replica that does not answer.
         parts = ("pause_timeout_s", "swap_timeout_s", "pause_timeout_s")
         if self._config.pause_mode is PauseMode.abort:
             parts = ("pause_timeout_s", *parts)
-        report = await self._within("commit", target.name, target.commit(manifest), *parts)
+        report = await self._within("commit", target.name, committing, *parts)
         return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=report.pause_s, swap_s=report.swap_s)
 
     async def _miss(self, target: WeightTarget, error: WeightUpdateError) -> None:

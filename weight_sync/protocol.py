@@ -1,69 +1,284 @@
-"""What a trainer offers and what a replica takes. Weight sync knows no more of either."""
+"""The border of weight sync: what crosses it, and what a trainer, a transport and a replica offer to it.
+
+The values are plain and picklable, since they travel through Ray and on to an engine's workers. Nothing here needs
+torch, so that the driver can import it.
+"""
 
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-Manifest = dict[str, Any]
-"""Describes published weights. Plain values, because it crosses processes:
+if TYPE_CHECKING:
+    import torch
 
-    transport      name of the transport
-    global_steps   the version
-    nbytes         length of the string of bytes (transports/byte_layout.py); of a delta, what all ranks have to send
-    tensors        [name, dtype, shape, offset, nbytes] of each
-    num_ranks      trainer ranks, each of which sends its part of every tensor
-    locations      per rank, what the transport needs to reach its bytes
-    checksums      per rank, of its part of each tensor. A transport that sends while replicas receive tells them last.
-    checksum       all of them in one; likewise
-
-What a worker gets has these besides: `replica`, its name; `worker`, the place among the replica's workers; `device`.
-"""
+Checksums = tuple[int, ...]
+"""One per tensor, over the bytes of one trainer rank's rows."""
+TensorSpec = tuple[str, "torch.dtype", Sequence[int]]
+"""(name, dtype, shape) of a whole tensor, under its Hugging Face name and in the dtype that replicas take."""
+NamedTensors = Iterator[tuple[str, "torch.Tensor"]]
+Shards = Callable[[], NamedTensors]
+"""Yields (name, this rank's rows) of every tensor, in the order of the specs and in their dtypes."""
 
 
-def merge(parts: Sequence[Manifest]) -> Manifest:
+# -- what is published -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOrder:
+    """What the checkpoint manager asks of every trainer rank."""
+
+    global_steps: int
+    """Tag of the weights."""
+    receivers: Mapping[str, int]
+    """Name of each replica that is going to receive -> number of its workers."""
+    base: int | None
+    """The version that all receivers hold; None if they do not hold the same one, or it is not known."""
+    nonce: str
+    """New for each publication, so that two of one version are not mistaken for each other."""
+    timeout_s: float
+    """How long members of a transfer wait for one another."""
+
+
+@dataclass(frozen=True)  # without slots: a large model has many, and those with slots pickle three times as slowly
+class TensorEntry:
+    """A tensor's place in the string of bytes that holds all of them (transports/byte_layout.py)."""
+
+    name: str
+    dtype: str
+    """torch's name, such as "bfloat16"."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """Where shared_memory has put the weights of all ranks."""
+
+    host: str
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the members of a collective transfer meet: at a store that trainer rank 0 serves."""
+
+    host: str
+    port: int
+    nonce: str
+    timeout_s: float
+    backend: str
+    """"gloo" or "nccl"."""
+    bucket_bytes: int
+    members: tuple[str, ...]
+    """Names by rank in the group, for error messages."""
+    first_rank: Mapping[str, int]
+    """Replica -> rank of its first worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """Where filesystem has put the rows of one rank."""
+
+    directory: str
+    """weight_sync.directory."""
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """The memory of one rank that cuda_ipc exports."""
+
+    host: str
+    handles: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What delta sends of one rank's rows, by another transport."""
+
+    base: int | None
+    """The version that they are changes of; None: all rows are sent."""
+    encoding: tuple[tuple[int, str], ...]
+    """(index of a tensor, "sparse" or "whole"), in the order in which they are sent."""
+    inner: "Manifest"
+    checksums: Checksums
+    """Of all rows, after the changes."""
+
+
+Location = SharedFile | Meeting | RankFile | GpuMemory | Changes | None
+L = TypeVar("L", SharedFile, Meeting, RankFile, GpuMemory, Changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What one trainer rank has published."""
+
+    transport: str
+    global_steps: int
+    nbytes: int
+    """How many bytes this rank has to send."""
+    tensors: tuple[TensorEntry, ...]
+    """The whole tensors: the same on every rank."""
+    location: Location
+    """How its bytes can be reached. None where rank 0's location serves for all."""
+    checksums: Checksums | None
+    """None where they are known only once the bytes have been sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What all trainer ranks have published of one version."""
+
+    transport: str
+    global_steps: int
+    nbytes: int
+    """How many bytes all ranks have to send."""
+    tensors: tuple[TensorEntry, ...]
+    locations: tuple[Location, ...]
+    """By rank."""
+    checksums: tuple[Checksums, ...] | None
+    """By rank. None where they are known only once the bytes have been sent."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.locations)
+
+    @cached_property
+    def checksum(self) -> int | None:
+        """All checksums in one."""
+        return None if self.checksums is None else combine(self.checksums)
+
+    def located(self, kind: type[L]) -> list[L]:
+        """The locations that there are, which are all of this kind."""
+        found = [location for location in self.locations if location is not None]
+        assert all(isinstance(location, kind) for location in found), f"{self.transport} is not located by {kind}"
+        return found  # pyright: ignore[reportReturnType]
+
+
+def merge(parts: Sequence[Publication]) -> Manifest:
     """The manifest of a version, from what every rank published, by rank."""
-    manifest = parts[0] | {"locations": [part["location"] for part in parts]}
-    del manifest["location"]
-    if manifest["transport"] == "delta":  # ranks have strings of their own; else each says the length of the whole
-        manifest["nbytes"] = sum(part["nbytes"] for part in parts)
-    if "checksums" in manifest:
-        manifest["checksums"] = [part["checksums"] for part in parts]
-    return manifest
+    checksums = [part.checksums for part in parts if part.checksums is not None]
+    return Manifest(
+        transport=parts[0].transport,
+        global_steps=parts[0].global_steps,
+        nbytes=sum(part.nbytes for part in parts),
+        tensors=parts[0].tensors,
+        locations=tuple(part.location for part in parts),
+        checksums=tuple(checksums) if len(checksums) == len(parts) else None,
+    )
 
 
 def combine(checksums: Sequence[Sequence[int]]) -> int:
-    """One checksum of a version, from those of every rank's parts."""
+    """One checksum of a version, from those of every rank."""
     values = [value for of_rank in checksums for value in of_rank]
     return zlib.crc32(struct.pack(f"<{len(values)}I", *values))
 
 
-class Tag(Protocol):
-    """What one worker of a replica says of the weights it serves."""
+# -- what is received --------------------------------------------------------------------------------------------------
 
-    @property
-    def global_steps(self) -> int: ...
 
-    @property
-    def checksum(self) -> int: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivingWorker:
+    """One worker of a replica, as it receives."""
+
+    replica: str
+    index: int
+    """Its place among the replica's workers."""
+    device: str
+    """Where its parameters live, such as "cuda:0"."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTag:
+    """Identifies weights: which version they are, and `combine` of the checksums of their bytes."""
+
+    global_steps: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitReport:
+    """Seconds of one replica's pause, by its own clock."""
+
+    pause_s: float
+    """From the order to stop to the order to continue. 0 when a client keeps the replica paused."""
+    swap_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """What a replica is doing, whichever client asks."""
+
+    name: str
+    global_steps: int
+    """Tag of the weights it serves; -1 before the first update."""
+    pause_mode: str | None
+    """The mode that a client paused it in."""
+    torn: bool
+    """Frozen by an update that failed half-way, until another one is whole."""
+    frozen: bool
+    """No token moves: it is paused or torn, or in an update, or could not be resumed after one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaUpdate:
+    """Seconds that one replica's update took, by phase."""
+
+    name: str
+    stage_s: float
+    pause_s: float
+    swap_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """One update of the fleet."""
+
+    global_steps: int
+    nbytes: int
+    publish_s: float
+    total_s: float
+    replicas: tuple[ReplicaUpdate, ...]
+    """Those that serve the version now."""
+    failures: int
+    """Attempts that failed, on any replica."""
+
+    def gauges(self) -> dict[str, float]:
+        """Metrics of the slowest replica, in milliseconds; 0 if all replicas were lost."""
+        return {
+            "weight_sync/pause_ms": 1e3 * max((update.pause_s for update in self.replicas), default=0.0),
+            "weight_sync/swap_ms": 1e3 * max((update.swap_s for update in self.replicas), default=0.0),
+            "weight_sync/stage_ms": 1e3 * max((update.stage_s for update in self.replicas), default=0.0),
+            "weight_sync/publish_ms": 1e3 * self.publish_s,
+            "weight_sync/total_ms": 1e3 * self.total_s,
+            "weight_sync/megabytes": self.nbytes / 1e6,
+            "weight_sync/failures": float(self.failures),
+        }
+
+
+# -- who takes part ----------------------------------------------------------------------------------------------------
 
 
 class WeightSource(Protocol):
-    """The trainer. What it publishes can be read until it publishes again."""
+    """The trainer. What it has published can be read until it publishes again."""
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps that it has taken: the version of its present weights."""
+        """Optimizer steps taken: the version of the present weights."""
         ...
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
-        """The present weights, tagged `global_steps`. `receivers`: the number of workers of every replica that is going
-        to receive. `base`: the version that all of them hold, if it is one."""
+    async def publish(self, order: PublishOrder) -> Manifest:
+        """Offer the present weights to the replicas."""
         ...
 
     async def send(self, manifest: Manifest) -> int:
-        """Move the bytes, beside the replicas' receiving. The checksum of what was sent. Cancelled, it ends on both
-        sides."""
+        """Move the bytes while the replicas receive. Returns the checksum of what was sent. A cancellation ends the
+        transfer on both sides."""
         ...
 
 
@@ -77,45 +292,49 @@ class WeightTarget(Protocol):
     def num_workers(self) -> int: ...
 
     async def stage(self, manifest: Manifest) -> None:
-        """Take the weights in beside the live ones, while generating. Raises when they are not what was sent."""
+        """Receive the weights into staging memory, while generating. Raises when they are not what was sent."""
         ...
 
-    async def commit(self, manifest: Manifest) -> "CommitReport":
-        """Pause, make the staged weights live (with staging=none: receive them), verify, resume: the replica's own
-        transaction, which ends whatever becomes of the caller. Of weights that are staged, `manifest` has no more than
-        `global_steps` and `checksum`."""
+    async def commit(self, tag: WeightTag) -> CommitReport:
+        """Pause, make the staged weights of this tag live, verify them, resume. This is the replica's own transaction:
+        it runs to its end even when the caller is gone."""
         ...
 
-    async def status(self) -> "TargetStatus": ...
-
-
-class CommitReport(Protocol):
-    @property
-    def pause_s(self) -> float:
-        """How long the replica was frozen, by its own clock: from the order to stop to the order to go on."""
+    async def receive(self, manifest: Manifest) -> CommitReport:
+        """Like `commit`, but receives the weights while paused, straight into the live ones (staging=none)."""
         ...
 
-    @property
-    def swap_s(self) -> float: ...
+    async def status(self) -> ReplicaStatus: ...
 
 
-class TargetStatus(Protocol):
-    @property
-    def global_steps(self) -> int:
-        """The version it serves."""
+class Sender(Protocol):
+    """A transport's half in a trainer rank."""
+
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
+        """Offer this rank's rows. They can be reached once every rank has returned."""
         ...
 
-    @property
-    def torn(self) -> bool:
-        """Frozen, because an update failed half-way."""
+    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
+        """Move the bytes, where `publish` did not. Returns the checksums of this rank's rows."""
         ...
 
-    @property
-    def frozen(self) -> bool:
-        """It generates nothing."""
+    def stop(self, manifest: Manifest) -> None:
+        """Called from another thread when a replica is gone: let a `send` fail, on this side and at the receivers."""
         ...
 
-    @property
-    def pause_mode(self) -> str | None:
-        """The mode that a client paused it in."""
+
+class Receiver(Protocol):
+    """A transport's half in a worker of a replica."""
+
+    def receive(
+        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
+    ) -> tuple[Checksums, ...]:
+        """Calls `load` once with (name, whole tensor) of all that came, each valid until the next is asked for.
+
+        Returns:
+            The checksums of every rank's rows, after they have been verified.
+
+        Raises:
+            RuntimeError: What came is not what was sent, which may show only after `load` has returned.
+        """
         ...

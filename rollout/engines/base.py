@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollout.engines.usage import Usage
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
+from weight_sync.protocol import Manifest, WeightTag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +34,6 @@ class EngineSpec:
     """Let the engine measure itself, for /metrics. Costs a little per step."""
     max_position_embeddings: int | None = None
     """Replaces that of the model's config, which bounds max_model_len; none keeps it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTag:
-    """What one worker of an engine says of its weights."""
-
-    global_steps: int
-    checksum: int
-    """Of the staged bytes that were swapped in; see weight_sync.transports.byte_layout.checksum."""
 
 
 class EngineDiedError(RuntimeError):
@@ -99,7 +91,7 @@ class Engine(Protocol):
         is "". Those that have nothing new may be left out."""
         ...
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         """Take the published weights into staging memory, while generating. Raises when they are not what was sent."""
         ...
 
@@ -107,7 +99,7 @@ class Engine(Protocol):
         """While frozen: make the staged weights live, and tag them. One answer per worker."""
         ...
 
-    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+    async def load(self, manifest: Manifest) -> list[WeightTag]:
         """While frozen: the published weights straight into the live ones. One answer per worker."""
         ...
 

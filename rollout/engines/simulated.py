@@ -6,15 +6,27 @@ Every running request gains one token per step. The token's id is the version th
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from rollout.engines.admission import Admission
-from rollout.engines.base import EngineDiedError, WeightTag
+from rollout.engines.base import EngineDiedError
 from rollout.engines.usage import Usage
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, VersionSpan
+from weight_sync.protocol import Manifest, WeightTag
+
+
+def simulated_manifest(global_steps: int) -> Manifest:
+    """What a trainer publishes to simulated engines: a version, and no bytes."""
+    return Manifest(
+        transport="simulated",
+        global_steps=global_steps,
+        nbytes=0,
+        tensors=(),
+        locations=(None,),
+        checksums=((global_steps,),),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +60,7 @@ class SimulatedEngine:
         self._may_step.set()
         self._between_steps = asyncio.Lock()
         self._stepper: asyncio.Task[None] | None = None
-        self._staged: dict[str, Any] | None = None
+        self._staged: Manifest | None = None
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._global_steps = -1
         self._num_submitted = self._num_prefilled = 0
@@ -138,20 +150,21 @@ class SimulatedEngine:
             if sequence is not None
         }
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         self._staged = manifest
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         staged, self._staged = self._staged, None
-        if staged is None or staged["global_steps"] != global_steps:
-            found = None if staged is None else staged["global_steps"]
+        if staged is None or staged.global_steps != global_steps:
+            found = None if staged is None else staged.global_steps
             raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
         return await self.load(staged)
 
-    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+    async def load(self, manifest: Manifest) -> list[WeightTag]:
         await self._sleep(self._swap_s)
-        self._global_steps = manifest["global_steps"]
-        return [WeightTag(self._global_steps, manifest["checksum"])]
+        self._global_steps = manifest.global_steps
+        assert manifest.checksum is not None, "no bytes are received here that a checksum could be taken of"
+        return [WeightTag(self._global_steps, manifest.checksum)]
 
     async def tag_loaded(self, global_steps: int) -> None:
         self._global_steps = global_steps

@@ -14,7 +14,7 @@ from rollout.errors import FleetPauseError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.member import FleetMember
 from rollout.replica.pause import PauseInterruptedError
-from rollout.replica.replica import ReplicaStatus
+from weight_sync.protocol import ReplicaStatus
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
 """A replica as its fleet sees it."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from configs.schema import PauseMode
 from rollout.progress import ProgressReport
-from rollout.replica.replica import CommitReport, ReplicaStatus
 from rollout.request_ids import RequestId
+from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
 
 class FleetMember(Protocol):
@@ -31,9 +31,11 @@ class FleetMember(Protocol):
 
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport: ...
 
-    async def stage(self, manifest: dict[str, Any]) -> None: ...
+    async def stage(self, manifest: Manifest) -> None: ...
 
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport: ...
+    async def commit(self, tag: WeightTag) -> CommitReport: ...
+
+    async def receive(self, manifest: Manifest) -> CommitReport: ...
 
     async def stats(self) -> dict[str, float]: ...
 

@@ -12,8 +12,8 @@ from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
 from rollout.http.metrics import exposition
 from rollout.replica.pause import PauseConflictError, PauseInterruptedError
-from rollout.replica.replica import ReplicaStatus
 from rollout.request_ids import ClientNames
+from weight_sync.protocol import ReplicaStatus
 
 OPEN_PATHS = ("/health", "/metrics", "/versions")
 """Routes that change nothing, so that probes and scrapers need no token."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge, generate_latest
 
-from rollout.replica.replica import ReplicaStatus
+from weight_sync.protocol import ReplicaStatus
 
 STATE = {
     "global_steps": "Version of the weights that the replica serves",

@@ -9,7 +9,8 @@ from configs.runtime.deadline import within
 from configs.schema import PauseMode
 from rollout.http.auth import RequireToken
 from rollout.http.control import control_app
-from rollout.replica.replica import ReplicaStatus, RolloutReplica
+from rollout.replica.replica import RolloutReplica
+from weight_sync.protocol import ReplicaStatus
 
 
 def replica_app(replica: RolloutReplica, openai_app: ASGIApp, token: str | None) -> ASGIApp:

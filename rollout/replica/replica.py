@@ -3,45 +3,22 @@
 import asyncio
 import socket
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from configs.runtime.deadline import within
-from configs.schema import InFlightKv, PauseMode, Staging, WeightSyncConfig
-from rollout.engines.base import Engine, EngineDiedError, WeightTag
+from configs.schema import InFlightKv, PauseMode, WeightSyncConfig
+from rollout.engines.base import Engine, EngineDiedError
 from rollout.progress import ProgressReport
 from rollout.replica.continuation import generate_in_parts
 from rollout.replica.pause import PauseControl
 from rollout.replica.progress_log import ProgressLog
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
+from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
 
 class WeightVerificationError(RuntimeError):
     """A worker does not serve the weights that were published."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitReport:
-    """Seconds of one update's pause."""
-
-    pause_s: float
-    """Frozen, from the order to stop to the order to go on. 0 when a client keeps the replica paused."""
-    swap_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStatus:
-    name: str
-    global_steps: int
-    """Tag of the weights it serves; -1 before the first update."""
-    pause_mode: str | None
-    """Mode of a client's pause."""
-    torn: bool
-    """Frozen by an update that failed half-way, until another update is whole."""
-    frozen: bool
-    """No token is sampled: it is paused or torn, in an update, or could not be thawed after one."""
 
 
 class RolloutReplica:
@@ -50,7 +27,7 @@ class RolloutReplica:
     Example:
         replica = RolloutReplica("replica-0", engine, config)
         await replica.stage(manifest)  # while it generates
-        await replica.commit(manifest)  # pause, swap, verify, resume
+        await replica.commit(tag)  # pause, swap, verify, resume
         completions = await replica.generate_group(requests)
     """
 
@@ -150,21 +127,36 @@ class RolloutReplica:
         await self._engine.tag_loaded(global_steps)
         self.global_steps = global_steps
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
-        await self._engine.stage(manifest | {"replica": self.name})
+    async def stage(self, manifest: Manifest) -> None:
+        await self._engine.stage(manifest)
 
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
-        """Pause, swap, verify, resume: the part of an update in which nobody generates. One at a time.
+    async def commit(self, tag: WeightTag) -> CommitReport:
+        """Pause, swap in what is staged, verify, resume: the part of an update in which nothing is generated.
 
         It runs to its end even if the caller goes away: the weights are whole and the replica open, or the replica is
         torn and frozen. Raises TimeoutError past a deadline, WeightVerificationError, or what the engine raised.
         """
+        return await self._transact(tag.global_steps, tag.checksum, lambda: self._engine.swap(tag.global_steps))
+
+    async def receive(self, manifest: Manifest) -> CommitReport:
+        """Like `commit`, of weights that are not staged but received while paused (weight_sync.staging=none).
+
+        A transport that sends while replicas receive verifies each tensor, and its manifest has no checksum: then the
+        workers are only held against one another.
+        """
+        return await self._transact(manifest.global_steps, manifest.checksum, lambda: self._engine.load(manifest))
+
+    async def _transact(
+        self, global_steps: int, checksum: int | None, swap: Callable[[], Awaitable[list[WeightTag]]]
+    ) -> CommitReport:
         if self._commit_task is not None and not self._commit_task.done():
             raise RuntimeError(f"replica {self.name} is in the midst of an update")
-        self._commit_task = asyncio.create_task(self._commit(manifest | {"replica": self.name}))
+        self._commit_task = asyncio.create_task(self._commit(global_steps, checksum, swap))
         return await asyncio.shield(self._commit_task)
 
-    async def _commit(self, manifest: dict[str, Any]) -> CommitReport:
+    async def _commit(
+        self, global_steps: int, checksum: int | None, swap: Callable[[], Awaitable[list[WeightTag]]]
+    ) -> CommitReport:
         config = self._config
         clear_cache = config.in_flight_kv is InFlightKv.recompute
         before_abort = self._interrupted.update if config.pause_mode is PauseMode.abort else None
@@ -172,24 +164,19 @@ class RolloutReplica:
             started = time.monotonic()
             window.torn = True
             async with within(config.swap_timeout_s, "weight_sync.swap_timeout_s", f"swap on {self.name}"):
-                if config.staging is Staging.none:
-                    tags = await self._engine.load(manifest)
-                else:
-                    tags = await self._engine.swap(manifest["global_steps"])
-            self._verify(tags, manifest)
+                tags = await swap()
+            self._verify(tags, global_steps, checksum)
             window.torn = False
-            self.global_steps = manifest["global_steps"]
+            self.global_steps = global_steps
             swap_s = time.monotonic() - started
         return CommitReport(pause_s=window.frozen_s, swap_s=swap_s)
 
-    def _verify(self, tags: list[WeightTag], manifest: dict[str, Any]) -> None:
-        """A transport that sends while replicas receive has verified each tensor; it knows no checksum beforehand."""
-        checksum = manifest.get("checksum", tags[0].checksum if tags else None)
-        found = [(tag.global_steps, tag.checksum) for tag in tags]
+    def _verify(self, tags: list[WeightTag], global_steps: int, checksum: int | None) -> None:
         if len(tags) != self._engine.num_workers:
             raise WeightVerificationError(f"{len(tags)} of {self._engine.num_workers} workers of {self.name} answered")
-        if any(tag != (manifest["global_steps"], checksum) for tag in found):
-            expected = (manifest["global_steps"], checksum)
+        found = [(tag.global_steps, tag.checksum) for tag in tags]
+        expected = (global_steps, tags[0].checksum if checksum is None else checksum)
+        if any(tag != expected for tag in found):
             raise WeightVerificationError(f"workers of {self.name} serve {found}, published was {expected}")
 
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:

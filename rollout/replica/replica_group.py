@@ -16,10 +16,11 @@ from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
 from rollout.progress import ProgressReport
 from rollout.replica.processes import ProcessId, end_descendants_with_this, is_stopped, kill_processes, process_tree
-from rollout.replica.replica import CommitReport, ReplicaStatus, RolloutReplica
+from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest
 from rollout.wire import Columns, pack_completions
+from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,7 +65,7 @@ class ReplicaActor:
 
         self._home = asyncio.get_running_loop()
         end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
-        self._engine = VllmEngine(spec)
+        self._engine = VllmEngine(spec, self._name)
         self._replica = RolloutReplica(self._name, self._engine, config)
         return self._replica.num_workers
 
@@ -111,12 +112,16 @@ class ReplicaActor:
         return await self._replica.status()
 
     @control
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         await self._replica.stage(manifest)
 
     @control
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
-        return await self._replica.commit(manifest)
+    async def commit(self, tag: WeightTag) -> CommitReport:
+        return await self._replica.commit(tag)
+
+    @control
+    async def receive(self, manifest: Manifest) -> CommitReport:
+        return await self._replica.receive(manifest)
 
     @control
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
@@ -199,12 +204,14 @@ class ReplicaHandle:
     async def status(self) -> ReplicaStatus:
         return await self._result(self.actor.status.remote())
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         await self._result(self.actor.stage.remote(manifests.ref(manifest)))
 
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
-        is_whole = "tensors" in manifest
-        return await self._result(self.actor.commit.remote(manifests.ref(manifest) if is_whole else manifest))
+    async def commit(self, tag: WeightTag) -> CommitReport:
+        return await self._result(self.actor.commit.remote(tag))
+
+    async def receive(self, manifest: Manifest) -> CommitReport:
+        return await self._result(self.actor.receive.remote(manifests.ref(manifest)))
 
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
         return await self._result(self.actor.progress.remote(known))

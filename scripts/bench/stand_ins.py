@@ -3,9 +3,11 @@
 import asyncio
 from typing import Any
 
+from rollout.engines.simulated import simulated_manifest
 from rollout.types import FloatArray, Prompt
 from trainer.batch import StepBatch
 from trainer.metrics import Last, Max, Metric
+from weight_sync.protocol import Manifest, PublishOrder
 
 
 class SimulatedTrainer:
@@ -29,11 +31,12 @@ class SimulatedTrainer:
     def gauges(self) -> dict[str, float]:
         return {}
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        return {"global_steps": global_steps, "nbytes": 0, "checksum": 0}
+    async def publish(self, order: PublishOrder) -> Manifest:
+        return simulated_manifest(order.global_steps)
 
-    async def send(self, manifest: dict[str, Any]) -> int:
-        return 0
+    async def send(self, manifest: Manifest) -> int:
+        assert manifest.checksum is not None
+        return manifest.checksum
 
 
 async def no_reward(prompt: Prompt, text: str) -> float:

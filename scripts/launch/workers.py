@@ -12,7 +12,6 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.console import Console
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
-from weight_sync.protocol import combine, merge
 from weight_sync.transports.registry import make_sender, release_all
 
 
@@ -30,8 +29,6 @@ def make_workers(
         config=config,
         device=device,
         make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
-        merge=merge,
-        combine=combine,
         on_start=output_to(run_dir),
         release=partial(release_all, config.weight_sync, owner(run_dir)),
     )

@@ -1,26 +1,32 @@
 """Weights by NCCL, from a trainer on one GPU to a replica on another. Skipped with fewer than two."""
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.transport_cases import assert_same, weights
+from tests.support.fakes import make_order
+from tests.support.transport_cases import assert_same, specs_of, weights
+from weight_sync.protocol import merge
 from weight_sync.transports.collective import CollectiveSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 RECEIVE = """
-import json, sys, torch
+import pickle, sys, torch
+from weight_sync.protocol import ReceivingWorker
 from weight_sync.transports.collective import CollectiveReceiver
-receiver = CollectiveReceiver()
+receiver, worker = CollectiveReceiver(), ReceivingWorker(replica="a", index=0, device="cuda:0")
 for number, line in enumerate(sys.stdin):
-    found = {name: tensor.cpu() for name, tensor in receiver.tensors(json.loads(line))}
+    found = {}
+    load = lambda tensors: found.update((name, tensor.cpu()) for name, tensor in tensors)
+    receiver.receive(pickle.loads(bytes.fromhex(line)), worker, load)
     torch.save(found, f"{sys.argv[1]}/{number}")
     print("done", flush=True)
 """
@@ -39,13 +45,11 @@ def test_three_versions_arrive_bit_by_bit_and_who_does_not_come_is_named(tmp_pat
 
     def send(seed: int, timeout_s: float, present: bool) -> None:
         new = {name: tensor.cuda() for name, tensor in weights(seed).items()}
-        specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in new.items()]
-        order = {"global_steps": seed, "nonce": f"{seed:08x}", "receivers": {"a": 1}, "timeout_s": timeout_s}
-        manifest = sender.publish(specs, lambda: iter(new.items()), order)
-        manifest |= {"locations": [manifest["location"]], "replica": "a", "worker": 0, "device": "cuda:0"}
+        order = replace(make_order(seed), receivers={"a": 1}, timeout_s=timeout_s)
+        manifest = merge([sender.publish(specs_of(new), lambda: iter(new.items()), order)])
         if present:
             assert replica.stdin is not None
-            replica.stdin.write(json.dumps(manifest) + "\n")
+            replica.stdin.write(pickle.dumps(manifest).hex() + "\n")
             replica.stdin.flush()
         sender.send(lambda: iter(new.items()), manifest)
 
@@ -57,5 +61,4 @@ def test_three_versions_arrive_bit_by_bit_and_who_does_not_come_is_named(tmp_pat
     with pytest.raises(RuntimeError, match="a worker 0 did not come within 2 s"):
         send(4, timeout_s=2.0, present=False)
     assert time.monotonic() - began < 10
-    sender.close()
     replica.communicate(timeout=60)

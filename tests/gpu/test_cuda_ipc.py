@@ -1,28 +1,34 @@
 """Weights through memory of one GPU, mapped by another process. Skipped without a GPU."""
 
 import base64
-import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.transport_cases import assert_same, weights
+from tests.support.fakes import make_order
+from tests.support.transport_cases import assert_same, specs_of, weights
+from weight_sync.protocol import GpuMemory, Manifest, merge
 from weight_sync.transports.cuda_ipc import CudaIpcSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 RECEIVE = """
-import json, sys, torch
+import pickle, sys, torch
+from weight_sync.protocol import ReceivingWorker
 from weight_sync.transports.cuda_ipc import CudaIpcReceiver
-receiver = CudaIpcReceiver()
+receiver, worker = CudaIpcReceiver(), ReceivingWorker(replica="a", index=0, device="cuda:0")
 for number, line in enumerate(sys.stdin):
     try:
-        found = {name: tensor.cpu() for name, tensor in receiver.tensors(json.loads(line))}
+        found = {}
+        load = lambda tensors: found.update((name, tensor.cpu()) for name, tensor in tensors)
+        receiver.receive(pickle.loads(bytes.fromhex(line)), worker, load)
     except RuntimeError as error:
         found = str(error)
     torch.save(found, f"{sys.argv[1]}/{number}")
@@ -40,9 +46,9 @@ class Replica:
             [sys.executable, "-c", RECEIVE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def receive(self, manifest: dict[str, Any]) -> Any:
+    def receive(self, manifest: Manifest) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({**manifest, "replica": "a", "worker": 0, "device": "cuda:0"}) + "\n")
+        self._process.stdin.write(pickle.dumps(manifest).hex() + "\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "done\n"
         self._count += 1
@@ -60,22 +66,18 @@ def replicas(tmp_path: Path) -> Iterator[list[Replica]]:
         replica.end()
 
 
-def publish(sender: CudaIpcSender, seed: int) -> dict[str, Any]:
+def publish(sender: CudaIpcSender, seed: int) -> Manifest:
     new = {name: tensor.cuda() for name, tensor in weights(seed).items()}
-    specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in new.items()]
-    order = {"global_steps": seed, "nonce": f"{seed:08x}", "receivers": {"a": 1}, "base": None, "timeout_s": 60.0}
-    manifest = sender.publish(specs, lambda: iter(new.items()), order)
-    return manifest | {"locations": [manifest["location"]], "checksums": [manifest["checksums"]]}
+    return merge([sender.publish(specs_of(new), lambda: iter(new.items()), make_order(seed))])
 
 
 def test_three_versions_arrive_bit_by_bit_at_two_replicas(replicas: list[Replica]) -> None:
     sender = CudaIpcSender(0, 1, bucket_bytes=1024, device=torch.device("cuda:0"))
     for seed in (1, 2, 3):
         manifest = publish(sender, seed)
-        assert len(manifest["locations"][0]["handles"]) > 3
+        assert len(manifest.located(GpuMemory)[0].handles) > 3
         for replica in replicas:
             assert_same(replica.receive(manifest), weights(seed))
-    sender.close()
 
 
 def test_a_byte_that_changed_names_its_tensor(replicas: list[Replica]) -> None:
@@ -84,13 +86,13 @@ def test_a_byte_that_changed_names_its_tensor(replicas: list[Replica]) -> None:
     sender._buffers[0][3] ^= 1
     torch.cuda.synchronize()
     assert replicas[0].receive(manifest).startswith("embed came with checksums")
-    sender.close()
 
 
 def test_a_rank_whose_memory_cannot_be_mapped_is_named(replicas: list[Replica]) -> None:
     sender = CudaIpcSender(0, 1, bucket_bytes=1024, device=torch.device("cuda:0"))
     manifest = publish(sender, 1)
-    manifest["locations"][0]["handles"][0][0] = base64.b64encode(bytes(66)).decode()
+    [memory] = manifest.located(GpuMemory)
+    wrong = (base64.b64encode(bytes(66)).decode(), *memory.handles[0][1:])
+    manifest = replace(manifest, locations=(replace(memory, handles=(wrong, *memory.handles[1:])),))
     expected = "weight_sync.transport=cuda_ipc: this replica's GPU cannot map the memory of trainer rank 0's"
     assert expected in replicas[0].receive(manifest)
-    sender.close()

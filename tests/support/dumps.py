@@ -1,11 +1,18 @@
 """What the workers of an engine hold, held against the trainer's weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rollout.engines.base import EngineSpec
+
+
+def dump_parameters(worker: Any, folder: str) -> None:
+    """Runs in an engine's worker: writes its live parameters, as it lays them out, to <folder>/<worker>.safetensors."""
+    tensors = {name: parameter.detach().cpu() for name, parameter in worker._receiver_model().named_parameters()}
+    save_file(tensors, f"{folder}/{worker._receiver_worker('').index}.safetensors")
 
 
 def as_engine(weights: dict[str, torch.Tensor], name: str, rank: int, num_ranks: int) -> torch.Tensor:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import WeightSyncConfig
-from rollout.engines.base import WeightTag
-from rollout.engines.simulated import SimulatedEngine
+from configs.schema import Staging, WeightSyncConfig
+from rollout.engines.simulated import SimulatedEngine, simulated_manifest
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import (
@@ -22,6 +21,7 @@ from rollout.types import (
     VersionSpan,
 )
 from scripts.bench.virtual_clock import run_virtual as run_virtual
+from weight_sync.protocol import Manifest, PublishOrder, WeightTag
 
 
 async def settle() -> None:
@@ -113,8 +113,19 @@ def answer(completion: Completion) -> tuple[int, str]:
     return len(completion.token_ids), completion.finish_reason
 
 
-def make_manifest(global_steps: int) -> dict[str, Any]:
-    return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
+make_manifest = simulated_manifest
+
+
+def make_tag(global_steps: int) -> WeightTag:
+    """Of the weights of `make_manifest`."""
+    checksum = make_manifest(global_steps).checksum
+    assert checksum is not None
+    return WeightTag(global_steps, checksum)
+
+
+def make_order(global_steps: int) -> PublishOrder:
+    """To nobody."""
+    return PublishOrder(global_steps=global_steps, receivers={}, base=None, nonce=f"{global_steps:08x}", timeout_s=5.0)
 
 
 class ClockedEngine(SimulatedEngine):
@@ -155,8 +166,8 @@ class ClockedEngine(SimulatedEngine):
         self._after("thaw")
         return frozen_s
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
-        await self._before("stage", f" {manifest['global_steps']}")
+    async def stage(self, manifest: Manifest) -> None:
+        await self._before("stage", f" {manifest.global_steps}")
         await super().stage(manifest)
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
@@ -165,11 +176,11 @@ class ClockedEngine(SimulatedEngine):
         self._after("swap")
         return tags if self.tags is None else self.tags
 
-    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
-        if not self.events or self.events[-1] != f"swap {manifest['global_steps']}":  # which comes by here too
-            await self._before("load", f" {manifest['global_steps']}")
+    async def load(self, manifest: Manifest) -> list[WeightTag]:
+        if not self.events or self.events[-1] != f"swap {manifest.global_steps}":  # which comes by here too
+            await self._before("load", f" {manifest.global_steps}")
         tags = await super().load(manifest)
-        self._live = manifest["global_steps"]
+        self._live = manifest.global_steps
         return tags if self.tags is None else self.tags
 
     @property
@@ -224,5 +235,8 @@ async def update_engine(engine: ClockedEngine, global_steps: int, frozen_s: floa
 
 async def update(replica: RolloutReplica, global_steps: int) -> None:
     """As the checkpoint manager does it."""
-    await replica.stage(make_manifest(global_steps))
-    await replica.commit(make_manifest(global_steps))
+    if replica._config.staging is Staging.none:
+        await replica.receive(make_manifest(global_steps))
+    else:
+        await replica.stage(make_manifest(global_steps))
+        await replica.commit(make_tag(global_steps))

@@ -20,14 +20,14 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.support.dumps import check_dump
+from tests.support.dumps import check_dump, dump_parameters
 from tests.support.fakes import make_request
 from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
 from tests.system.rollout.replica.test_replica_actor import no_redirect
 from trainer.tiny.model import build_model, build_tokenizer, write_model_directory
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import combine, merge
+from weight_sync.protocol import Publication
 from weight_sync.transports.registry import make_sender, release_all
 
 OWNER = "fleet-updates"
@@ -51,8 +51,7 @@ class OpenReplica(ReplicaActor):
         await engine._llm.on_every_worker(cloudpickle.dumps(function), *args)
 
     async def dump(self, folder: str) -> None:
-        engine: Any = self._replica._engine
-        await engine._llm.on_every_worker("receiver_dump", folder)
+        await self.on_worker(dump_parameters, folder)
 
     async def counts(self) -> dict[str, tuple[int, int]]:
         """Of each request in the engine: the data-parallel rank that it is on, and its tokens so far."""
@@ -133,8 +132,6 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
         config=CONFIG,
         device="cpu",
         make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
-        merge=merge,
-        combine=combine,
         on_start=no_redirect,
     )
     router = ReplicaRouter([replica.name for replica in replicas], 64)
@@ -157,7 +154,6 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
 def use_transport(actor: Any, config: WeightSyncConfig) -> None:
     """Runs in a train worker: from now on it publishes by another transport. Notes what it asks of the other ranks."""
     worker = actor._worker
-    worker._sender.close()
     worker._sender = make_sender(config, OWNER, worker._rank, worker._world_size, worker._device)
     worker.collectives = set[str]()
     for method in (type(worker).publish, type(worker).send):
@@ -181,14 +177,14 @@ def publish_behind(actor: Any, gate: str) -> None:
     worker, publish = actor._worker, actor._worker.publish
     worker.order = []
 
-    def held(*args: Any) -> dict[str, Any]:
+    def held(*args: Any) -> Publication:
         Path(f"{gate}-{worker._rank}").touch()
         deadline = time.monotonic() + CONFIG.weight_sync.stage_timeout_s
         while not Path(gate).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        manifest = publish(*args)
+        published = publish(*args)
         worker.order.append("published")
-        return manifest
+        return published
 
     worker.publish = held
     worker.train_step = lambda *args: worker.order.append("stepped")

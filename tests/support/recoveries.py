@@ -49,9 +49,9 @@ class Group:
         self._happen(f"train {global_steps}")
         return {"trained": Last(float(len(self.weights)))}
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any:
-        self._happen(f"publish {global_steps}")
-        return {"global_steps": global_steps, "weights": list(self.weights)}
+    async def publish(self, order: Any) -> Any:
+        self._happen(f"publish {order.global_steps}")
+        return {"global_steps": order.global_steps, "weights": list(self.weights)}
 
     async def send(self, manifest: Any) -> int:
         self._happen("send")

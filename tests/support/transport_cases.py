@@ -1,6 +1,6 @@
 """Trainer ranks and replicas' workers as threads of one process, with any transport between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +12,23 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from weight_sync.protocol import Manifest, merge
-from weight_sync.transports import collective
+from weight_sync.protocol import (
+    Checksums,
+    Manifest,
+    NamedTensors,
+    PublishOrder,
+    Receiver,
+    ReceivingWorker,
+    Sender,
+    Shards,
+    TensorSpec,
+    merge,
+)
+from weight_sync.transports import byte_layout, collective
 from weight_sync.transports import process_group as group
-from weight_sync.transports.base import Receiver, Sender
-from weight_sync.transports.byte_layout import Spec
 from weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
-from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender, write
 
 Weights = dict[str, torch.Tensor]
 _nonces = count(0xABC)
@@ -54,7 +63,7 @@ class Update:
     """What came of one update: a value, or the error, of every rank's `send` and every worker's receiving."""
 
     manifest: Manifest
-    sent: list[list[int] | BaseException] = field(default_factory=list)
+    sent: list[Checksums | BaseException] = field(default_factory=list)
     received: dict[tuple[str, int], Weights | BaseException] = field(default_factory=dict)
 
     @property
@@ -81,19 +90,16 @@ class Fleet:
         self.receivers: dict[tuple[str, int], Receiver] = {}
 
     def publish(self, new: Weights, global_steps: int, receivers: dict[str, int], **order: Any) -> Manifest:
-        specs: list[Spec] = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in new.items()]
-        order = {
-            "global_steps": global_steps,
-            "nonce": f"{next(_nonces):08x}",
-            "receivers": receivers,
-            "base": None,
-            "timeout_s": 5.0,
-            **order,
-        }
-        parts = [sender.publish(specs, self.shards(new, rank), order) for rank, sender in enumerate(self.senders)]
-        return merge(parts)
+        whole = PublishOrder(
+            **{"base": None, "timeout_s": 5.0, **order},
+            global_steps=global_steps,
+            nonce=f"{next(_nonces):08x}",
+            receivers=receivers,
+        )
+        specs = specs_of(new)
+        return merge([sender.publish(specs, self.shards(new, rank), whole) for rank, sender in enumerate(self.senders)])
 
-    def shards(self, new: Weights, rank: int) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    def shards(self, new: Weights, rank: int) -> Shards:
         return lambda: ((name, rows_of(tensor, rank, self.num_ranks)) for name, tensor in new.items())
 
     def update(
@@ -111,8 +117,8 @@ class Fleet:
         workers = [(name, index) for name, size in receivers.items() for index in range(size) if name != absent]
         with ThreadPoolExecutor(len(self.senders) + len(workers)) as threads:
             receiving = {worker: threads.submit(self.receive, worker, update.manifest) for worker in workers}
-            if "checksums" in update.manifest:
-                update.sent = update.manifest["checksums"]
+            if update.manifest.checksums is not None:
+                update.sent = [*update.manifest.checksums]
             else:
                 calls = [
                     threads.submit(sender.send, self.shards(new, rank), update.manifest)
@@ -125,15 +131,48 @@ class Fleet:
         return update
 
     def receive(self, worker: tuple[str, int], manifest: Manifest) -> Weights:
-        receiver = self.receivers.setdefault(worker, self._make_receiver())
-        own = {**manifest, "replica": worker[0], "worker": worker[1], "device": "cpu"}
-        found = {name: tensor.clone() for name, tensor in receiver.tensors(own)}
-        assert own["checksums"] is not None
-        return found
+        return receive(self.receivers.setdefault(worker, self._make_receiver()), manifest, *worker)
 
-    def close(self) -> None:
-        for sender in self.senders:
-            sender.close()
+
+def receive(receiver: Receiver, manifest: Manifest, replica: str = "a", index: int = 0) -> Weights:
+    """All that comes, copied."""
+    found: Weights = {}
+
+    def load(tensors: NamedTensors) -> None:
+        found.update((name, tensor.clone()) for name, tensor in tensors)
+
+    worker = ReceivingWorker(replica=replica, index=index, device="cpu")
+    checksums = receiver.receive(manifest, worker, load)
+    assert [len(of_rank) for of_rank in checksums] == [len(manifest.tensors)] * manifest.num_ranks
+    assert manifest.checksums in (None, checksums)
+    return found
+
+
+def load_with(receiver: Receiver, manifest: Manifest, load: Callable[[NamedTensors], None]) -> None:
+    receiver.receive(manifest, ReceivingWorker(replica="a", index=0, device="cpu"), load)
+
+
+def pack(weights: Weights, num_ranks: int = 1) -> tuple[torch.Tensor, Manifest]:
+    """The weights as one string of bytes into which each rank has written its own."""
+    entries, nbytes = byte_layout.layout(specs_of(weights))
+    buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
+    checksums = [
+        write(buffer, entries, [(n, rows_of(t, rank, num_ranks)) for n, t in weights.items()], rank, num_ranks)
+        for rank in range(num_ranks)
+    ]
+    manifest = Manifest(
+        transport="",
+        global_steps=1,
+        nbytes=nbytes,
+        tensors=entries,
+        locations=(None,) * num_ranks,
+        checksums=tuple(checksums),
+    )
+    return buffer, manifest
+
+
+def specs_of(weights: Weights) -> list[TensorSpec]:
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
 
 
 def _outcome(call: Future[Any]) -> Any:
@@ -145,7 +184,7 @@ def assert_same(found: Weights, expected: Weights) -> None:
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)), name
 
 
 class LocalStore(HashStore):

@@ -4,12 +4,11 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from weight_sync.protocol import combine, merge
+from weight_sync.protocol import Manifest, PublishOrder, WeightTag, merge
 from weight_sync.transports.shared_memory import SharedMemorySender, release_all
 
 FIRST_TOKEN = 40
@@ -19,19 +18,23 @@ OWNER = f"system-tests-{os.getpid()}"
 _senders: list[SharedMemorySender] = []
 
 
-def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> dict[str, Any]:
+def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> Manifest:
     """As a trainer of one rank does, into a file that `release` removes."""
     specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()]
     sender = SharedMemorySender(OWNER, rank=0, num_ranks=1)
     _senders.append(sender)
-    order = {"global_steps": global_steps, "nonce": uuid.uuid4().hex[:8]}
-    manifest = merge([sender.publish(specs, lambda: iter(tensors.items()), order)])
-    return manifest | {"checksum": combine(manifest["checksums"])}
+    nonce = uuid.uuid4().hex[:8]
+    order = PublishOrder(global_steps=global_steps, receivers={}, base=None, nonce=nonce, timeout_s=60.0)
+    return merge([sender.publish(specs, lambda: iter(tensors.items()), order)])
+
+
+def tag_of(manifest: Manifest) -> WeightTag:
+    assert manifest.checksum is not None
+    return WeightTag(manifest.global_steps, manifest.checksum)
 
 
 def release() -> None:
-    while _senders:
-        _senders.pop().close()
+    _senders.clear()
     release_all(OWNER)
 
 

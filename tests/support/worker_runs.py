@@ -18,7 +18,8 @@ from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
-from trainer.worker.worker import Shards, Specs, TrainWorker
+from trainer.worker.worker import TrainWorker
+from weight_sync.protocol import Manifest, Publication, PublishOrder, Shards, TensorSpec
 
 Weights = dict[str, torch.Tensor]
 
@@ -46,18 +47,23 @@ class Inbox:
     def __call__(self, rank: int, num_ranks: int, device: torch.device) -> "Inbox":
         return self
 
-    def publish(self, specs: Specs, shards: Shards, order: dict[str, Any]) -> dict[str, Any]:
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
         self.weights = {name: tensor.clone() for name, tensor in shards()}
         found = [(name, tensor.dtype, list(tensor.shape[1:])) for name, tensor in self.weights.items()]
         assert found == [(name, dtype, shape[1:]) for name, dtype, shape in specs]
-        return {"global_steps": order["global_steps"]}
+        return Publication(
+            transport="inbox",
+            global_steps=order.global_steps,
+            nbytes=0,
+            tensors=(),
+            location=None,
+            checksums=(),
+        )
 
-    def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]:
-        return []
+    def send(self, shards: Shards, manifest: Manifest) -> tuple[int, ...]:
+        return ()
 
-    def stop(self, manifest: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+    def stop(self, manifest: Manifest) -> None: ...
 
 
 def free_master() -> str:

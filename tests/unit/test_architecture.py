@@ -24,8 +24,8 @@ TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")
 MAY_IMPORT = {
     "configs": set(),
     "weight_sync": {"configs"},
-    "rollout": {"configs"},
-    "trainer": {"configs", "rollout"},
+    "rollout": {"configs", "weight_sync"},
+    "trainer": {"configs", "rollout", "weight_sync"},
     "scripts": {"configs", "rollout", "trainer", "weight_sync"},
 }
 LIVES_IN = {
@@ -117,9 +117,17 @@ def test_packages_import_only_those_below_them() -> None:
     assert wrong == []
 
 
-def test_the_trainer_knows_only_the_types_of_rollout() -> None:
-    taken = {name for path in SOURCES if path.parts[0] == "trainer" for name in imports(path)}
-    assert {name.rpartition(".")[0] for name in taken if top(name) == "rollout"} == {"rollout.types"}
+@pytest.mark.parametrize(
+    ("package", "below", "border"),
+    [
+        ("trainer", "rollout", "rollout.types"),
+        ("trainer", "weight_sync", "weight_sync.protocol"),
+        ("rollout", "weight_sync", "weight_sync.protocol"),
+    ],
+)
+def test_a_package_takes_only_the_types_at_the_border_of_another(package: str, below: str, border: str) -> None:
+    taken = {name for path in SOURCES if path.parts[0] == package for name in imports(path)}
+    assert {name.rpartition(".")[0] for name in taken if top(name) == below} == {border}
 
 
 def test_modules_import_one_another_without_a_cycle() -> None:

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
 from trainer.metrics import Metric
+from weight_sync.protocol import Manifest, PublishOrder, UpdateReport
 
 if TYPE_CHECKING:
     from trainer.worker.worker_group import TrainWorkerGroup
@@ -22,10 +23,6 @@ T = TypeVar("T")
 
 class TrainWorkersLostError(RuntimeError):
     """Train workers died or hung, and are not started again. The message says why not."""
-
-
-class UpdateReport(Protocol):
-    def gauges(self) -> dict[str, float]: ...
 
 
 class WeightUpdater(Protocol):
@@ -96,13 +93,13 @@ class RecoveringWorkers:
         """Optimizer steps taken."""
         return self._next_step
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Any:
+    async def publish(self, order: PublishOrder) -> Manifest:
         """Waits while workers start again, but does not start them: that would outlast the update's deadlines. See
         RecoveringUpdater."""
         await self._until_back()
-        return await self._group.publish(global_steps, receivers, base)
+        return await self._group.publish(order)
 
-    async def send(self, manifest: Any) -> int:
+    async def send(self, manifest: Manifest) -> int:
         return await self._group.send(manifest)
 
     async def stage_checkpoint(self, folder: Path) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,24 +20,9 @@ from trainer.worker.critic import Critic
 from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
+from weight_sync.protocol import Checksums, Manifest, Publication, PublishOrder, Sender
 
-Specs = list[tuple[str, torch.dtype, list[int]]]
-Shards = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-
-
-class WeightSender(Protocol):
-    """How a transport takes this rank's part of the weights: see weight_sync.transports.base."""
-
-    def publish(self, specs: Specs, shards: Shards, order: dict[str, Any]) -> dict[str, Any]: ...
-
-    def send(self, shards: Shards, manifest: dict[str, Any]) -> list[int]: ...
-
-    def stop(self, manifest: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-MakeSender = Callable[[int, int, torch.device], WeightSender]
+MakeSender = Callable[[int, int, torch.device], Sender]
 """(rank, number of ranks, device of the parameters) -> this rank's sender."""
 
 
@@ -166,16 +150,15 @@ class TrainWorker:
         dist.all_reduce(count)
         return count.item() == self._world_size
 
-    def publish(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Offer this rank's rows of every parameter, without gathering any. `order`: see weight_sync.transports.base.
-        Returns the manifest, with this rank's checksums."""
+    def publish(self, order: PublishOrder) -> Publication:
+        """Offers this rank's rows of every parameter, without gathering any."""
         specs = parameter_specs(self._policy, self._rollout_dtype)
         return self._sender.publish(specs, self._shards, order)
 
-    def send(self, manifest: dict[str, Any]) -> list[int]:
+    def send(self, manifest: Manifest) -> Checksums:
         return self._sender.send(self._shards, manifest)
 
-    def stop_sending(self, manifest: dict[str, Any]) -> None:
+    def stop_sending(self, manifest: Manifest) -> None:
         """Lets `send` fail. May run beside it."""
         self._sender.stop(manifest)
 
@@ -198,9 +181,6 @@ class TrainWorker:
     def model_files(self) -> dict[str, bytes]:
         """Config and tokenizer of the policy, by file name."""
         return model_files(self._model_path)
-
-    def close(self) -> None:
-        self._sender.close()
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         return local_shards(self._policy, self._rollout_dtype)

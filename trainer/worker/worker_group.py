@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import socket
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint.store import CheckpointError
 from trainer.metrics import Metric, merge_metrics
+from weight_sync.protocol import Manifest, PublishOrder, combine, merge
 
 if TYPE_CHECKING:
     from trainer.worker.worker import MakeSender
@@ -53,7 +53,7 @@ class TrainWorkerActor:
         self._worker.finish_checkpoint()
 
     @ray.method(concurrency_group="beside")
-    def stop_sending(self, manifest: dict[str, Any]) -> None:
+    def stop_sending(self, manifest: Manifest) -> None:
         self._worker.stop_sending(manifest)
 
     @ray.method(concurrency_group="beside")
@@ -70,18 +70,13 @@ class TrainWorkerGroup:
         config: Config,
         device: str,
         make_sender: "MakeSender",
-        merge: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
-        combine: Callable[[Sequence[Sequence[int]]], int],
         on_start: Callable[[str], Callable[[], None]],
         release: Callable[[], None] = lambda: None,
     ):
-        """`merge`, `combine`: see weight_sync.protocol. `release`: removes what dead workers have published."""
+        """`release` removes what dead workers have published."""
         self._step_timeout_s = config.trainer.step_timeout_s
-        self._stage_timeout_s = config.weight_sync.stage_timeout_s
         self._start_timeout_s = config.rollout.start_timeout_s
         self._checkpoint_timeout_s = config.checkpoint.timeout_s
-        self._merge = merge
-        self._combine = combine
         self._release = release
         options: dict[str, Any] = {
             "num_cpus": 1,
@@ -187,23 +182,16 @@ class TrainWorkerGroup:
         async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
             return merge_metrics(await asyncio.gather(*calls))
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        """Every rank offers its part. See weight_sync.protocol for the manifest."""
-        order = {
-            "global_steps": global_steps,
-            "nonce": uuid.uuid4().hex[:8],
-            "receivers": receivers,
-            "base": base,
-            "timeout_s": self._stage_timeout_s,
-        }
-        return self._merge(await self._on_all("publish", order))
+    async def publish(self, order: PublishOrder) -> Manifest:
+        """Every rank offers its rows."""
+        return merge(await self._on_all("publish", order))
 
-    async def send(self, manifest: dict[str, Any]) -> int:
-        """The checksum of what was sent. When it fails on one rank, or is cancelled, nobody goes on waiting in it."""
-        if "checksums" in manifest:
-            return self._combine(manifest["checksums"])
+    async def send(self, manifest: Manifest) -> int:
+        """Returns the checksum of what was sent. When it fails on one rank, or is cancelled, it ends on all sides."""
+        if manifest.checksum is not None:
+            return manifest.checksum
         try:
-            return self._combine(await self._on_all("send", manifest))
+            return combine(await self._on_all("send", manifest))
         except BaseException:
             for actor in self.actors:
                 actor.stop_sending.remote(manifest)

@@ -36,10 +36,6 @@ class Shadow:
         self._device = device
         self.model = self._mirror(model, {})
 
-    @property
-    def nbytes(self) -> int:
-        return sum(copy.nbytes for _, copy in self._pairs)
-
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
         """Hugging Face names and layouts; `num_tensors` is how many make a whole model. The live parameters do not
         change. Raises RuntimeError when the loader leaves out some of a whole model, or when the model has got other

@@ -7,19 +7,19 @@ Runs inside vLLM's worker process. On CPU, importing it also changes two things 
   that CPU generators do not have). Generators of discarded rows are hidden from that loop.
 """
 
+import pickle
 import threading
 from typing import Any
 
 import numpy as np
 import torch
 import vllm._custom_ops as vllm_ops
-from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from weight_sync.protocol import combine
+from weight_sync.protocol import Manifest, ReceivingWorker, combine
 from weight_sync.receiver.shadow import Shadow, load_weights
 from weight_sync.transports.registry import receive
 
@@ -59,16 +59,18 @@ class WeightReceiver:
     receiver_stream: torch.cuda.Stream | None = None
     """One for all versions: memory that was freed on one stream is not used again on another."""
 
-    def receiver_stage(self, manifest: dict[str, Any], on_device: bool) -> None:
-        """Begins to take the weights in, in a thread of its own: this call must not keep the engine from its steps."""
+    def receiver_stage(self, pickled: bytes, replica: str, on_device: bool) -> None:
+        """Begins to receive the weights of a manifest, in a thread: this call must not keep the engine from its
+        steps."""
         self._receiver_refuse_transformed()
         if self.receiver_shadow is None:
             self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
             if self._receiver_device(True).type == "cuda":
                 torch.cuda.synchronize()  # the copies are made on the engine's stream, and staged over on another
                 self.receiver_stream = torch.cuda.Stream()
-        located, before = self._receiver_locate(manifest), self.receiver_staging
-        self.receiver_staging = Staging(located, self.receiver_shadow, self.receiver_stream, before)
+        manifest, worker = pickle.loads(pickled), self._receiver_worker(replica)
+        before = self.receiver_staging
+        self.receiver_staging = Staging(manifest, worker, self.receiver_shadow, self.receiver_stream, before)
 
     def receiver_staged(self) -> int | None:
         """The checksum of what was staged, None while it is under way. Raises what went wrong."""
@@ -83,8 +85,8 @@ class WeightReceiver:
         """While paused: the staged weights over the live ones. Returns (global_steps, checksum)."""
         staging = self.receiver_staging
         checksum = None if staging is None else staging.result()
-        if staging is None or checksum is None or staging.manifest["global_steps"] != global_steps:
-            found = None if checksum is None or staging is None else staging.manifest["global_steps"]
+        if staging is None or checksum is None or staging.global_steps != global_steps:
+            found = None if checksum is None or staging is None else staging.global_steps
             raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
         assert self.receiver_shadow is not None
         self.receiver_staging = None
@@ -92,18 +94,18 @@ class WeightReceiver:
             self.receiver_shadow.swap_in()
         return self._receiver_done(global_steps, checksum)
 
-    def receiver_load(self, manifest: dict[str, Any]) -> tuple[int, int]:
-        """While paused, and without staging memory: from the transport straight into the live parameters."""
+    def receiver_load(self, pickled: bytes, replica: str) -> tuple[int, int]:
+        """While paused, and without staging memory: from the transport straight into the live parameters. Returns
+        (global_steps, checksum)."""
         self._receiver_refuse_transformed()
-        manifest = self._receiver_locate(manifest)
+        manifest, model = pickle.loads(pickled), self._receiver_model()
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
-            load_weights(self._receiver_model(), receive(manifest), len(manifest["tensors"]))
-        return self._receiver_done(manifest["global_steps"], combine(manifest["checksums"]))
-
-    def receiver_dump(self, folder: str) -> None:
-        """Every live parameter, as the engine lays it out, into <folder>/<worker>.safetensors."""
-        tensors = {name: parameter.detach().cpu() for name, parameter in self._receiver_model().named_parameters()}
-        save_file(tensors, f"{folder}/{self._receiver_index()}.safetensors")
+            checksums = receive(
+                manifest,
+                self._receiver_worker(replica),
+                lambda tensors: load_weights(model, tensors, len(manifest.tensors)),
+            )
+        return self._receiver_done(manifest.global_steps, combine(checksums))
 
     def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
         if self._receiver_device(True).type == "cuda":
@@ -129,14 +131,11 @@ class WeightReceiver:
     def _receiver_device(self, on_device: bool) -> torch.device:
         return self.device if on_device else torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _receiver_locate(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """With what this worker adds: which of its replica's workers it is, and where its parameters live."""
-        return {**manifest, "worker": self._receiver_index(), "device": str(self._receiver_device(True))}
-
-    def _receiver_index(self) -> int:
+    def _receiver_worker(self, replica: str) -> ReceivingWorker:
         parallel = self.parallel_config  # pyright: ignore[reportAttributeAccessIssue]
         # Not data_parallel_rank: vLLM sets that to 0 in every engine of a dense model.
-        return parallel.data_parallel_index * parallel.world_size + self.rank  # pyright: ignore
+        index = parallel.data_parallel_index * parallel.world_size + self.rank  # pyright: ignore
+        return ReceivingWorker(replica=replica, index=index, device=str(self._receiver_device(True)))
 
 
 STAGE_WAIT_S = 0.005
@@ -147,14 +146,22 @@ class Staging:
     """One version on its way into the shadow."""
 
     def __init__(
-        self, manifest: dict[str, Any], shadow: Shadow, stream: torch.cuda.Stream | None, before: "Staging | None"
+        self,
+        manifest: Manifest,
+        worker: ReceivingWorker,
+        shadow: Shadow,
+        stream: torch.cuda.Stream | None,
+        before: "Staging | None",
     ):
         """`stream`: None on CPU; else one beside the engine's. `before`: writes into the same shadow, maybe still: of a
         transfer that was given up it hears a moment later."""
-        self.manifest = manifest
+        self.global_steps = manifest.global_steps
+        self._manifest = manifest
+        self._worker = worker
         self._shadow = shadow
         self._stream = stream
         self._before = None if before is None else before.thread
+        self._checksum: int | None = None
         self._error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
         self.thread.start()
@@ -165,10 +172,12 @@ class Staging:
             return None
         if self._error is not None:
             raise RuntimeError(f"staging failed: {type(self._error).__name__}: {self._error}") from self._error
-        return combine(self.manifest["checksums"])
+        return self._checksum
 
     def _load(self) -> None:
-        self._shadow.load(receive(self.manifest), len(self.manifest["tensors"]))
+        num_tensors = len(self._manifest.tensors)
+        checksums = receive(self._manifest, self._worker, lambda tensors: self._shadow.load(tensors, num_tensors))
+        self._checksum = combine(checksums)
 
     def _run(self) -> None:
         try:

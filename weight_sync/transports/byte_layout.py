@@ -1,183 +1,204 @@
-"""The weights as one string of bytes: how tensors lie in it, who sends which part, and its checksums.
+"""The weights as strings of bytes: how tensors lie in one, and how it is cut into windows and put together again.
 
-Every transport moves this string, whole or in windows of a bucket's size, so a tensor larger than a bucket is simply in
-several windows. The layout follows from names, dtypes and shapes alone: each side computes it by itself.
+One string holds all tensors whole; `layout` says where. Transports in which every rank sends its own rows use one
+string for each rank instead, `rank_layout`, so that nothing is gathered, and receivers `join` the rows. A string moves
+in windows of a bucket's size, so a tensor larger than a bucket simply lies in several windows. Layouts follow from
+names, dtypes and shapes alone: each side computes them by itself.
 """
 
 import math
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
-from weight_sync.protocol import Manifest
+from weight_sync.protocol import NamedTensors, TensorEntry, TensorSpec
 
 ALIGNMENT = 64
 """Bytes. Lets every tensor be viewed in its own dtype, on cache-line boundaries."""
-CHECKSUM_ROW = 512
-"""Words of 8 bytes that one sum of the checksum covers."""
-CHECKSUM_ROWS = 64
-"""Rows copied and summed at a time: 256 KiB, which stay in a core's cache until both sums are taken."""
-
-Spec = tuple[str, torch.dtype, list[int]]
-"""(name, dtype, shape) of a tensor."""
-Entry = tuple[str, str, list[int], int, int]
-"""(name, dtype, shape, offset, nbytes): a tensor's place. Plain values, because entries cross processes."""
 
 
-def layout(specs: Sequence[Spec]) -> tuple[list[Entry], int]:
-    """Places in the order given, and the length of the whole string in bytes."""
-    entries: list[Entry] = []
-    offset = 0
-    for name, dtype, shape in specs:
-        nbytes = math.prod(shape) * dtype.itemsize
-        entries.append((name, str(dtype).removeprefix("torch."), list(shape), offset, nbytes))
-        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return entries, max(offset, ALIGNMENT)
+# -- places ------------------------------------------------------------------------------------------------------------
 
 
-def part_of(entry: Entry, rank: int, num_ranks: int) -> tuple[int, int]:
-    """[start, end) of the bytes of a tensor that trainer rank `rank` holds and sends.
-
-    FSDP2 shards dimension 0 as `torch.chunk` does: equal parts rounded up, the last ranks get less, or nothing.
-    """
-    _, _, shape, offset, nbytes = entry
-    rows = shape[0] if shape else 1
-    row_bytes = nbytes // max(rows, 1)
-    per_rank = -(-rows // num_ranks)
-    return offset + min(rank * per_rank, rows) * row_bytes, offset + min((rank + 1) * per_rank, rows) * row_bytes
+def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Places of whole tensors, in the order given, and the length of the string in bytes, which is never 0."""
+    sizes = [(name, dtype_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize) for name, dtype, shape in specs]
+    entries = _place(sizes)
+    return entries, max(_end(entries), ALIGNMENT)
 
 
-def write(
-    buffer: torch.Tensor,
-    entries: Sequence[Entry],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    rank: int,
-    num_ranks: int,
-) -> list[int]:
-    """Copy this rank's part of every tensor to its place in the flat uint8 buffer; the checksum of each part.
-
-    `tensors` come in the order of the entries. Raises ValueError for one that is missing, out of order, or of another
-    dtype or size: nothing is cast here.
-    """
-    checksums = []
-    for entry, (given, tensor) in zip(entries, tensors, strict=True):
+def rank_layout(entries: Sequence[TensorEntry], rank: int, num_ranks: int) -> tuple[TensorEntry, ...]:
+    """Places of one trainer rank's rows in a string of its own. `entries` are of whole tensors."""
+    sizes = []
+    for entry in entries:
+        first, last = _rows_of(entry.shape, rank, num_ranks)
+        shape = (last - first, *entry.shape[1:])
+        if not entry.shape and rank == 0:
+            shape = ()
         start, end = part_of(entry, rank, num_ranks)
-        found = (given, str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
-        if found != (entry[0], entry[1], end - start):
-            raise ValueError(f"expected {end - start} bytes of {entry[:3]}, got {found} of shape {list(tensor.shape)}")
-        checksums.append(_copy(buffer[start:end], tensor))
-    return checksums
+        sizes.append((entry.name, entry.dtype, shape, end - start))
+    return _place(sizes)
 
 
-def _copy(place: torch.Tensor, tensor: torch.Tensor) -> int:
-    """Into flat uint8 host memory. The checksum of the tensor."""
-    if tensor.is_cpu and tensor.is_contiguous() and _is_aligned(place):
-        return _checksum(place, tensor.detach().reshape(-1).view(torch.uint8))
-    place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return checksum(place)
+def part_of(entry: TensorEntry, rank: int, num_ranks: int) -> tuple[int, int]:
+    """[start, end) of the bytes of a whole tensor that a trainer rank holds and sends."""
+    first, last = _rows_of(entry.shape, rank, num_ranks)
+    row_bytes = entry.nbytes // max(entry.shape[0] if entry.shape else 1, 1)
+    return entry.offset + first * row_bytes, entry.offset + last * row_bytes
 
 
-def read(windows: Iterable[torch.Tensor], entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) from consecutive windows of the string, each tensor as soon as its last byte is there.
+def _rows_of(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
+    """[first, last) of the rows of a tensor that a rank holds.
 
-    A tensor that lies in one window is a view, valid until the next item is asked for; another one is put together.
-    Raises ValueError when the windows end early.
+    FSDP2 shards dimension 0 as `torch.chunk` does: equal parts rounded up, so the last ranks get less, or nothing. A
+    tensor without dimensions is one row, of rank 0.
     """
-    stream = iter(windows)
-    window, begin = torch.empty(0, dtype=torch.uint8), 0  # `begin`: the window's place in the string
-    for name, dtype, shape, offset, nbytes in entries:
-        whole: torch.Tensor | None = None
-        filled = 0
-        while True:
-            start = offset + filled - begin
-            piece = window[start : min(start + nbytes - filled, len(window))] if start < len(window) else window[:0]
-            if len(piece) == nbytes:
-                whole = piece
-                break
-            if len(piece):
-                if whole is None:
-                    whole = torch.empty(nbytes, dtype=torch.uint8, device=piece.device)
-                whole[filled : filled + len(piece)] = piece
-                filled += len(piece)
-                if filled == nbytes:
-                    break
-            begin += len(window)
-            following = next(stream, None)
-            if following is None:
-                raise ValueError(f"the weights end at byte {begin}, within {name} at {offset}..{offset + nbytes}")
-            window = following
-        assert whole is not None
-        yield name, whole.view(_dtype(dtype)).view(shape)
+    rows = shape[0] if shape else 1
+    per_rank = -(-rows // num_ranks)
+    return min(rank * per_rank, rows), min((rank + 1) * per_rank, rows)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _place(sizes: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[TensorEntry, ...]:
+    """One after the other, each aligned. `sizes`: (name, dtype, shape, nbytes)."""
+    entries, offset = [], 0
+    for name, dtype, shape, nbytes in sizes:
+        entries.append(TensorEntry(name, dtype, shape, offset, nbytes))
+        offset = _end(entries[-1:])
+    return tuple(entries)
+
+
+def _end(entries: Sequence[TensorEntry]) -> int:
+    return entries[-1].offset + -(-entries[-1].nbytes // ALIGNMENT) * ALIGNMENT if entries else 0
+
+
+def length(entries: Sequence[TensorEntry]) -> int:
+    """Bytes to the end of the last tensor that has any."""
+    return max((entry.offset + entry.nbytes for entry in entries if entry.nbytes), default=0)
+
+
+def total_bytes(entries: Iterable[TensorEntry]) -> int:
+    """Without the gaps of the alignment."""
+    return sum(entry.nbytes for entry in entries)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
-def checksum(data: torch.Tensor) -> int:
-    """32 bits over the bytes of a contiguous tensor, the same on CPU and GPU; about as fast as memory is read.
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, flat."""
+    return tensor.reshape(-1).view(torch.uint8)
 
-    The bytes as 8-byte words in rows of 512: the CRC-32 of the sums of all rows and of all columns, modulo 2^64.
+
+# -- from tensors to bytes ---------------------------------------------------------------------------------------------
+
+
+def checked(
+    tensors: Iterable[tuple[str, torch.Tensor]], own: Sequence[TensorEntry]
+) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """(entry, rows) of each of a rank's tensors.
+
+    Raises:
+        ValueError: One is missing, out of order, or of another dtype or size: nothing is cast here.
     """
-    return _checksum(data.reshape(-1).view(torch.uint8), None)
+    for entry, (name, tensor) in zip(own, tensors, strict=True):
+        found = (name, dtype_name(tensor.dtype), tensor.nbytes)
+        if found != (entry.name, entry.dtype, entry.nbytes):
+            expected = (entry.name, entry.dtype, list(entry.shape))
+            raise ValueError(f"expected {entry.nbytes} bytes of {expected}, got {found} of shape {list(tensor.shape)}")
+        yield entry, tensor.detach()
 
 
-def _checksum(flat: torch.Tensor, source: torch.Tensor | None) -> int:
-    """`source`: flat uint8, copied into `flat` on the way, where that is aligned and both are on the host. It costs
-    less than to copy it before, for what is summed is still in the cache."""
-    num_words = len(flat) // 8
-    whole = num_words // CHECKSUM_ROW * CHECKSUM_ROW * 8
-    if source is not None:
-        flat[whole:] = source[whole:]
-    rest = flat.new_zeros(-(-(len(flat) - whole) // 8) * 8)
-    rest[: len(flat) - whole] = flat[whole:]
-    body = flat[:whole]
-    if not _is_aligned(body):
-        body = body.clone()
-    rows, columns = _sums(body.view(torch.int64).view(-1, CHECKSUM_ROW), source)
-    tail = rest.cpu().numpy().tobytes()
-    return zlib.crc32(tail, zlib.crc32(columns.tobytes(), zlib.crc32(rows.tobytes(), len(flat) & 0xFFFFFFFF)))
+def pack(
+    tensors: Iterable[tuple[TensorEntry, torch.Tensor]], next_window: Callable[[], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """The string in windows, each in the flat uint8 buffer that `next_window` gave for it; all buffers have one
+    length."""
+    window, begin, filled = torch.empty(0, dtype=torch.uint8), 0, 0  # `begin`: the window's place in the string
+    for entry, tensor in tensors:
+        data = as_bytes(tensor)
+        done = 0
+        while done < entry.nbytes:
+            place = entry.offset + done - begin
+            if place >= len(window):
+                if filled:
+                    yield window
+                begin += len(window)
+                window, filled = next_window(), 0
+                continue
+            piece = data[done : done + len(window) - place]
+            window[place : place + len(piece)] = piece
+            done += len(piece)
+            filled = place + len(piece)
+    if filled:
+        yield window[:filled]
 
 
-def _is_aligned(flat: torch.Tensor) -> bool:
-    """torch views as words only what is aligned in its storage too."""
-    return flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0
+def window_bytes(bucket_bytes: int, num_ranks: int) -> int:
+    """Length of a window, when one of every rank makes a bucket."""
+    return max(bucket_bytes // num_ranks // ALIGNMENT, 1) * ALIGNMENT
 
 
-def _sums(words: torch.Tensor, source: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
-    if words.device.type != "cpu":
-        return words.sum(1).cpu().numpy(), words.sum(0).cpu().numpy()
-    array = words.numpy()  # numpy sums int64 three times as fast as torch does on CPU
-    rows = np.empty(len(array), np.int64)
-    columns = np.zeros(CHECKSUM_ROW, np.int64)
-    for start in range(0, len(array), CHECKSUM_ROWS):
-        block = array[start : start + CHECKSUM_ROWS]
-        if source is not None:
-            begin = start * CHECKSUM_ROW * 8
-            block.view(np.uint8).reshape(-1)[:] = source[begin : begin + block.nbytes].numpy()
-        rows[start : start + CHECKSUM_ROWS] = block.sum(1)
-        columns += block.sum(0)
-    return rows, columns
+def schedule(strings: Sequence[Sequence[TensorEntry]], window: int) -> Iterator[tuple[int, int]]:
+    """(rank, length in bytes) of every window, in the order in which `join` comes to need them."""
+    lengths = [length(own) for own in strings]
+    arrived = [0] * len(strings)
+    for places in zip(*strings, strict=True):
+        for rank, entry in enumerate(places):
+            while entry.nbytes and arrived[rank] < entry.offset + entry.nbytes:
+                size = min(window, lengths[rank] - arrived[rank])
+                arrived[rank] += size
+                yield rank, size
 
 
-def verified(tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, each held against the checksums of its parts. Raises RuntimeError that names the first that
-    differs."""
-    num_ranks = manifest["num_ranks"]
-    for index, (entry, (name, tensor)) in enumerate(zip(manifest["tensors"], tensors, strict=True)):
-        expected = [of_rank[index] for of_rank in manifest["checksums"]]
-        found = checksums_of(tensor, entry, num_ranks)
-        if found != expected:
-            raise RuntimeError(f"{name} came with checksums {found}, sent were {expected}")
-        yield name, tensor
+# -- from bytes to tensors ---------------------------------------------------------------------------------------------
 
 
-def checksums_of(tensor: torch.Tensor, entry: Entry, num_ranks: int) -> list[int]:
-    """Of each rank's part of a whole tensor."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    parts = (part_of(entry, rank, num_ranks) for rank in range(num_ranks))
-    return [checksum(flat[start - entry[3] : end - entry[3]]) for start, end in parts]
+def read(windows: Iterable[torch.Tensor], entries: Sequence[TensorEntry]) -> NamedTensors:
+    """(name, tensor) from consecutive windows of the string, each tensor as soon as its last byte has come.
+
+    A tensor that lies in one window is a view, valid until the next item is asked for; another one is put together.
+
+    Raises:
+        ValueError: The windows end early.
+    """
+    stream = iter(windows)
+    window, begin = torch.empty(0, dtype=torch.uint8), 0  # `begin`: the window's place in the string
+    for entry in entries:
+        whole: torch.Tensor | None = None
+        filled = 0
+        while True:
+            start = entry.offset + filled - begin
+            left = entry.nbytes - filled
+            piece = window[start : min(start + left, len(window))] if start < len(window) else window[:0]
+            if len(piece) == entry.nbytes:
+                whole = piece
+                break
+            if len(piece):
+                if whole is None:
+                    whole = torch.empty(entry.nbytes, dtype=torch.uint8, device=piece.device)
+                whole[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                if filled == entry.nbytes:
+                    break
+            begin += len(window)
+            following = next(stream, None)
+            if following is None:
+                place = f"{entry.name} at {entry.offset}..{entry.offset + entry.nbytes}"
+                raise ValueError(f"the weights end at byte {begin}, within {place}")
+            window = following
+        assert whole is not None
+        yield entry.name, whole.view(dtype_of(entry.dtype)).view(entry.shape)
+
+
+def join(of_ranks: Sequence[Iterable[tuple[str, torch.Tensor]]], entries: Sequence[TensorEntry]) -> NamedTensors:
+    """(name, whole tensor) from every rank's rows. Where one rank holds all of a tensor, it is not copied."""
+    for entry, parts in zip(entries, zip(*of_ranks, strict=True), strict=True):
+        held = [tensor for _, tensor in parts if tensor.numel()] or [parts[0][1]]
+        yield entry.name, (held[0] if len(held) == 1 else torch.cat(held)).view(entry.shape)

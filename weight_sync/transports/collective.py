@@ -5,16 +5,25 @@ which every trainer rank broadcasts its own rows. NCCL needs a GPU for each memb
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from weight_sync.protocol import Manifest
-from weight_sync.transports import byte_layout as bucket
-from weight_sync.transports import shard_layout as rows
-from weight_sync.transports.base import Shards
-from weight_sync.transports.byte_layout import Entry, Spec
+from weight_sync.protocol import (
+    Checksums,
+    Manifest,
+    Meeting,
+    NamedTensors,
+    Publication,
+    PublishOrder,
+    ReceivingWorker,
+    Shards,
+    TensorEntry,
+    TensorSpec,
+)
+from weight_sync.transports import byte_layout
+from weight_sync.transports.checksums import checksum, checksums_of, require_same
 from weight_sync.transports.process_group import Membership, Transfer, own_address, serve_store, tell_failure
 
 
@@ -29,63 +38,68 @@ class CollectiveSender:
         self._membership = Membership(device)
         self._store: Any = None
 
-    def publish(self, specs: Sequence[Spec], shards: Shards, order: dict[str, Any]) -> Manifest:
-        entries, nbytes = bucket.layout(specs)
-        return {
-            "transport": "collective",
-            "global_steps": order["global_steps"],
-            "nbytes": nbytes,
-            "tensors": entries,
-            "num_ranks": self._num_ranks,
-            "location": self._meeting(order) if self._rank == 0 else None,
-        }
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
+        entries, _ = byte_layout.layout(specs)
+        return Publication(
+            transport="collective",
+            global_steps=order.global_steps,
+            nbytes=byte_layout.total_bytes(byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
+            tensors=entries,
+            location=self._meeting(order) if self._rank == 0 else None,
+            checksums=None,
+        )
 
-    def _meeting(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _meeting(self, order: PublishOrder) -> Meeting:
         self._store = self._store or serve_store()
         members = [f"trainer rank {rank}" for rank in range(self._num_ranks)]
         first_rank: dict[str, int] = {}
-        for replica, num_workers in order["receivers"].items():
+        for replica, num_workers in order.receivers.items():
             first_rank[replica] = len(members)
             members += [f"{replica} worker {worker}" for worker in range(num_workers)]
-        return {
-            "host": own_address(),
-            "port": self._store.port,
-            "nonce": order["nonce"],
-            "timeout_s": order["timeout_s"],
-            "backend": self._membership.backend,
-            "bucket_bytes": self._bucket_bytes,
-            "first_rank": first_rank,
-            "members": members,
-        }
+        return Meeting(
+            host=own_address(),
+            port=self._store.port,
+            nonce=order.nonce,
+            timeout_s=order.timeout_s,
+            backend=self._membership.backend,
+            bucket_bytes=self._bucket_bytes,
+            members=tuple(members),
+            first_rank=first_rank,
+        )
 
-    def send(self, shards: Shards, manifest: Manifest) -> list[int]:
+    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
         """Raises RuntimeError when a replica does not come, fails or is late."""
-        strings, window = _windows(manifest)
+        [meeting] = manifest.located(Meeting)
+        strings, window = _windows(manifest, meeting)
         own = strings[self._rank]
-        location = manifest["locations"][0]
-        if not location["first_rank"]:  # nobody receives
-            return [bucket.checksum(data) for _, data in rows.checked(shards(), own)]
-        with self._membership.joined(location, self._rank) as transfer:
-            checksums = self._send_windows(
-                transfer, rows.schedule(strings, window), window, rows.checked(shards(), own)
-            )
+        checksums: list[int] = []
+
+        def rows() -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+            for entry, tensor in byte_layout.checked(shards(), own):
+                checksums.append(checksum(tensor.contiguous()))
+                yield entry, tensor.contiguous()
+
+        if not meeting.first_rank:  # nobody receives
+            deque(rows(), maxlen=0)
+            return tuple(checksums)
+        with self._membership.joined(meeting, self._rank) as transfer:
+            self._send_windows(transfer, byte_layout.schedule(strings, window), window, rows())
             for rank in range(self._num_ranks if own else 0):
                 values = torch.tensor(checksums, dtype=torch.int64, device=self._device)
                 transfer.wait(transfer.broadcast(values, rank))
-        return checksums
+        return tuple(checksums)
 
     def _send_windows(
         self,
         transfer: Transfer,
         schedule: Iterator[tuple[int, int]],
         window: int,
-        tensors: Iterator[tuple[Entry, torch.Tensor]],
-    ) -> list[int]:
+        rows: Iterator[tuple[TensorEntry, torch.Tensor]],
+    ) -> None:
         """This rank's windows, and those of the others: gloo passes them on through every member."""
         own = _Buffers(transfer, window, self._device)
         others = _Buffers(transfer, window if self._num_ranks > 1 else 0, self._device)
-        checksums: list[int] = []
-        packed = rows.pack(tensors, own.next, checksums)
+        packed = byte_layout.pack(rows, own.next)
         for rank, length in schedule:
             if rank == self._rank:
                 next(packed)
@@ -96,41 +110,46 @@ class CollectiveSender:
         assert next(packed, None) is None
         own.wait()
         others.wait()
-        return checksums
 
     def stop(self, manifest: Manifest) -> None:
         if self._store is not None:  # rank 0 tells all
-            tell_failure(self._store, manifest["locations"][0]["nonce"], "the trainer stopped sending")
-
-    def close(self) -> None:
-        self._membership.leave()
-        self._store = None
+            [meeting] = manifest.located(Meeting)
+            tell_failure(self._store, meeting.nonce, "the trainer stopped sending")
 
 
 class CollectiveReceiver:
     def __init__(self) -> None:
         self._membership: Membership | None = None
 
-    def tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """On the GPU that the bytes came to, or on the host. Verified after the last one, when the checksums come."""
-        location = manifest["locations"][0]
-        device = _device(location["backend"], manifest["device"])
-        if manifest["replica"] not in location["first_rank"]:
-            expected = sorted(location["first_rank"])
-            raise RuntimeError(f"{manifest['replica']} is not among the receivers of this version: {expected}")
+    def receive(
+        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
+    ) -> tuple[Checksums, ...]:
+        """Loads from the GPU that the bytes came to, or from the host. The tensors are verified after the last one,
+        when the checksums come."""
+        [meeting] = manifest.located(Meeting)
+        device = _device(meeting.backend, worker.device)
+        if worker.replica not in meeting.first_rank:
+            expected = sorted(meeting.first_rank)
+            raise RuntimeError(f"{worker.replica} is not among the receivers of this version: {expected}")
         if self._membership is None:
             self._membership = Membership(device)
-        rank = location["first_rank"][manifest["replica"]] + manifest["worker"]
-        entries, num_ranks = manifest["tensors"], manifest["num_ranks"]
+        entries, num_ranks = manifest.tensors, manifest.num_ranks
         found: list[list[int]] = []
-        with self._membership.joined(location, rank) as transfer:
-            for entry, (name, tensor) in zip(entries, _Incoming(transfer, manifest, device).tensors(), strict=True):
-                found.append(bucket.checksums_of(tensor, entry, num_ranks))
+
+        def tensors(transfer: Transfer) -> NamedTensors:
+            incoming = _Incoming(transfer, manifest, meeting, device).tensors()
+            for entry, (name, tensor) in zip(entries, incoming, strict=True):
+                found.append(checksums_of(tensor, entry, num_ranks))
                 yield name, tensor
-            manifest["checksums"] = [_checksums(transfer, root, len(entries), device) for root in range(num_ranks)]
-        for entry, of_tensor, expected in zip(entries, found, zip(*manifest["checksums"], strict=True), strict=True):
-            if of_tensor != list(expected):
-                raise RuntimeError(f"{entry[0]} came with checksums {of_tensor}, sent were {list(expected)}")
+
+        with self._membership.joined(meeting, meeting.first_rank[worker.replica] + worker.index) as transfer:
+            load(tensors(transfer))
+            if len(found) < len(entries):  # the others would wait for this worker in vain
+                raise RuntimeError(f"{entries[len(found)].name} and what follows it was not loaded")
+            sent = tuple(_checksums(transfer, root, len(entries), device) for root in range(num_ranks))
+        for entry, of_tensor, expected in zip(entries, found, zip(*sent, strict=True), strict=True):
+            require_same(entry.name, of_tensor, list(expected))
+        return sent
 
 
 class _Buffers:
@@ -162,18 +181,18 @@ class _Buffers:
 class _Incoming:
     """The windows of all ranks, in the order in which they are sent. While one is read, the next one comes."""
 
-    def __init__(self, transfer: Transfer, manifest: Manifest, device: torch.device):
+    def __init__(self, transfer: Transfer, manifest: Manifest, meeting: Meeting, device: torch.device):
         self._transfer = transfer
-        self._entries = manifest["tensors"]
-        self._strings, window = _windows(manifest)
-        self._schedule = rows.schedule(self._strings, window)
+        self._entries = manifest.tensors
+        self._strings, window = _windows(manifest, meeting)
+        self._schedule = byte_layout.schedule(self._strings, window)
         self._buffers = [_Buffers(transfer, window, device) for _ in self._strings]
         self._coming: deque[tuple[int, torch.Tensor, Any]] = deque()
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> NamedTensors:
         self._begin_next()
-        of_ranks = [bucket.read(self._windows_of(rank), own) for rank, own in enumerate(self._strings)]
-        return rows.join(of_ranks, self._entries)
+        of_ranks = [byte_layout.read(self._windows_of(rank), own) for rank, own in enumerate(self._strings)]
+        return byte_layout.join(of_ranks, self._entries)
 
     def _windows_of(self, rank: int) -> Iterator[torch.Tensor]:
         while self._coming:
@@ -190,19 +209,19 @@ class _Incoming:
             self._coming.append((rank, window, self._buffers[rank].broadcast(length, rank)))
 
 
-def _checksums(transfer: Transfer, root: int, count: int, device: torch.device) -> list[int]:
+def _checksums(transfer: Transfer, root: int, count: int, device: torch.device) -> Checksums:
     values = torch.empty(count, dtype=torch.int64, device=device)
     if count:
         transfer.wait(transfer.broadcast(values, root))
-    return values.tolist()
+    return tuple(values.tolist())
 
 
-def _windows(manifest: Manifest) -> tuple[list[list[Entry]], int]:
+def _windows(manifest: Manifest, meeting: Meeting) -> tuple[list[tuple[TensorEntry, ...]], int]:
     """Every rank's string, and the length of their windows in bytes."""
-    num_ranks = manifest["num_ranks"]
-    strings = [rows.layout(manifest["tensors"], rank, num_ranks) for rank in range(num_ranks)]
-    longest = max(rows.length(own) for own in strings)
-    return strings, min(rows.window_bytes(manifest["locations"][0]["bucket_bytes"], num_ranks), longest)
+    num_ranks = manifest.num_ranks
+    strings = [byte_layout.rank_layout(manifest.tensors, rank, num_ranks) for rank in range(num_ranks)]
+    longest = max(byte_layout.length(own) for own in strings)
+    return strings, min(byte_layout.window_bytes(meeting.bucket_bytes, num_ranks), longest)
 
 
 def _device(backend: str, own: str) -> torch.device:

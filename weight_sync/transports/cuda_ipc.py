@@ -8,16 +8,25 @@ Never run so far: written after torch/csrc/StorageSharing.cpp and vLLM's IPC wei
 
 import base64
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from weight_sync.protocol import Manifest
-from weight_sync.transports import byte_layout as bucket
-from weight_sync.transports import shard_layout as rows
-from weight_sync.transports.base import Shards
-from weight_sync.transports.byte_layout import Spec
+from weight_sync.protocol import (
+    Checksums,
+    GpuMemory,
+    Manifest,
+    NamedTensors,
+    Publication,
+    PublishOrder,
+    ReceivingWorker,
+    Shards,
+    TensorEntry,
+    TensorSpec,
+)
+from weight_sync.transports import byte_layout
+from weight_sync.transports.checksums import checksum, load_verified
 
 
 class CudaIpcSender:
@@ -34,62 +43,67 @@ class CudaIpcSender:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._buffers: list[torch.Tensor] = []
-        self._handles: list[list[Any]] = []
+        self._handles: tuple[tuple[Any, ...], ...] = ()
 
-    def publish(self, specs: Sequence[Spec], shards: Shards, order: dict[str, Any]) -> Manifest:
-        entries, nbytes = bucket.layout(specs)
-        own = rows.layout(entries, self._rank, self._num_ranks)
-        self._reserve(rows.length(own))
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
+        entries, _ = byte_layout.layout(specs)
+        own = byte_layout.rank_layout(entries, self._rank, self._num_ranks)
+        self._reserve(byte_layout.length(own))
         checksums: list[int] = []
-        for _ in rows.pack(rows.checked(shards(), own), iter(self._buffers).__next__, checksums):
+
+        def rows() -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+            for entry, tensor in byte_layout.checked(shards(), own):
+                checksums.append(checksum(tensor.contiguous()))
+                yield entry, tensor.contiguous()
+
+        for _ in byte_layout.pack(rows(), iter(self._buffers).__next__):
             pass
-        torch.cuda.synchronize(self._device)  # who maps the memory waits for no stream of ours
-        return {
-            "transport": "cuda_ipc",
-            "global_steps": order["global_steps"],
-            "nbytes": nbytes,
-            "tensors": entries,
-            "num_ranks": self._num_ranks,
-            "location": {"host": socket.gethostname(), "handles": self._handles},
-            "checksums": checksums,
-        }
+        torch.cuda.synchronize(self._device)  # a replica that maps the memory waits for no stream of this process
+        return Publication(
+            transport="cuda_ipc",
+            global_steps=order.global_steps,
+            nbytes=byte_layout.total_bytes(own),
+            tensors=entries,
+            location=GpuMemory(host=socket.gethostname(), handles=self._handles),
+            checksums=tuple(checksums),
+        )
 
     def _reserve(self, nbytes: int) -> None:
         """Room for at least so much. What changed since a version, with `delta`, is less than the whole version, which
         came first: so handles are exported once. Memory whose handle nobody has opened torch never gives back."""
         if sum(len(buffer) for buffer in self._buffers) >= nbytes:
             return
-        size = rows.window_bytes(self._bucket_bytes, 1)
+        size = byte_layout.window_bytes(self._bucket_bytes, 1)
         sizes = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-        self._handles = [_export(buffer) for buffer in self._buffers]
+        self._handles = tuple(_export(buffer) for buffer in self._buffers)
 
-    def send(self, shards: Shards, manifest: Manifest) -> list[int]:
-        return manifest["checksums"][self._rank]
+    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
+        assert manifest.checksums is not None
+        return manifest.checksums[self._rank]
 
     def stop(self, manifest: Manifest) -> None:
         """Nobody waits for anybody."""
 
-    def close(self) -> None:
-        self._buffers, self._handles = [], []
-        torch.cuda.ipc_collect()
-
 
 class CudaIpcReceiver:
-    def tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the trainer's memory. Raises RuntimeError where it cannot be mapped."""
-        device, host = torch.device(manifest["device"]), manifest["locations"][0]["host"]
+    def receive(
+        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
+    ) -> tuple[Checksums, ...]:
+        """Loads views of the trainer's memory. Raises RuntimeError where it cannot be mapped."""
+        locations = manifest.located(GpuMemory)
+        device, host = torch.device(worker.device), locations[0].host
         if device.type != "cuda" or host != socket.gethostname():
             raise RuntimeError(
                 f"weight_sync.transport=cuda_ipc: the trainer's GPUs are on {host}, this replica is on {device} of "
                 f"{socket.gethostname()}; between machines collective works"
             )
-        entries, num_ranks = manifest["tensors"], manifest["num_ranks"]
         of_ranks = []
-        for rank, location in enumerate(manifest["locations"]):
-            windows = _opened(location["handles"], rank, device)
-            of_ranks.append(bucket.read(windows, rows.layout(entries, rank, num_ranks)))
-        return bucket.verified(rows.join(of_ranks, entries), manifest)
+        for rank, location in enumerate(locations):
+            windows = _opened(location.handles, rank, device)
+            own = byte_layout.rank_layout(manifest.tensors, rank, manifest.num_ranks)
+            of_ranks.append(byte_layout.read(windows, own))
+        return load_verified(byte_layout.join(of_ranks, manifest.tensors), manifest, load)
 
 
 def _opened(handles: Sequence[Sequence[Any]], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
@@ -104,11 +118,11 @@ def _opened(handles: Sequence[Sequence[Any]], rank: int, device: torch.device) -
         yield window
 
 
-def _export(buffer: torch.Tensor) -> list[Any]:
+def _export(buffer: torch.Tensor) -> tuple[Any, ...]:
     """Plain values for `_open` in another process. The buffer must live for as long as they are used."""
     # Its own device, which has another number there, and whether to wait for its event: `publish` waits itself.
     _, *values, _ = buffer.untyped_storage()._share_cuda_()
-    return [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in values]
+    return tuple(base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in values)
 
 
 def _open(handle: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -8,16 +8,26 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from weight_sync.protocol import (
+    Checksums,
+    Manifest,
+    NamedTensors,
+    Publication,
+    PublishOrder,
+    RankFile,
+    ReceivingWorker,
+    Shards,
+    TensorEntry,
+    TensorSpec,
+)
 
 if TYPE_CHECKING:  # the driver, which only removes files, does without torch
     import torch
 
-    from weight_sync.protocol import Manifest
-    from weight_sync.transports.base import Shards
-    from weight_sync.transports.byte_layout import Entry, Spec
 
 FORMAT_NAMES = {
     "bool": "BOOL",
@@ -44,13 +54,12 @@ class FilesystemSender:
         self._rank, self._num_ranks = rank, num_ranks
         self._file: Path | None = None
 
-    def publish(self, specs: "Sequence[Spec]", shards: "Shards", order: dict[str, Any]) -> "Manifest":
-        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
-        from weight_sync.transports import shard_layout as rows  # noqa: PLC0415
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
+        from weight_sync.transports import byte_layout
 
-        entries, nbytes = bucket.layout(specs)
-        own = rows.layout(entries, self._rank, self._num_ranks)
-        version = self._folder / f"v{order['global_steps']}-{order['nonce']}"
+        entries, _ = byte_layout.layout(specs)
+        own = byte_layout.rank_layout(entries, self._rank, self._num_ranks)
+        version = self._folder / f"v{order.global_steps}-{order.nonce}"
         try:
             version.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -60,57 +69,51 @@ class FilesystemSender:
         before, self._file = self._file, file
         if before is not None:
             _remove(before)
-        return {
-            "transport": "filesystem",
-            "global_steps": order["global_steps"],
-            "nbytes": nbytes,
-            "tensors": entries,
-            "num_ranks": self._num_ranks,
-            "location": {"directory": str(self._folder.parent), "file": str(file)},
-            "checksums": checksums,
-        }
+        return Publication(
+            transport="filesystem",
+            global_steps=order.global_steps,
+            nbytes=byte_layout.total_bytes(own),
+            tensors=entries,
+            location=RankFile(directory=str(self._folder.parent), file=str(file)),
+            checksums=checksums,
+        )
 
-    def send(self, shards: "Shards", manifest: "Manifest") -> list[int]:
-        return manifest["checksums"][self._rank]
+    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
+        assert manifest.checksums is not None
+        return manifest.checksums[self._rank]
 
-    def stop(self, manifest: "Manifest") -> None:
+    def stop(self, manifest: Manifest) -> None:
         """Nobody waits for anybody."""
-
-    def close(self) -> None:
-        if self._file is not None:
-            _remove(self._file)
-            with contextlib.suppress(OSError):  # other ranks still have theirs in it
-                self._folder.rmdir()
 
 
 class FilesystemReceiver:
-    def tensors(self, manifest: "Manifest") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Views of the mapped files, where one rank holds all of a tensor. RuntimeError when a file is not there, or
-        no more when the first tensor is asked for: then a newer version is."""
-        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
-        from weight_sync.transports import shard_layout as rows  # noqa: PLC0415
+    def receive(
+        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
+    ) -> tuple[Checksums, ...]:
+        """Loads views of the mapped files, where one rank holds all of a tensor. Raises RuntimeError when a file does
+        not exist, be it because a newer version has been published."""
+        from weight_sync.transports import byte_layout
+        from weight_sync.transports.checksums import load_verified
 
-        for location in manifest["locations"]:
-            if not Path(location["file"]).is_file():
+        of_ranks = []
+        for rank, location in enumerate(manifest.located(RankFile)):
+            if not Path(location.file).is_file():
                 raise RuntimeError(
-                    f"weight_sync.directory={location['directory']}: {location['file']} is not there on "
+                    f"weight_sync.directory={location.directory}: {location.file} is not there on "
                     f"{socket.gethostname()}; the directory must be one that trainer and replicas share"
                 )
-        num_ranks = manifest["num_ranks"]
-        of_ranks = [
-            _read(Path(location["file"]), rows.layout(manifest["tensors"], rank, num_ranks))
-            for rank, location in enumerate(manifest["locations"])
-        ]
-        return bucket.verified(rows.join(of_ranks, manifest["tensors"]), manifest)
+            own = byte_layout.rank_layout(manifest.tensors, rank, manifest.num_ranks)
+            of_ranks.append(_read(Path(location.file), own))
+        return load_verified(byte_layout.join(of_ranks, manifest.tensors), manifest, load)
 
 
-def _write(path: Path, own: "Sequence[Entry]", shards: "Shards") -> list[int]:
+def _write(path: Path, own: Sequence[TensorEntry], shards: Shards) -> Checksums:
     """Tensor by tensor, so that no second copy is in memory. The file appears under its name when it is whole.
 
     Format: github.com/huggingface/safetensors, "Format".
     """
-    from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
-    from weight_sync.transports import shard_layout as rows  # noqa: PLC0415
+    from weight_sync.transports.byte_layout import as_bytes, checked
+    from weight_sync.transports.checksums import checksum
 
     header, places = _header(own)
     aside = path.with_suffix(".part")
@@ -118,10 +121,10 @@ def _write(path: Path, own: "Sequence[Entry]", shards: "Shards") -> list[int]:
     try:
         with open(aside, "wb") as file:
             file.write(header)
-            for (name, *_), tensor in rows.checked(shards(), own):
-                data = rows.as_bytes(tensor.cpu())
-                checksums.append(bucket.checksum(data))
-                file.seek(places[name])
+            for entry, tensor in checked(shards(), own):
+                data = as_bytes(tensor.contiguous().cpu())
+                checksums.append(checksum(data))
+                file.seek(places[entry.name])
                 file.write(data.numpy().data)
             file.flush()
             os.fsync(file.fileno())
@@ -134,23 +137,29 @@ def _write(path: Path, own: "Sequence[Entry]", shards: "Shards") -> list[int]:
         os.fsync(folder)
     finally:
         os.close(folder)
-    return checksums
+    return tuple(checksums)
 
 
-def _header(own: "Sequence[Entry]") -> tuple[bytes, dict[str, int]]:
+def _header(own: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
     """The file's head, and where in the file each tensor begins.
 
     Data follow one another without gaps, so large elements come first: then each tensor lies on a multiple of its own.
     """
-    import torch  # noqa: PLC0415
+    from weight_sync.transports.byte_layout import dtype_of
 
     entries: dict[str, Any] = {}
     offset = 0
-    for name, dtype, shape, _, nbytes in sorted(own, key=lambda entry: -getattr(torch, entry[1]).itemsize):
-        if dtype not in FORMAT_NAMES:
-            raise ValueError(f"weight_sync.transport=filesystem: {name} is {dtype}; known are {list(FORMAT_NAMES)}")
-        entries[name] = {"dtype": FORMAT_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+    for entry in sorted(own, key=lambda entry: -dtype_of(entry.dtype).itemsize):
+        if entry.dtype not in FORMAT_NAMES:
+            known = f"known are {list(FORMAT_NAMES)}"
+            raise ValueError(f"weight_sync.transport=filesystem: {entry.name} is {entry.dtype}; {known}")
+        end = offset + entry.nbytes
+        entries[entry.name] = {
+            "dtype": FORMAT_NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
@@ -159,13 +168,13 @@ def _header(own: "Sequence[Entry]") -> tuple[bytes, dict[str, int]]:
     }
 
 
-def _read(path: Path, own: "Sequence[Entry]") -> "Iterator[tuple[str, torch.Tensor]]":
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+def _read(path: Path, own: Sequence[TensorEntry]) -> "Iterator[tuple[str, torch.Tensor]]":
+    from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            for name, *_ in own:
-                yield name, file.get_tensor(name)
+            for entry in own:
+                yield entry.name, file.get_tensor(entry.name)
     except FileNotFoundError as error:
         raise RuntimeError(f"{path} is gone: a newer version has been published") from error
     except SafetensorError as error:

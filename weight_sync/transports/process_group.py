@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from weight_sync.protocol import Meeting
+
 STORE_TIMEOUT_S = 60.0
 """Of one call to the store. It answers at once, or its process is gone."""
 LOOK_S = 0.2
@@ -59,13 +61,13 @@ def tell_failure(store: Store, nonce: str, reason: str) -> None:
 class Transfer:
     """One transfer, as one member sees it. Every wait ends by the deadline."""
 
-    def __init__(self, store: Store, location: dict[str, Any], rank: int):
+    def __init__(self, store: Store, meeting: Meeting, rank: int):
         self.group: Any = None
         self._store = store
         self._rank = rank
-        self._nonce: str = location["nonce"]
-        self._members: list[str] = location["members"]
-        self._timeout_s: float = location["timeout_s"]
+        self._nonce = meeting.nonce
+        self._members = meeting.members
+        self._timeout_s = meeting.timeout_s
         self._deadline = time.monotonic() + self._timeout_s
 
     @property
@@ -160,21 +162,21 @@ class Membership:
         self._group: Any = None
         self._name = ""
         """Of the group: the nonce of its first transfer."""
-        self._members: list[str] = []
+        self._members: tuple[str, ...] = ()
 
     @contextlib.contextmanager
-    def joined(self, location: dict[str, Any], rank: int) -> Iterator[Transfer]:
+    def joined(self, meeting: Meeting, rank: int) -> Iterator[Transfer]:
         """The transfer, once all members have come. Who leaves it by an exception breaks the group for all."""
-        transfer = Transfer(self._connect(location), location, rank)
+        transfer = Transfer(self._connect(meeting), meeting, rank)
         held, self._name = self._name, ""  # until this transfer ends well, no group is held
         try:
-            if not transfer.meet(held if self._members == location["members"] else ""):
+            if not transfer.meet(held if self._members == meeting.members else ""):
                 self._end_group()
                 kept, self._rendezvous = self._rendezvous, None  # for good, if it comes to wait for nobody
                 seconds = transfer.seconds_left
-                made = transfer.beside(lambda: self._make_group(kept, location, rank, seconds))
+                made = transfer.beside(lambda: self._make_group(kept, meeting, rank, seconds))
                 self._group, self._rendezvous = made
-                held, self._members = location["nonce"], location["members"]
+                held, self._members = meeting.nonce, meeting.members
             transfer.group = self._group
             yield transfer
         except BaseException as error:
@@ -185,24 +187,19 @@ class Membership:
             raise
         self._name = held
 
-    def leave(self) -> None:
-        self._end_group()
-        self._name, self._server = "", None
-        self._store = self._rendezvous = None
-
-    def _connect(self, location: dict[str, Any]) -> Store:
-        server = (location["host"], location["port"])
+    def _connect(self, meeting: Meeting) -> Store:
+        server = (meeting.host, meeting.port)
         if self._store is None or server != self._server:
-            self._store = connect_store(*server, timeout_s=min(location["timeout_s"], STORE_TIMEOUT_S))
+            self._store = connect_store(*server, timeout_s=min(meeting.timeout_s, STORE_TIMEOUT_S))
             self._server, self._rendezvous = server, None
         return self._store
 
-    def _make_group(self, kept: Store | None, location: dict[str, Any], rank: int, seconds: float) -> tuple[Any, Store]:
+    def _make_group(self, kept: Store | None, meeting: Meeting, rank: int, seconds: float) -> tuple[Any, Store]:
         """With the connection that the next one can be made over."""
-        connection = kept or connect_store(location["host"], location["port"], seconds)
+        connection = kept or connect_store(meeting.host, meeting.port, seconds)
         connection.set_timeout(timedelta(seconds=seconds))
-        store = PrefixStore(f"group {location['nonce']}", connection)
-        size = len(location["members"])
+        store = PrefixStore(f"group {meeting.nonce}", connection)
+        size = len(meeting.members)
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds)), connection
         return _make_nccl(store, rank, size, seconds, self._device), connection

@@ -11,16 +11,26 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weight_sync.protocol import (
+    Checksums,
+    Manifest,
+    NamedTensors,
+    Publication,
+    PublishOrder,
+    ReceivingWorker,
+    Shards,
+    SharedFile,
+    TensorEntry,
+    TensorSpec,
+)
 
 if TYPE_CHECKING:  # the driver, which only removes files, does without torch
     import torch
 
-    from weight_sync.protocol import Manifest
-    from weight_sync.transports.base import Shards
-    from weight_sync.transports.byte_layout import Spec
 
 DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 FILE_NAME = r"slipstream-{owner}--?\d+-[0-9a-f]+"
@@ -39,35 +49,35 @@ class SharedMemorySender:
         self._lock: int | None = None
         """File descriptor that holds the shared lock."""
 
-    def publish(self, specs: "Sequence[Spec]", shards: "Shards", order: dict[str, Any]) -> "Manifest":
-        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
+        from weight_sync.transports import byte_layout
 
-        entries, nbytes = bucket.layout(specs)
-        path = DIRECTORY / f"slipstream-{self._owner}-{order['global_steps']}-{order['nonce']}"
+        entries, nbytes = byte_layout.layout(specs)
+        path = DIRECTORY / f"slipstream-{self._owner}-{order.global_steps}-{order.nonce}"
         if self._path is None or len(self._buffer) < nbytes:
-            self.close()
+            self._remove_file()
             self._buffer, self._lock = _allocate(path, nbytes)
         elif self._rank == 0:
             self._path.rename(path)
         self._path = path
-        checksums = bucket.write(self._buffer, entries, shards(), self._rank, self._num_ranks)
-        return {
-            "transport": "shared_memory",
-            "global_steps": order["global_steps"],
-            "nbytes": nbytes,
-            "tensors": entries,
-            "num_ranks": self._num_ranks,
-            "location": {"host": socket.gethostname(), "path": str(path)},
-            "checksums": checksums,
-        }
+        checksums = write(self._buffer, entries, shards(), self._rank, self._num_ranks)
+        return Publication(
+            transport="shared_memory",
+            global_steps=order.global_steps,
+            nbytes=byte_layout.total_bytes(byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
+            tensors=entries,
+            location=SharedFile(host=socket.gethostname(), path=str(path), nbytes=nbytes),
+            checksums=checksums,
+        )
 
-    def send(self, shards: "Shards", manifest: "Manifest") -> list[int]:
-        return manifest["checksums"][self._rank]
+    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
+        assert manifest.checksums is not None
+        return manifest.checksums[self._rank]
 
-    def stop(self, manifest: "Manifest") -> None:
+    def stop(self, manifest: Manifest) -> None:
         """Nobody waits for anybody."""
 
-    def close(self) -> None:
+    def _remove_file(self) -> None:
         """Mappings that are still open stay valid."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -77,29 +87,50 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    def tensors(self, manifest: "Manifest") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Views of the file. Raises RuntimeError on another host."""
-        import torch  # noqa: PLC0415
+    def receive(
+        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
+    ) -> tuple[Checksums, ...]:
+        """Loads views of the file. Raises RuntimeError on another host."""
+        import torch
 
-        from weight_sync.transports import byte_layout as bucket  # noqa: PLC0415
+        from weight_sync.transports import byte_layout
+        from weight_sync.transports.checksums import load_verified
 
-        hosts = {location["host"] for location in manifest["locations"]} | {socket.gethostname()}
+        locations = manifest.located(SharedFile)
+        hosts = {location.host for location in locations} | {socket.gethostname()}
         if len(hosts) > 1:
             raise RuntimeError(
                 f"weight_sync.transport=shared_memory needs replicas and trainer on one machine, they are on "
                 f"{', '.join(sorted(hosts))}: collective and filesystem work there"
             )
         # shared=False maps it privately: a reader cannot write into the weights of others.
-        mapped = torch.from_file(
-            manifest["locations"][0]["path"], shared=False, size=manifest["nbytes"], dtype=torch.uint8
-        )
-        return bucket.verified(bucket.read([mapped], manifest["tensors"]), manifest)
+        mapped = torch.from_file(locations[0].path, shared=False, size=locations[0].nbytes, dtype=torch.uint8)
+        return load_verified(byte_layout.read([mapped], manifest.tensors), manifest, load)
+
+
+def write(
+    buffer: "torch.Tensor",
+    entries: Sequence[TensorEntry],
+    tensors: "Iterable[tuple[str, torch.Tensor]]",
+    rank: int,
+    num_ranks: int,
+) -> Checksums:
+    """Copies a rank's rows of every tensor to their places in the flat uint8 buffer. Returns their checksums."""
+    from weight_sync.transports import byte_layout
+    from weight_sync.transports.checksums import copy_with_checksum
+
+    own = byte_layout.rank_layout(entries, rank, num_ranks)
+    checksums = []
+    for entry, (_, tensor) in zip(entries, byte_layout.checked(tensors, own), strict=True):
+        start, end = byte_layout.part_of(entry, rank, num_ranks)
+        checksums.append(copy_with_checksum(buffer[start:end], tensor))
+    return tuple(checksums)
 
 
 def _allocate(path: Path, nbytes: int) -> "tuple[torch.Tensor, int]":
     """The file, mapped, and the descriptor that locks it. Its memory is claimed here: to write where none is left would
     end the process by SIGBUS."""
-    import torch  # noqa: PLC0415
+    import torch
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)

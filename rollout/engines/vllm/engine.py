@@ -1,6 +1,7 @@
 """The vLLM engine: the `Engine` protocol over GatedLLM. With `gated_llm.py` the only user of vLLM's Python API."""
 
 import asyncio
+import pickle
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,11 +13,12 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout.engines.base import EngineDiedError, EngineSpec, WeightTag
+from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan, shift_spans
+from weight_sync.protocol import Manifest, WeightTag
 
 RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
@@ -25,16 +27,16 @@ FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
 class VllmEngine:
     """The `Engine` protocol over GatedLLM."""
 
-    def __init__(self, spec: EngineSpec, native_versions: bool = HAS_NATIVE_VERSIONS, salt_prefix_cache: bool = True):
-        """Starts the engine: seconds to minutes. The last two are for tests that compare with doing without."""
-        self._native_versions = native_versions
+    def __init__(self, spec: EngineSpec, replica: str = "replica"):
+        """Starts the engine, which takes seconds to minutes. `replica` is the name by which weights are sent to it."""
+        self._replica = replica
+        self._native_versions = HAS_NATIVE_VERSIONS
         llm = GatedLLM.from_engine_args(_engine_args(spec))
         assert isinstance(llm, GatedLLM)
         self._llm = llm
         self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size)
         self._staging_on_device = spec.staging_on_device
-        self._llm.salt_prefix_cache = salt_prefix_cache
-        self._staged: dict[str, Any] = {}  # the manifest of the last call
+        self._staging: Manifest | None = None  # of the last call
         self._counts: dict[str, int] = {}  # tokens of each running request at the pause
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens so far, version from there on)
 
@@ -87,21 +89,23 @@ class VllmEngine:
             if name in states
         }
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
-        self._staged = manifest
-        await self._llm.on_every_worker("receiver_stage", manifest, self._staging_on_device)
+    async def stage(self, manifest: Manifest) -> None:
+        self._staging = manifest
+        pickled = pickle.dumps(manifest)  # vLLM's own encoding would turn dataclasses into dicts
+        await self._llm.on_every_worker("receiver_stage", pickled, self._replica, self._staging_on_device)
         wait_s = FIRST_STAGE_WAIT_S
-        while self._staged is manifest and None in await self._llm.on_every_worker("receiver_staged"):
-            await asyncio.sleep(wait_s)  # a worker has no other way to tell; each question costs a moment between steps
+        while self._staging is manifest and None in await self._llm.on_every_worker("receiver_staged"):
+            await asyncio.sleep(wait_s)  # a worker can only be asked, and each question costs a moment between steps
             wait_s = min(2 * wait_s, LAST_STAGE_WAIT_S)
-        if self._staged is not manifest:  # whoever asked for this one has given up
-            raise RuntimeError(f"staging version {manifest['global_steps']} was given up for another")
+        if self._staging is not manifest:  # the caller of this one has given up
+            raise RuntimeError(f"staging version {manifest.global_steps} was given up for another")
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         return await self._tag(global_steps, await self._llm.on_every_worker("receiver_swap", global_steps))
 
-    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
-        return await self._tag(manifest["global_steps"], await self._llm.on_every_worker("receiver_load", manifest))
+    async def load(self, manifest: Manifest) -> list[WeightTag]:
+        answers = await self._llm.on_every_worker("receiver_load", pickle.dumps(manifest), self._replica)
+        return await self._tag(manifest.global_steps, answers)
 
     async def _tag(self, global_steps: int, answers: list[Any]) -> list[WeightTag]:
         """From the next token on, tokens are of this version."""

@@ -22,7 +22,7 @@ from rollout.engines.simulated import SimulatedEngine
 from rollout.errors import ReplicaLostError
 from rollout.progress import ProgressReport
 from rollout.prompts import EncodedRow, Row
-from rollout.replica.replica import CommitReport, RolloutReplica
+from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest
 from scripts.bench.common import ForcedLengths, UniformLengths
@@ -38,6 +38,7 @@ from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
 from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import CommitReport, WeightTag
 
 LENGTHS = UniformLengths(low=5, high=60)
 
@@ -109,9 +110,9 @@ class FaultyReplica(RolloutReplica):
         await self._answers.wait()
         return await super().progress(known)
 
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
+    async def commit(self, tag: WeightTag) -> CommitReport:
         await self._answers.wait()
-        return await super().commit(manifest)
+        return await super().commit(tag)
 
 
 @dataclass(slots=True)

@@ -6,12 +6,13 @@ from typing import Any
 
 import cloudpickle
 
-from rollout.engines.base import EngineSpec, WeightTag
+from rollout.engines.base import EngineSpec
 from rollout.engines.vllm.engine import RequestOutputKind, VllmEngine, _sampling_params
 from rollout.replica.continuation import generate_in_parts
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest
 from scripts.bench.weight_sync import recompute_meter
+from weight_sync.protocol import Manifest, WeightTag
 
 
 class TimedEngine(VllmEngine):
@@ -26,7 +27,7 @@ class TimedEngine(VllmEngine):
         self.swapped = (started, time.perf_counter())
         return tags
 
-    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+    async def load(self, manifest: Manifest) -> list[WeightTag]:
         started = time.perf_counter()
         tags = await super().load(manifest)
         self.swapped = (started, time.perf_counter())

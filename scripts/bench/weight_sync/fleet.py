@@ -19,14 +19,23 @@ import torch
 from configs.schema import WeightSyncConfig
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica import CommitReport, RolloutReplica
+from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from scripts.bench.common import show_table
 from scripts.bench.stand_ins import SimulatedTrainer
 from scripts.bench.weight_sync.gaps import growth, slope
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import Manifest, merge
-from weight_sync.transports.byte_layout import Spec, layout
+from weight_sync.protocol import (
+    CommitReport,
+    Manifest,
+    Publication,
+    PublishOrder,
+    SharedFile,
+    TensorSpec,
+    WeightTag,
+    merge,
+)
+from weight_sync.transports.byte_layout import layout
 
 NUM_RANKS = 8
 NUM_REPLICAS = (1, 4, 16, 64, 256)
@@ -53,26 +62,25 @@ class ShardedTrainer(SimulatedTrainer):
         super().__init__(train_s=0.0)
         self._entries, self._nbytes = layout(_specs(hidden=3584, intermediate=18944, kv=512, layers=28, vocab=152064))
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
-        parts = [self._part(rank, global_steps) for rank in range(NUM_RANKS)]
-        manifest = merge(parts) | {"checksum": await self.send({})}  # simulated engines answer it
+    async def publish(self, order: PublishOrder) -> Manifest:
+        manifest = merge([self._part(rank, order.global_steps) for rank in range(NUM_RANKS)])
         cloudpickle.dumps(manifest)
         return manifest
 
-    def _part(self, rank: int, global_steps: int) -> Manifest:
-        """A manifest of shared memory, whose checksums are known before it is read, so that every call carries them."""
-        return {
-            "transport": "shared_memory",
-            "global_steps": global_steps,
-            "nbytes": self._nbytes,
-            "tensors": self._entries,
-            "num_ranks": NUM_RANKS,
-            "location": {"host": "node-0", "path": f"/dev/shm/slipstream-0123456789ab-{global_steps}-0badbeef"},
-            "checksums": [2**31 + 1009 * (rank + NUM_RANKS * index) for index in range(len(self._entries))],
-        }
+    def _part(self, rank: int, global_steps: int) -> Publication:
+        """One rank's part over shared memory, whose checksums are known before it is read: every call carries them."""
+        path = f"/dev/shm/slipstream-0123456789ab-{global_steps}-0badbeef"
+        return Publication(
+            transport="shared_memory",
+            global_steps=global_steps,
+            nbytes=self._nbytes // NUM_RANKS,
+            tensors=self._entries,
+            location=SharedFile(host="node-0", path=path, nbytes=self._nbytes),
+            checksums=tuple(2**31 + 1009 * (rank + NUM_RANKS * index) for index in range(len(self._entries))),
+        )
 
 
-def _specs(hidden: int, intermediate: int, kv: int, layers: int, vocab: int) -> list[Spec]:
+def _specs(hidden: int, intermediate: int, kv: int, layers: int, vocab: int) -> list[TensorSpec]:
     of_layer = {
         "input_layernorm.weight": [hidden],
         "mlp.down_proj.weight": [hidden, intermediate],
@@ -100,9 +108,9 @@ class PickledReplica(RolloutReplica):
         cloudpickle.dumps(self.name)  # as short as the reference to it
         await super().stage(manifest)
 
-    async def commit(self, manifest: Manifest) -> CommitReport:
-        cloudpickle.dumps(manifest)
-        return await super().commit(manifest)
+    async def commit(self, tag: WeightTag) -> CommitReport:
+        cloudpickle.dumps(tag)
+        return await super().commit(tag)
 
 
 def measure_fleets(repeats: int) -> dict[int, list[FleetOutcome]]:

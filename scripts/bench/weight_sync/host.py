@@ -143,7 +143,6 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
             transport: Publisher(
                 weights,
                 make_sender(sync_config(transport, Staging.host), owner, 0, 1, torch.device("cpu")),
-                TIMEOUT_S,
             )
             for transport in (Transport.shared_memory, Transport.collective)
         }
@@ -161,8 +160,6 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
             )
         finally:
             engine.shutdown()
-            for publisher in publishers.values():
-                publisher.close()
             shared_memory.release_all(owner)
 
 

@@ -6,15 +6,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.tiny.model import build_tokenizer, write_model_directory
-from weight_sync.protocol import Manifest, combine, merge
-from weight_sync.transports.base import Sender
+from weight_sync.protocol import Manifest, Publication, PublishOrder, Sender, combine, merge
 
 VOCAB_SIZE = 512
 MAX_SEQ_TOKENS = 4096
@@ -130,41 +128,32 @@ def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> 
 class Publisher:
     """A weight source of one rank, which publishes in a thread."""
 
-    def __init__(self, weights: TrainerWeights, sender: Sender, timeout_s: float):
+    def __init__(self, weights: TrainerWeights, sender: Sender):
         self._weights = weights
         self._sender = sender
-        self._timeout_s = timeout_s
         self.global_steps = 0
         self._specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights.tensors.items()]
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
-        self.global_steps = global_steps
-        self._weights.change(global_steps)
-        return merge([await asyncio.to_thread(self._publish, global_steps, receivers, base)])
+    async def publish(self, order: PublishOrder) -> Manifest:
+        self.global_steps = order.global_steps
+        self._weights.change(order.global_steps)
+        return merge([await asyncio.to_thread(self._publish, order)])
 
-    def _publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> Manifest:
-        order: dict[str, Any] = {
-            "global_steps": global_steps,
-            "nonce": uuid.uuid4().hex[:8],
-            "receivers": receivers,
-            "base": base,
-            "timeout_s": self._timeout_s,
-        }
+    def _publish(self, order: PublishOrder) -> Publication:
         return self._sender.publish(self._specs, self._shards, order)
 
     async def send(self, manifest: Manifest) -> int:
-        if "checksums" in manifest:
-            return combine(manifest["checksums"])
+        if manifest.checksum is not None:
+            return manifest.checksum
         return combine([await asyncio.to_thread(self._sender.send, self._shards, manifest)])
 
     def publish_seconds(self, global_steps: int) -> float:
         """Time one publication without receivers."""
+        nonce = uuid.uuid4().hex[:8]
+        order = PublishOrder(global_steps=global_steps, receivers={}, base=None, nonce=nonce, timeout_s=1.0)
         started = time.perf_counter()
-        self._publish(global_steps, {}, None)
+        self._publish(order)
         return time.perf_counter() - started
-
-    def close(self) -> None:
-        self._sender.close()
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._weights.tensors.items())

@@ -17,16 +17,17 @@ import ray
 from ray.exceptions import RayActorError
 
 from configs.schema import WeightSyncConfig
-from rollout.engines.base import EngineSpec, WeightTag
+from rollout.engines.base import EngineSpec
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica import ReplicaStatus, RolloutReplica
+from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
 from tests.support.fakes import make_request
 from tests.system.rollout.fleet.test_cluster import SPEC, Source, no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import Manifest, ReplicaStatus, WeightTag
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +46,11 @@ class GatedEngine(SimulatedEngine):
             await asyncio.sleep(0.01)
         (self.folder / f"in {step}").unlink()
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         await self._pass("stage")
         await super().stage(manifest)
 
-    async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+    async def load(self, manifest: Manifest) -> list[WeightTag]:
         await self._pass("load")
         if (self.folder / "break").exists():
             raise RuntimeError("half of them are in place")

@@ -2,12 +2,28 @@
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from weight_sync.protocol import combine
+from tests.support.fakes import make_manifest, make_tag
+from weight_sync.protocol import Checksums, Manifest, NamedTensors, ReceivingWorker
 from weight_sync.receiver.vllm_receiver import Staging
+from weight_sync.transports import registry
+
+
+class NoTensors:
+    """A receiver that has come to the end at once."""
+
+    def receive(
+        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
+    ) -> tuple[Checksums, ...]:
+        load(iter(()))
+        assert manifest.checksums is not None
+        return manifest.checksums
 
 
 class SlowShadow:
@@ -26,15 +42,17 @@ class SlowShadow:
             raise OSError("the trainer stopped sending")
 
 
-def manifest(checksum: int) -> dict[str, Any]:
-    return {"transport": "collective", "tensors": [], "checksums": [[checksum]]}
+def staging(version: int, shadow: Any, before: Staging | None) -> Staging:
+    manifest = replace(make_manifest(version), transport="no tensors")
+    return Staging(manifest, ReceivingWorker(replica="a", index=0, device="cpu"), shadow, None, before)
 
 
-def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it() -> None:
+def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a transfer is stopped because another replica failed, and tried again at once."""
+    monkeypatch.setitem(registry._receivers, "no tensors", NoTensors())
     shadow: Any = SlowShadow()
-    first = Staging(manifest(1), shadow, None, None)
-    second = Staging(manifest(2), shadow, None, first)
+    first = staging(1, shadow, None)
+    second = staging(2, shadow, first)
     deadline = time.monotonic() + 60
     while not shadow.events and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -44,5 +62,5 @@ def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it() -> 
     shadow.may_end[0].set()
     second.thread.join(60)
     assert shadow.events == ["begin 0", "end 0", "begin 1", "end 1"]
-    assert second.result() == combine([[2]])
+    assert second.result() == make_tag(2).checksum
     assert not torch.is_inference_mode_enabled()

@@ -1,6 +1,7 @@
 """The weight update as a transaction, told by the order of its events. What may fail is in test_update_failures."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 
 from configs.schema import Staging, WeightSyncConfig
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica import CommitReport, ReplicaStatus
 from rollout.router import ReplicaRouter
-from tests.support.fakes import make_manifest, run_virtual
-from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
+from tests.support.fakes import make_manifest, make_tag, run_virtual
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import CommitReport, Manifest, PublishOrder, ReplicaStatus, UpdateReport, WeightTag
 
 DEADLINES = {"stage_timeout_s": 100.0, "pause_timeout_s": 10.0, "swap_timeout_s": 50.0}
 HANGS = "hangs"
@@ -52,16 +53,16 @@ class FakeSource(FakePart):
 
     def __init__(self, name: str, events: list[str]):
         super().__init__(name, events)
-        self.orders: list[tuple[dict[str, int], int | None]] = []
+        self.orders: list[tuple[Any, int | None]] = []
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        self.orders.append((receivers, base))
+    async def publish(self, order: PublishOrder) -> Manifest:
+        self.orders.append((order.receivers, order.base))
         await self._do("publish")
-        return make_manifest(global_steps) | {"nbytes": 3_000_000}
+        return replace(make_manifest(order.global_steps), nbytes=3_000_000)
 
-    async def send(self, manifest: dict[str, Any]) -> int:
+    async def send(self, manifest: Manifest) -> int:
         await self._do("send")
-        return manifest["checksum"] if self.checksum is None else self.checksum
+        return make_tag(manifest.global_steps).checksum if self.checksum is None else self.checksum
 
 
 class FakeTarget(FakePart):
@@ -82,18 +83,23 @@ class FakeTarget(FakePart):
             name=self.name, global_steps=version, pause_mode=self.pause_mode, torn=torn, frozen=frozen
         )
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         await self._do("stage")
 
-    async def commit(self, manifest: dict[str, Any]) -> CommitReport:
-        version, torn = manifest["global_steps"], self.tears
+    async def commit(self, tag: WeightTag) -> CommitReport:
+        torn = self.tears
         try:
             await self._do("commit")
-            if manifest["checksum"] != 1000 + version:
-                raise ValueError(f"published was {manifest['checksum']}")
+            if tag != make_tag(tag.global_steps):
+                raise ValueError(f"published was {tag.checksum}")
             torn = False
         finally:
-            self.set_state(version, torn)
+            self.set_state(tag.global_steps, torn)
+        return CommitReport(pause_s=self.frozen_s, swap_s=self.frozen_s / 2)
+
+    async def receive(self, manifest: Manifest) -> CommitReport:
+        await self._do("receive")
+        self.set_state(manifest.global_steps, torn=False)
         return CommitReport(pause_s=self.frozen_s, swap_s=self.frozen_s / 2)
 
     async def status(self) -> ReplicaStatus:
@@ -153,8 +159,8 @@ def test_without_staging_they_are_sent_while_the_replicas_commit() -> None:
     scene = Scene(Staging.none)
     scene.source.seconds["send"] = 5
     scene.update(1)
-    assert scene.of("a") == scene.of("b") == ["commit", "commit done"]
-    assert scene.events.index("b.commit") < scene.events.index("trainer.send done") == len(scene.events) - 1
+    assert scene.of("a") == scene.of("b") == ["receive", "receive done"]
+    assert scene.events.index("b.receive") < scene.events.index("trainer.send done") == len(scene.events) - 1
 
 
 @pytest.mark.parametrize("slow", ["stage", "commit"])

@@ -1,7 +1,6 @@
 """One replica that fails while the trainer sends: the others, who would wait for it, are told at once."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from rollout.router import ReplicaRouter
 from tests.support.fakes import now, run_virtual
 from tests.unit.weight_sync.test_checkpoint_manager import DEADLINES, FakeSource, FakeTarget, Scene
 from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import Manifest, PublishOrder
 
 BROKEN = OSError("broken")
 
@@ -18,11 +18,11 @@ BROKEN = OSError("broken")
 class MeetingSource(FakeSource):
     """It sends when all receivers have come, and they wait for one another."""
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        self.missing, self.met = set(receivers), asyncio.get_running_loop().create_future()
-        return await super().publish(global_steps, receivers, base)
+    async def publish(self, order: PublishOrder) -> Manifest:
+        self.missing, self.met = set(order.receivers), asyncio.get_running_loop().create_future()
+        return await super().publish(order)
 
-    async def send(self, manifest: dict[str, Any]) -> int:
+    async def send(self, manifest: Manifest) -> int:
         try:
             await asyncio.shield(self.met)
         except asyncio.CancelledError:
@@ -36,7 +36,7 @@ class MeetingTarget(FakeTarget):
         super().__init__(name, events)
         self._source = source
 
-    async def stage(self, manifest: dict[str, Any]) -> None:
+    async def stage(self, manifest: Manifest) -> None:
         await super().stage(manifest)
         self._source.missing.discard(self.name)
         if not self._source.missing:

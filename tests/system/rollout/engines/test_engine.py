@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release, tag_of
 from tests.system.conftest import MAX_NUM_SEQS, EngineHost
 
 request_numbers = count()
@@ -39,7 +39,7 @@ async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, cl
         await engine.stage(manifest)
         await pause(engine, clear_cache)
         tags = await engine.swap(version)
-        assert [(tag.global_steps, tag.checksum) for tag in tags] == [(version, manifest["checksum"])]
+        assert tags == [tag_of(manifest)]
         await resume(engine)
     finally:
         release()
@@ -283,11 +283,12 @@ def test_a_cancelled_request_frees_its_seat(host: EngineHost) -> None:
 
 def test_wrong_weights_are_refused_before_the_pause(host: EngineHost) -> None:
     manifest = publish(random_weights(host.model_path, 120), 120)
-    wrong = [list(manifest["checksums"][0])]
-    wrong[0][3] ^= 1
+    assert manifest.checksums is not None
+    wrong = list(manifest.checksums[0])
+    wrong[3] ^= 1
     try:
-        with pytest.raises(Exception, match=rf"{manifest['tensors'][3][0]} came with checksums"):
-            run(host, host.engine.stage(manifest | {"checksums": wrong}))
+        with pytest.raises(Exception, match=rf"{manifest.tensors[3].name} came with checksums"):
+            run(host, host.engine.stage(replace(manifest, checksums=(tuple(wrong),))))
         with pytest.raises(Exception, match="cannot swap in version 121"):
             run(host, host.engine.swap(121))
     finally:

@@ -11,7 +11,7 @@ import torch
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from tests.support.weights import publish, random_weights, release
+from tests.support.weights import publish, random_weights, release, tag_of
 from tests.system.conftest import MAX_NUM_SEQS, EngineHost, until
 from tests.system.rollout.engines.test_engine import prompt, reference_logprobs, request, run
 
@@ -31,7 +31,7 @@ async def push(replica: RolloutReplica, weights: dict[str, torch.Tensor], versio
     manifest = publish(weights, version)
     try:
         await replica.stage(manifest)
-        await replica.commit(manifest)
+        await replica.commit(tag_of(manifest))
     finally:
         release()
 

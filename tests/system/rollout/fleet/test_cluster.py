@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import ray
@@ -20,9 +19,10 @@ from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_re
 from rollout.types import Completion
 from scripts.launch.elastic import ReplicaStarter
 from scripts.launch.healing import make_fleet, make_monitor_and_operator
-from tests.support.fakes import make_request
+from tests.support.fakes import make_manifest, make_request, make_tag
 from tests.system.rollout.replica.test_replica_actor import no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import Manifest, PublishOrder
 
 pytestmark = pytest.mark.slow
 
@@ -64,11 +64,11 @@ class NoAgents:
 class Source:
     global_steps = 3
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        return {"global_steps": global_steps, "checksum": 1000 + global_steps, "nbytes": 4}
+    async def publish(self, order: PublishOrder) -> Manifest:
+        return make_manifest(order.global_steps)
 
-    async def send(self, manifest: dict[str, Any]) -> int:
-        return manifest["checksum"]
+    async def send(self, manifest: Manifest) -> int:
+        return make_tag(manifest.global_steps).checksum
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from rollout.replica.replica_group import ReplicaHandle, create_replicas
 from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
-from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
 from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import Manifest, PublishOrder
 
 NUM_GROUPS, GROUP_SIZE, MAX_TOKENS = 8, 8, 500
 
@@ -32,14 +33,14 @@ class EmittingSource:
         self._model_path = model_path
         self.global_steps = 0
 
-    async def publish(self, global_steps: int, receivers: dict[str, int], base: int | None) -> dict[str, Any]:
-        assert list(receivers.values()) == [1]
-        self.global_steps = global_steps
+    async def publish(self, order: PublishOrder) -> Manifest:
+        assert list(order.receivers.values()) == [1]
+        self.global_steps = order.global_steps
         release()
-        return publish(emitting_weights(self._model_path, FIRST_TOKEN + global_steps), global_steps)
+        return publish(emitting_weights(self._model_path, FIRST_TOKEN + order.global_steps), order.global_steps)
 
-    async def send(self, manifest: dict[str, Any]) -> int:
-        return manifest["checksum"]
+    async def send(self, manifest: Manifest) -> int:
+        return tag_of(manifest).checksum
 
 
 def no_redirect(_name: str) -> Any:

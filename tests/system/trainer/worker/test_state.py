@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, RolloutConfig, TrainerConfig
 from tests.support import batches
+from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, double, random_groups
 from tests.support.worker_runs import Inbox, Weights, free_master
 from trainer.batch import StepBatch
@@ -74,7 +75,7 @@ def run_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
             except RuntimeError as failure:
                 error = str(failure)
         assert worker._global_steps == len(job.steps)
-        worker.publish({"global_steps": len(job.steps)})
+        worker.publish(make_order(len(job.steps)))
         weights = {}
         for name, rows in inbox.weights.items():
             parts: list[Any] = [None] * world_size

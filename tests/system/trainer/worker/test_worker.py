@@ -13,6 +13,7 @@ from configs.algorithm import Proximal
 from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
+from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
 from tests.support.worker_runs import Inbox, Outcome, free_master, one_rank, pack
 from trainer.batch import StepBatch
@@ -197,13 +198,13 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
     batch = pack(steps, Layout.shared_prompt, 1)[0]
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
-        assert worker.publish({"global_steps": 0}) == {"global_steps": 0}
+        assert worker.publish(make_order(0)).global_steps == 0
         untrained = build_model(VOCAB_SIZE, seed=0)
         expected = {name: tensor.detach().to(torch.bfloat16) for name, tensor in untrained.named_parameters()}
         assert inbox.weights.keys() == expected.keys()
         assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
         worker.train_step(batch.micro_batches[0], 0)
-        worker.publish({"global_steps": 1})
+        worker.publish(make_order(1))
         assert any(not torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
 
     run_worker(config, model_path, use)
@@ -222,7 +223,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
         assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
         metrics = to_floats(worker.train_step(empty.micro_batches[0], 0))
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
-        worker.publish({"global_steps": 0})
+        worker.publish(make_order(0))
         untrained = dict(build_model(VOCAB_SIZE, seed=0).named_parameters())
         assert all(torch.equal(inbox.weights[name], tensor) for name, tensor in untrained.items())
         # Gradients are cleared after a step: two calls see the same weights' gradient, not the sum.

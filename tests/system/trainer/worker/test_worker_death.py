@@ -20,6 +20,7 @@ from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
 from rollout.engines.base import EngineSpec
 from tests.support import batches
+from tests.support.fakes import make_order
 from tests.support.paths import ROOT
 from tests.support.reference import double, random_groups
 from tests.system.rollout.replica.test_replica_actor import no_redirect
@@ -29,7 +30,6 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.metrics import to_floats
 from trainer.worker.recovery import RecoveringWorkers, TrainWorkersLostError
 from trainer.worker.worker_group import TrainWorkerGroup
-from weight_sync.protocol import combine, merge
 from weight_sync.transports.registry import make_sender, release_all
 
 OWNER = "worker-death"
@@ -78,8 +78,6 @@ def scene(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPath
         config=CONFIG,
         device="cpu",
         make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
-        merge=merge,
-        combine=combine,
         on_start=no_redirect,
         release=partial(release_all, CONFIG.weight_sync, OWNER),
     )
@@ -165,10 +163,10 @@ def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scen
 
     async def scenario() -> Any:
         os.kill(await killed.pid(0), signal.SIGKILL)
-        return await killed.workers.again_if_lost(lambda: killed.workers.publish(NUM_STEPS, {}, None))
+        return await killed.workers.again_if_lost(lambda: killed.workers.publish(make_order(NUM_STEPS)))
 
     manifest = killed.run(scenario())
-    assert manifest["global_steps"] == NUM_STEPS
+    assert manifest.global_steps == NUM_STEPS
     assert_weights_are_the_twins(killed, killed.run(killed.rows()))
     assert killed.reports[-1].endswith("later: from step_000006, with 0 step(s) trained again")
 

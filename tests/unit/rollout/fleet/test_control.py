@@ -9,10 +9,11 @@ from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
 from rollout.fleet.control import FleetControl
 from rollout.replica.pause import PauseInterruptedError
-from rollout.replica.replica import ReplicaStatus, RolloutReplica
+from rollout.replica.replica import RolloutReplica
 from tests.support.fakes import ClockedEngine, answer, make_replica, now, run_virtual, settle, start_group, update
 from tests.support.fleets import FleetSetup, on_fleet
 from tests.support.http_clients import fleet_client
+from weight_sync.protocol import ReplicaStatus
 
 
 def stop_answering(setup: FleetSetup, name: str, error: Exception | None = None) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from tests.support.fakes import ClockedEngine, make_manifest, run_virtual, settle
+from tests.support.fakes import ClockedEngine, make_manifest, make_tag, run_virtual, settle
 from tests.support.http_clients import fleet_client, generating, replica_client, result
 
 # -- pause and resume --------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_torn_replica_is_out_of_service_and_cannot_be_resumed() -> None:
             await replica.stage(make_manifest(4))
             engine.errors["swap"] = OSError("half-way")
             with pytest.raises(OSError, match="half-way"):
-                await replica.commit(make_manifest(4))
+                await replica.commit(make_tag(4))
             torn = await client.get("/health")
             assert (torn.status_code, "r0 are torn" in torn.json()["error"]) == (503, True)
             resumed = await client.post("/resume")

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from configs.schema import InFlightKv, PauseMode, Staging
-from rollout.engines.base import WeightTag
 from rollout.replica.replica import RolloutReplica, WeightVerificationError
 from rollout.types import VersionSpan
 from tests.support.fakes import (
@@ -15,11 +15,13 @@ from tests.support.fakes import (
     answer,
     make_manifest,
     make_replica,
+    make_tag,
     now,
     run_virtual,
     start_group,
     update,
 )
+from weight_sync.protocol import Manifest, WeightTag
 
 
 def on_replica(
@@ -54,7 +56,7 @@ def test_it_freezes_swaps_and_goes_on_and_reports_its_seconds() -> None:
         await asyncio.sleep(1.5)
         await replica.stage(make_manifest(1))
         engine.seconds["swap"] = 7
-        report = await replica.commit(make_manifest(1))
+        report = await replica.commit(make_tag(1))
         assert engine.events == ["stage 1", "freeze", "swap 1", "thaw"]
         assert (report.pause_s, now()) == (7, 9), "frozen at 2, between two steps"
         [completion] = await group
@@ -77,7 +79,7 @@ def test_it_generates_while_it_stages() -> None:
 
 def test_without_staging_the_engine_loads_inside_the_pause() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        report = await replica.commit(make_manifest(1))
+        report = await replica.receive(make_manifest(1))
         assert engine.events == ["freeze", "load 1", "thaw"] and report.pause_s == 0
         await assert_serves(replica, 1)
 
@@ -102,7 +104,7 @@ def test_it_runs_to_its_end_when_its_caller_goes_away() -> None:
         await asyncio.sleep(0.5)
         engine.seconds["swap"] = 20
         await replica.stage(make_manifest(1))
-        driver = asyncio.create_task(replica.commit(make_manifest(1)))
+        driver = asyncio.create_task(replica.commit(make_tag(1)))
         await asyncio.sleep(10)
         driver.cancel()
         await asyncio.wait([driver])
@@ -118,10 +120,10 @@ def test_one_at_a_time() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         engine.seconds["swap"] = 20
         await replica.stage(make_manifest(1))
-        first = asyncio.create_task(replica.commit(make_manifest(1)))
+        first = asyncio.create_task(replica.commit(make_tag(1)))
         await asyncio.sleep(1)
         with pytest.raises(RuntimeError, match="replica replica-3 is in the midst of an update"):
-            await replica.commit(make_manifest(1))
+            await replica.commit(make_tag(1))
         await first
         await update(replica, 2)
         await assert_serves(replica, 2)
@@ -135,7 +137,7 @@ def test_a_client_that_keeps_it_paused_finds_the_new_weights_at_the_resume() -> 
         await asyncio.sleep(1.5)
         await replica.pause(PauseMode.keep)
         await replica.stage(make_manifest(1))
-        report = await replica.commit(make_manifest(1))
+        report = await replica.commit(make_tag(1))
         await asyncio.sleep(100)
         status = await replica.status()
         assert (report.pause_s, status.global_steps, status.pause_mode) == (0, 1, "keep")
@@ -166,13 +168,14 @@ def test_one_that_cannot_be_told_to_go_on_says_so_until_it_can() -> None:
 
 # -- torn --------------------------------------------------------------------------------------------------------------
 
+RIGHT = make_tag(1)
 TORN = {
     "no worker": [],
-    "old version": [WeightTag(0, 1001)],
-    "wrong bytes": [WeightTag(1, 1000)],
-    "second worker old": [WeightTag(1, 1001), WeightTag(0, 1001)],
-    "second worker wrong bytes": [WeightTag(1, 1001), WeightTag(1, 7)],
-    "second worker silent": [WeightTag(1, 1001)],
+    "old version": [WeightTag(0, RIGHT.checksum)],
+    "wrong bytes": [WeightTag(1, make_tag(0).checksum)],
+    "second worker old": [RIGHT, WeightTag(0, RIGHT.checksum)],
+    "second worker wrong bytes": [RIGHT, WeightTag(1, 7)],
+    "second worker silent": [RIGHT],
 }
 
 
@@ -205,7 +208,7 @@ def test_a_replica_that_is_not_verified_stays_frozen(what: str, staging: Staging
         assert str(raised.value) == {
             "no worker": "0 of 1 workers of replica-3 answered",
             "second worker silent": "1 of 2 workers of replica-3 answered",
-        }.get(what, f"workers of replica-3 serve {found}, published was (1, 1001)")
+        }.get(what, f"workers of replica-3 serve {found}, published was (1, {RIGHT.checksum})")
         engine.workers = 1
         await assert_torn_until_the_next_update(replica, engine, group)
 
@@ -233,7 +236,7 @@ def test_what_was_not_staged_is_not_committed() -> None:
     async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
         await replica.stage(make_manifest(1))
         with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
-            await replica.commit(make_manifest(2))
+            await replica.commit(make_tag(2))
         assert (await replica.status()).torn
 
     on_replica(test)
@@ -242,7 +245,7 @@ def test_what_was_not_staged_is_not_committed() -> None:
 @pytest.mark.parametrize("checksums", [[8, 8], [8, 9]])
 def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(checksums: list[int]) -> None:
     class Loader(ClockedEngine):
-        async def load(self, manifest: dict[str, Any]) -> list[WeightTag]:
+        async def load(self, manifest: Manifest) -> list[WeightTag]:
             return [WeightTag(1, checksum) for checksum in checksums]
 
     async def main() -> None:
@@ -250,11 +253,11 @@ def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(checksums:
         engine.workers = 2
         replica = make_replica("a", engine, staging=Staging.none)
         if len(set(checksums)) == 1:
-            await replica.commit({"global_steps": 1})
+            await replica.receive(replace(make_manifest(1), checksums=None))
             assert (await replica.status()).global_steps == 1
         else:
             with pytest.raises(WeightVerificationError, match=r"serve \[\(1, 8\), \(1, 9\)\], published was \(1, 8\)"):
-                await replica.commit({"global_steps": 1})
+                await replica.receive(replace(make_manifest(1), checksums=None))
 
     run_virtual(main())
 

@@ -9,9 +9,10 @@ import pytest
 
 from configs.schema import PauseMode
 from rollout.engines.base import EngineDiedError
-from rollout.replica.replica import ReplicaStatus, RolloutReplica
+from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
 from tests.support.fakes import ClockedEngine, answer, make_replica, run_virtual, settle, start_group, update
+from weight_sync.protocol import ReplicaStatus
 
 
 def on_replica(

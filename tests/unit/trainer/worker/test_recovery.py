@@ -10,7 +10,7 @@ import pytest
 
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, TrainerConfig
-from tests.support.fakes import settle
+from tests.support.fakes import make_order, settle
 from tests.support.recoveries import Group, Scene, run
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers, TrainWorkersLostError
 
@@ -196,7 +196,7 @@ class Manager:
         try:
             async with self.publishing:
                 async with asyncio.timeout(0.05):
-                    manifest = await self._workers.publish(global_steps, {}, None)
+                    manifest = await self._workers.publish(make_order(global_steps))
                 await self._workers.send(manifest)
         except Exception as error:
             raise RuntimeError(f"publish on trainer failed: {error}") from error
@@ -285,7 +285,7 @@ def test_nothing_is_published_from_half_started_workers_and_two_callers_start_th
             asyncio.create_task(scene.workers.score(batch)),
         ]
         await settle()
-        publishing = asyncio.create_task(scene.workers.publish(2, {}, None))
+        publishing = asyncio.create_task(scene.workers.publish(make_order(2)))
         publishing.add_done_callback(note("publish"))
         await settle()
         assert finished == []

@@ -183,12 +183,6 @@ def test_a_plain_parameter_is_mirrored_too() -> None:
     assert not (model[0].weight == 7).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_size_counts_tied_parameters_once(dtype: torch.dtype) -> None:
-    layer_bytes = 4 * (4 * 3 + 3 * 2)
-    assert Shadow(Model(dtype=dtype), CPU).nbytes == 5 * 3 * dtype.itemsize + 2 * layer_bytes
-
-
 def test_weights_that_do_not_fit_raise_and_leave_the_live_ones_as_they_are() -> None:
     model = loaded(1)
     shadow = Shadow(model, CPU)

@@ -1,5 +1,6 @@
 """Only what changed: what is found, what is sent, and what must be refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from tests.support.transport_cases import (
     Fleet,
     Weights,
     assert_same,
+    load_with,
     local_store,  # noqa: F401
     make_sender,
     weights,
 )
-from weight_sync.transports import changes as delta
-from weight_sync.transports import shared_memory
+from weight_sync.protocol import Changes, NamedTensors, RankFile, TensorEntry
+from weight_sync.transports import delta, shared_memory
 from weight_sync.transports.delta import DeltaReceiver, DeltaSender
 from weight_sync.transports.filesystem import FilesystemReceiver
 
@@ -115,9 +117,7 @@ def test_three_versions_arrive_bit_by_bit_and_only_what_changed_travels(
             models[worker] = {**models.get(worker, {}), **found}
             assert_same(models[worker], new)
         if base is not None:
-            assert update.manifest["nbytes"] < 64 * 12
-    trainer.close()
-    assert list(directory.iterdir()) == []
+            assert update.manifest.nbytes < 64 * 12
 
 
 def test_where_nothing_changed_nothing_is_loaded(directory: Path) -> None:
@@ -139,11 +139,13 @@ def test_rows_of_which_much_changed_travel_whole(directory: Path) -> None:
     new["large"][:25] *= -1
     update = trainer.update(new, 2, {"a": 1}, base=1)
     update.assert_received({"large": new["large"]})
-    assert [location["encoding"] for location in update.manifest["locations"]] == [[[1, "whole"]], [[1, "sparse"]]]
-    assert [location["inner"]["tensors"] for location in update.manifest["locations"]] == [
-        [("large", "float32", [25, 16], 0, 1600)],
-        [("large.positions", "int32", [1], 0, 4), ("large.values", "float32", [1], 64, 4)],
-    ]
+    first, second = update.manifest.located(Changes)
+    assert (first.encoding, second.encoding) == (((1, "whole"),), ((1, "sparse"),))
+    assert first.inner.tensors == (TensorEntry("large", "float32", (25, 16), 0, 1600),)
+    assert second.inner.tensors == (
+        TensorEntry("large.positions", "int32", (1,), 0, 4),
+        TensorEntry("large.values", "float32", (1,), 64, 4),
+    )
 
 
 def test_the_length_is_of_what_all_ranks_send(directory: Path) -> None:
@@ -153,9 +155,9 @@ def test_the_length_is_of_what_all_ranks_send(directory: Path) -> None:
     new = nudged(weights(1), large=799)
     new["large"][:17] *= -1
     manifest = trainer.publish(new, 2, {"a": 1}, base=1)
-    of_ranks = [17 * 16 * 4, 64, 128]  # an empty string is 64 bytes, positions and values have 64 each
-    assert [location["inner"]["nbytes"] for location in manifest["locations"]] == of_ranks
-    assert manifest["nbytes"] == sum(of_ranks)
+    of_ranks = [17 * 16 * 4, 0, 4 + 4]
+    assert [changes.inner.nbytes for changes in manifest.located(Changes)] == of_ranks
+    assert manifest.nbytes == sum(of_ranks)
 
 
 @pytest.mark.usefixtures("local_store")
@@ -166,8 +168,8 @@ def test_positions_that_do_not_fit_32_bits_have_64(directory: Path, monkeypatch:
     new = nudged(weights(1), large=799)
     update = trainer.update(new, 2, {"a": 1}, base=1)
     update.assert_received({"large": new["large"]})
-    assert update.manifest["locations"][0]["inner"]["tensors"][0] == ("large.positions", "int64", [1], 0, 8)
-    trainer.close()
+    [changes] = update.manifest.located(Changes)
+    assert changes.inner.tensors[0] == TensorEntry("large.positions", "int64", (1,), 0, 8)
 
 
 @pytest.mark.usefixtures("local_store")
@@ -176,7 +178,6 @@ def test_a_stop_ends_the_sending_of_every_rank(directory: Path) -> None:
     update = trainer.update(weights(1), 1, {"a": 1, "gone": 1}, absent="gone", stop=True, timeout_s=60.0)
     assert update.errors == 3 * ["the trainer stopped sending"]
     trainer.update(weights(1), 1, {"a": 1}).assert_received(weights(1))
-    trainer.close()
 
 
 def test_against_another_base_than_the_trainer_keeps_all_is_sent(directory: Path) -> None:
@@ -218,7 +219,13 @@ def test_a_receiver_that_was_left_half_way_forgets_its_base(directory: Path) -> 
     trainer = fleet(directory)
     trainer.update(weights(1), 1, {"a": 1})
     new = nudged(weights(1), embed=0, large=0)
-    next(trainer.receivers["a", 0].tensors(trainer.publish(new, 2, {"a": 1}, base=1)))
+
+    def load(tensors: NamedTensors) -> None:
+        next(tensors)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        load_with(trainer.receivers["a", 0], trainer.publish(new, 2, {"a": 1}, base=1), load)
     update = trainer.update(new, 3, {"a": 1}, base=2)
     assert str(update.received["a", 0]) == "delta is against version 2, this replica holds none"
     trainer.update(new, 4, {"a": 1}).assert_received(new)
@@ -229,7 +236,10 @@ def test_weights_that_are_not_the_trainers_after_the_changes_name_their_tensor(t
     trainer = fleet(directory, num_ranks=2)
     trainer.update(weights(1), 1, {"a": 1})
     manifest = trainer.publish(nudged(weights(1), embed=0, large=0), 2, {"a": 1}, base=1)
-    manifest["locations"][1]["checksums"][1 if touched else 7] ^= 1
+    first, second = manifest.located(Changes)
+    wrong = list(second.checksums)
+    wrong[1 if touched else 7] ^= 1
+    manifest = replace(manifest, locations=(first, replace(second, checksums=tuple(wrong))))
     name = "large" if touched else "bytes"
     with pytest.raises(RuntimeError, match=f"{name} has checksums .* after the changes, the trainer's has"):
         trainer.receive(("a", 0), manifest)
@@ -239,9 +249,11 @@ def test_a_base_that_was_damaged_in_the_replicas_memory_is_noticed(directory: Pa
     trainer = fleet(directory)
     manifest = trainer.publish(weights(1), 1, {"a": 1})
     receiver = trainer.receivers["a", 0] = DeltaReceiver(lambda _: FilesystemReceiver())
-    for name, tensor in receiver.tensors(manifest):
-        if name == "large":
-            tensor[40, 3] = 7.0
+
+    def load(tensors: NamedTensors) -> None:
+        dict(tensors)["large"][40, 3] = 7.0
+
+    load_with(receiver, manifest, load)
     update = trainer.update(nudged(weights(1), large=0), 2, {"a": 1}, base=1)
     assert str(update.received["a", 0]).startswith("large has checksums")
 
@@ -249,7 +261,8 @@ def test_a_base_that_was_damaged_in_the_replicas_memory_is_noticed(directory: Pa
 def test_a_byte_that_changed_on_the_way_names_its_tensor(directory: Path) -> None:
     trainer = fleet(directory)
     manifest = trainer.publish(weights(1), 1, {"a": 1})
-    path = Path(manifest["locations"][0]["inner"]["locations"][0]["file"])
+    [changes] = manifest.located(Changes)
+    path = Path(changes.inner.located(RankFile)[0].file)
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(RuntimeError, match="came with checksums"):

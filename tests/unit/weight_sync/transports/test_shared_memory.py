@@ -8,16 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.fakes import make_order
 from tests.support.paths import ROOT
-from weight_sync.protocol import merge
-from weight_sync.transports import byte_layout as bucket
-from weight_sync.transports import shared_memory
+from tests.support.transport_cases import load_with, receive, specs_of
+from weight_sync.protocol import Manifest, NamedTensors, SharedFile, merge
+from weight_sync.transports import byte_layout, shared_memory
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 Tensors = dict[str, torch.Tensor]
@@ -41,12 +42,11 @@ class Trainer:
         self.senders = [SharedMemorySender(owner, rank, num_ranks) for rank in range(num_ranks)]
         self._num_published = 0
 
-    def publish(self, weights: Tensors = WEIGHTS, global_steps: int = 4) -> dict[str, Any]:
+    def publish(self, weights: Tensors = WEIGHTS, global_steps: int = 4) -> Manifest:
         self._num_published += 1
-        order = {"global_steps": global_steps, "nonce": f"{self._num_published:08x}"}
-        specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights.items()]
+        order = replace(make_order(global_steps), nonce=f"{self._num_published:08x}")
         parts = [
-            sender.publish(specs, lambda rank=rank: self._rows(weights, rank), order)
+            sender.publish(specs_of(weights), lambda rank=rank: self._rows(weights, rank), order)
             for rank, sender in enumerate(self.senders)
         ]
         return merge(parts)
@@ -57,15 +57,15 @@ class Trainer:
             yield name, chunks[rank] if rank < len(chunks) else tensor.reshape(-1)[:0]
 
 
-def path_of(manifest: dict[str, Any]) -> Path:
-    return Path(manifest["locations"][0]["path"])
+def path_of(manifest: Manifest) -> Path:
+    return Path(manifest.located(SharedFile)[0].path)
 
 
-def read(manifest: dict[str, Any]) -> Tensors:
-    return {name: tensor.clone() for name, tensor in SharedMemoryReceiver().tensors(manifest)}
+def read(manifest: Manifest) -> Tensors:
+    return receive(SharedMemoryReceiver(), manifest)
 
 
-def assert_reads(manifest: dict[str, Any], weights: Tensors) -> None:
+def assert_reads(manifest: Manifest, weights: Tensors) -> None:
     found = read(manifest)
     assert list(found) == list(weights)
     for name, tensor in weights.items():
@@ -77,12 +77,12 @@ def test_what_the_ranks_wrote_is_what_is_read(num_ranks: int, directory: Path) -
     """Five ranks are more than some tensors have rows."""
     trainer = Trainer(num_ranks=num_ranks)
     manifest = trainer.publish(global_steps=4)
-    assert (manifest["transport"], manifest["global_steps"], manifest["num_ranks"]) == ("shared_memory", 4, num_ranks)
+    assert (manifest.transport, manifest.global_steps, manifest.num_ranks) == ("shared_memory", 4, num_ranks)
     assert_reads(manifest, WEIGHTS)
     assert len(list(directory.iterdir())) == 1, "one file, whoever wrote into it"
-    assert path_of(manifest).stat().st_size == manifest["nbytes"] == 3 * 64
-    sent = [sender.send(lambda: iter(()), manifest) for sender in trainer.senders]
-    assert sent == manifest["checksums"] and [len(of_rank) for of_rank in sent] == [3] * num_ranks
+    assert path_of(manifest).stat().st_size == manifest.located(SharedFile)[0].nbytes == 3 * 64
+    sent = tuple(sender.send(lambda: iter(()), manifest) for sender in trainer.senders)
+    assert sent == manifest.checksums and [len(of_rank) for of_rank in sent] == [3] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -106,17 +106,20 @@ def test_the_next_version_takes_the_place_of_the_one_before(num_ranks: int, dire
 def test_who_still_reads_the_version_before_finds_out() -> None:
     trainer = Trainer()
     weights = {f"layer.{index}": torch.full((8, 8), float(index)) for index in range(3)}
-    reading = SharedMemoryReceiver().tensors(trainer.publish(weights))
-    assert next(reading)[0] == "layer.0"
-    trainer.publish({name: tensor + 1 for name, tensor in weights.items()}, global_steps=5)
-    with pytest.raises(RuntimeError, match=r"layer\.1 came with checksums"):
+
+    def load(reading: NamedTensors) -> None:
+        assert next(reading)[0] == "layer.0"
+        trainer.publish({name: tensor + 1 for name, tensor in weights.items()}, global_steps=5)
         next(reading)
+
+    with pytest.raises(RuntimeError, match=r"layer\.1 came with checksums"):
+        load_with(SharedMemoryReceiver(), trainer.publish(weights), load)
 
 
 def test_a_damaged_byte_is_found_and_its_tensor_named() -> None:
     manifest = Trainer(num_ranks=2).publish()
     with path_of(manifest).open("r+b") as file:
-        file.seek(manifest["tensors"][1][3] + 9)
+        file.seek(manifest.tensors[1].offset + 9)
         file.write(b"\x01")
     with pytest.raises(RuntimeError, match="norm came with checksums"):
         read(manifest)
@@ -124,14 +127,19 @@ def test_a_damaged_byte_is_found_and_its_tensor_named() -> None:
 
 def test_a_reader_cannot_write_into_the_weights_of_others() -> None:
     manifest = Trainer().publish()
-    for _, tensor in SharedMemoryReceiver().tensors(manifest):
-        tensor.zero_()
+
+    def load(tensors: NamedTensors) -> None:
+        for _, tensor in tensors:
+            tensor.zero_()
+
+    load_with(SharedMemoryReceiver(), manifest, load)
     assert_reads(manifest, WEIGHTS)
 
 
 def test_another_host_is_refused_by_name() -> None:
     manifest = Trainer().publish()
-    manifest["locations"].append({"host": "node-17", "path": ""})
+    elsewhere = SharedFile(host="node-17", path="", nbytes=64)
+    manifest = replace(manifest, locations=(*manifest.locations, elsewhere))
     expected = rf"shared_memory needs replicas and trainer on one machine, they are on .*{socket.gethostname()}"
     with pytest.raises(RuntimeError, match=expected) as raised:
         read(manifest)
@@ -142,21 +150,21 @@ def test_a_file_that_is_gone_or_too_short_is_not_read() -> None:
     trainer = Trainer()
     manifest = trainer.publish()
     with pytest.raises(RuntimeError):
-        read(manifest | {"nbytes": manifest["nbytes"] + 1})
-    trainer.senders[0].close()
+        [file] = manifest.located(SharedFile)
+        read(replace(manifest, locations=(replace(file, nbytes=file.nbytes + 1),)))
+    path_of(manifest).unlink()
     with pytest.raises(RuntimeError):
         read(manifest)
 
 
-def test_closed_weights_stay_readable_for_who_has_opened_them(directory: Path) -> None:
-    trainer = Trainer(num_ranks=2)
-    reading = SharedMemoryReceiver().tensors(trainer.publish())
-    next(reading)
-    for sender in trainer.senders * 2:  # twice is once
-        sender.close()
-    assert list(directory.iterdir()) == []
-    assert [name for name, _ in reading] == ["norm", "scale"]
-    Trainer().senders[0].close()  # before anything was published
+def test_removed_weights_stay_readable_for_a_replica_that_has_opened_them(directory: Path) -> None:
+    def load(reading: NamedTensors) -> None:
+        next(reading)
+        shared_memory.release_all("run")
+        assert list(directory.iterdir()) == []
+        assert [name for name, _ in reading] == ["norm", "scale"]
+
+    load_with(SharedMemoryReceiver(), Trainer(num_ranks=2).publish(), load)
 
 
 def test_release_all_takes_the_owners_files_and_no_others(directory: Path) -> None:
@@ -177,11 +185,12 @@ PUBLISHER = """
 import sys, time
 from pathlib import Path
 import torch
+from weight_sync.protocol import PublishOrder
 from weight_sync.transports import shared_memory
 shared_memory.DIRECTORY = Path(sys.argv[1])
 senders = [shared_memory.SharedMemorySender(sys.argv[2], rank, 2) for rank in range(2)]
 for version in range(2):  # the second takes the file of the first
-    order = {"global_steps": version, "nonce": f"{version:08x}"}
+    order = PublishOrder(global_steps=version, receivers={}, base=None, nonce=f"{version:08x}", timeout_s=5.0)
     for rank, sender in enumerate(senders):
         rows = lambda: iter([("w", torch.full((4, 4), float(rank)))])
         sender.publish([("w", torch.float32, [8, 4])], rows, order)
@@ -232,7 +241,7 @@ def test_any_ranks_lock_keeps_the_file(directory: Path) -> None:
     os.close(held)  # as if that rank's process had died
     shared_memory.sweep()
     assert path.exists()
-    trainer.senders[1].close()
+    trainer.senders[1]._remove_file()
     assert not path.exists()
 
 
@@ -252,12 +261,13 @@ def test_only_old_files_of_ours_are_swept(directory: Path) -> None:
 
 def test_the_lock_ends_with_the_publication(directory: Path) -> None:
     sender = Trainer().senders[0]
-    order = {"global_steps": 1, "nonce": "0"}
     for again in (False, True):
         descriptors = len(os.listdir("/proc/self/fd"))
         for rows in (16, 32, 64):  # each larger than the one before: a file of its own
-            sender.publish([("w", torch.float32, [rows])], lambda rows=rows: iter([("w", torch.ones(rows))]), order)
-        sender.close()
+            sender.publish(
+                [("w", torch.float32, [rows])], lambda rows=rows: iter([("w", torch.ones(rows))]), make_order(1)
+            )
+        sender._remove_file()
         assert len(os.listdir("/proc/self/fd")) == descriptors, again
 
 
@@ -277,14 +287,13 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_is_written(
 
 def test_nothing_is_published_of_tensors_that_were_not_announced() -> None:
     specs = [("embed", torch.float32, [3, 4])]
-    order = {"global_steps": 1, "nonce": "0"}
     with pytest.raises(
         ValueError, match=r"expected 48 bytes of \('embed', 'float32', \[3, 4\]\), got \('embed', 'bfloat1"
     ):
-        SharedMemorySender("run", 0, 1).publish(specs, lambda: iter([("embed", WEIGHTS["embed"])]), order)
+        SharedMemorySender("run", 0, 1).publish(specs, lambda: iter([("embed", WEIGHTS["embed"])]), make_order(1))
 
 
 def test_places_are_those_of_the_bucket() -> None:
     manifest = Trainer().publish()
-    entries, nbytes = bucket.layout([(name, tensor.dtype, list(tensor.shape)) for name, tensor in WEIGHTS.items()])
-    assert (manifest["tensors"], manifest["nbytes"]) == (entries, nbytes)
+    entries, nbytes = byte_layout.layout(specs_of(WEIGHTS))
+    assert (manifest.tensors, manifest.located(SharedFile)[0].nbytes) == (entries, nbytes)

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.transport_cases import RECEIVERS, local_store, make_fleet, rows_of, weights  # noqa: F401
-from weight_sync.transports import byte_layout as bucket
+from tests.support.transport_cases import RECEIVERS, local_store, make_fleet, receive, rows_of, weights  # noqa: F401
+from weight_sync.protocol import GpuMemory, Manifest
 from weight_sync.transports import shared_memory
+from weight_sync.transports.checksums import checksum
 from weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 
 pytestmark = pytest.mark.usefixtures("local_store")
@@ -21,25 +22,21 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (1, 3), (2, 1), (4, 3)])
 @pytest.mark.parametrize("transport", RECEIVERS)
-def test_three_versions_arrive_bit_by_bit_and_closing_leaves_nothing(
-    transport: str, num_ranks: int, num_replicas: int, directory: Path
-) -> None:
+def test_three_versions_arrive_bit_by_bit(transport: str, num_ranks: int, num_replicas: int, directory: Path) -> None:
     fleet = make_fleet(transport, directory, num_ranks)
     receivers = {f"replica-{index}": 1 for index in range(num_replicas)}
-    _, num_bytes = bucket.layout([(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights(0).items()])
     for global_steps in (1, 2, 3):
         new = weights(seed=global_steps)
         update = fleet.update(new, global_steps, receivers)
         update.assert_received(new)
         assert len(update.received) == num_replicas
-        assert update.manifest["nbytes"] == num_bytes, "of the whole, however many ranks send a part of it"
-        assert (update.manifest["transport"], update.manifest["global_steps"]) == (transport, global_steps)
+        num_bytes = sum(tensor.nbytes for tensor in new.values())
+        assert update.manifest.nbytes == num_bytes, "however many ranks send a part of it"
+        assert (update.manifest.transport, update.manifest.global_steps) == (transport, global_steps)
         assert update.sent == [
-            [bucket.checksum(rows_of(tensor, rank, num_ranks).contiguous()) for tensor in new.values()]
+            tuple(checksum(rows_of(tensor, rank, num_ranks).contiguous()) for tensor in new.values())
             for rank in range(num_ranks)
         ]
-    fleet.close()
-    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("transport", RECEIVERS)
@@ -48,7 +45,6 @@ def test_every_worker_of_a_replica_receives(transport: str, directory: Path) -> 
     update = fleet.update(weights(1), 1, {"a": 2, "b": 1})
     update.assert_received(weights(1))
     assert list(update.received) == [("a", 0), ("a", 1), ("b", 0)]
-    fleet.close()
 
 
 @pytest.mark.parametrize("transport", RECEIVERS)
@@ -62,12 +58,18 @@ def test_rows_that_were_not_announced_are_refused(transport: str, directory: Pat
         for outcome in fleet.update({"embed": torch.ones(3, 2).bfloat16()}, 1, {}).sent:
             assert isinstance(outcome, BaseException)
             raise outcome
-    fleet.close()
 
 
 def test_cuda_ipc_needs_gpus_on_both_sides_and_says_so() -> None:
     with pytest.raises(ValueError, match=r"weight_sync\.transport=cuda_ipc: the trainer is on cpu; without GPUs"):
         CudaIpcSender(0, 1, 1024, torch.device("cpu"))
-    manifest = {"device": "cpu", "locations": [{"host": "node-17"}]}
+    manifest = Manifest(
+        transport="cuda_ipc",
+        global_steps=1,
+        nbytes=0,
+        tensors=(),
+        locations=(GpuMemory(host="node-17", handles=()),),
+        checksums=((),),
+    )
     with pytest.raises(RuntimeError, match=r"cuda_ipc: the trainer's GPUs are on node-17, this replica is on cpu of "):
-        CudaIpcReceiver().tensors(manifest)
+        receive(CudaIpcReceiver(), manifest)

@@ -6,11 +6,16 @@ import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported. As in every process of a run; two test processes on two cores would spin for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before Ray starts. It would give its actors a niceness of 15, and the other test process would leave them no time.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# What an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Registered first, so that it runs last: all that is left is to free what was imported, which takes two seconds.

@@ -21,7 +21,8 @@ TensorSpec = tuple[str, "torch.dtype", Sequence[int]]
 NamedTensors = Iterator[tuple[str, "torch.Tensor"]]
 Shards = Callable[[], NamedTensors]
 """Yields (name, this rank's rows) of every tensor, in the order of the specs and in their dtypes."""
-
+Load = Callable[[NamedTensors], None]
+"""Takes (name, whole tensor), each valid until the next is asked for."""
 
 # -- what is published -------------------------------------------------------------------------------------------------
 
@@ -31,20 +32,19 @@ class PublishOrder:
     """What the checkpoint manager asks of every trainer rank."""
 
     global_steps: int
-    """Tag of the weights."""
     receivers: Mapping[str, int]
     """Name of each replica that is going to receive -> number of its workers."""
     base: int | None
-    """The version that all receivers hold; None if they do not hold the same one, or it is not known."""
+    """The version that all receivers are known to hold; None if they hold no common one."""
     nonce: str
-    """New for each publication, so that two of one version are not mistaken for each other."""
+    """New for each publication: one version may be published twice."""
     timeout_s: float
     """How long members of a transfer wait for one another."""
 
 
-@dataclass(frozen=True)  # without slots: a large model has many, and those with slots pickle three times as slowly
+@dataclass(frozen=True)  # a large model has many, and those with slots pickle three times as slowly
 class TensorEntry:
-    """A tensor's place in the string of bytes that holds all of them (transports/byte_layout.py)."""
+    """A tensor's place in a string of bytes (transports/byte_layout.py)."""
 
     name: str
     dtype: str
@@ -56,16 +56,31 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFile:
-    """Where shared_memory has put the weights of all ranks."""
+    """shared_memory: the file that holds the rows of all ranks."""
 
     host: str
     path: str
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """filesystem: the file that holds the rows of one rank, two folders below weight_sync.directory."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """cuda_ipc: the memory that one rank exports."""
+
+    host: str
+    handles: tuple[tuple[Any, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the members of a collective transfer meet: at a store that trainer rank 0 serves."""
+    """collective: the store, served by trainer rank 0, at which the members of a transfer meet."""
 
     host: str
     port: int
@@ -81,25 +96,8 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFile:
-    """Where filesystem has put the rows of one rank."""
-
-    directory: str
-    """weight_sync.directory."""
-    file: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMemory:
-    """The memory of one rank that cuda_ipc exports."""
-
-    host: str
-    handles: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What delta sends of one rank's rows, by another transport."""
+    """delta: what is sent of one rank's rows, by another transport."""
 
     base: int | None
     """The version that they are changes of; None: all rows are sent."""
@@ -110,8 +108,8 @@ class Changes:
     """Of all rows, after the changes."""
 
 
-Location = SharedFile | Meeting | RankFile | GpuMemory | Changes | None
-L = TypeVar("L", SharedFile, Meeting, RankFile, GpuMemory, Changes)
+Location = SharedFile | RankFile | GpuMemory | Meeting | Changes | None
+L = TypeVar("L", SharedFile, RankFile, GpuMemory, Meeting, Changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +130,7 @@ class Publication:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What all trainer ranks have published of one version."""
+    """What all trainer ranks have published of one version. See `Publication`; tuples are by rank."""
 
     transport: str
     global_steps: int
@@ -140,9 +138,7 @@ class Manifest:
     """How many bytes all ranks have to send."""
     tensors: tuple[TensorEntry, ...]
     locations: tuple[Location, ...]
-    """By rank."""
     checksums: tuple[Checksums, ...] | None
-    """By rank. None where they are known only once the bytes have been sent."""
 
     @property
     def num_ranks(self) -> int:
@@ -154,7 +150,7 @@ class Manifest:
         return None if self.checksums is None else combine(self.checksums)
 
     def located(self, kind: type[L]) -> list[L]:
-        """The locations that there are, which are all of this kind."""
+        """The locations that are not None, all of which are of this kind."""
         found = [location for location in self.locations if location is not None]
         assert all(isinstance(location, kind) for location in found), f"{self.transport} is not located by {kind}"
         return found  # pyright: ignore[reportReturnType]
@@ -162,14 +158,14 @@ class Manifest:
 
 def merge(parts: Sequence[Publication]) -> Manifest:
     """The manifest of a version, from what every rank published, by rank."""
-    checksums = [part.checksums for part in parts if part.checksums is not None]
+    checksums = tuple(part.checksums for part in parts if part.checksums is not None)
     return Manifest(
         transport=parts[0].transport,
         global_steps=parts[0].global_steps,
         nbytes=sum(part.nbytes for part in parts),
         tensors=parts[0].tensors,
         locations=tuple(part.location for part in parts),
-        checksums=tuple(checksums) if len(checksums) == len(parts) else None,
+        checksums=checksums if len(checksums) == len(parts) else None,
     )
 
 
@@ -179,13 +175,11 @@ def combine(checksums: Sequence[Sequence[int]]) -> int:
     return zlib.crc32(struct.pack(f"<{len(values)}I", *values))
 
 
-# -- what is received --------------------------------------------------------------------------------------------------
+# -- what becomes of it ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivingWorker:
-    """One worker of a replica, as it receives."""
-
     replica: str
     index: int
     """Its place among the replica's workers."""
@@ -212,8 +206,6 @@ class CommitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """What a replica is doing, whichever client asks."""
-
     name: str
     global_steps: int
     """Tag of the weights it serves; -1 before the first update."""
@@ -272,9 +264,7 @@ class WeightSource(Protocol):
         """Optimizer steps taken: the version of the present weights."""
         ...
 
-    async def publish(self, order: PublishOrder) -> Manifest:
-        """Offer the present weights to the replicas."""
-        ...
+    async def publish(self, order: PublishOrder) -> Manifest: ...
 
     async def send(self, manifest: Manifest) -> int:
         """Move the bytes while the replicas receive. Returns the checksum of what was sent. A cancellation ends the
@@ -308,31 +298,25 @@ class WeightTarget(Protocol):
 
 
 class Sender(Protocol):
-    """A transport's half in a trainer rank."""
+    """A transport's half in a trainer rank. Some only publish: their bytes lie ready, and their checksums are known."""
 
     def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
         """Offer this rank's rows. They can be reached once every rank has returned."""
         ...
 
     def send(self, shards: Shards, manifest: Manifest) -> Checksums:
-        """Move the bytes, where `publish` did not. Returns the checksums of this rank's rows."""
-        ...
+        """Move the bytes, if the manifest has no checksums yet. Returns those of this rank's rows."""
+        raise AssertionError(f"{manifest.transport} has nothing to send")
 
     def stop(self, manifest: Manifest) -> None:
         """Called from another thread when a replica is gone: let a `send` fail, on this side and at the receivers."""
-        ...
 
 
 class Receiver(Protocol):
     """A transport's half in a worker of a replica."""
 
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
-        """Calls `load` once with (name, whole tensor) of all that came, each valid until the next is asked for.
-
-        Returns:
-            The checksums of every rank's rows, after they have been verified.
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
+        """Calls `load` once with all that came, and returns every rank's checksums, which were verified.
 
         Raises:
             RuntimeError: What came is not what was sent, which may show only after `load` has returned.

@@ -47,7 +47,7 @@ from scripts.launch.workers import make_workers
 from trainer.tracking.console import PlainConsole
 from trainer.worker.recovery import RecoveringUpdater
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.transports.registry import release_all
+from weight_sync.transports.cleanup import release_all
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from trainer.tracking.console import Console
 from trainer.tracking.recorder import RunRecorder
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.transports.registry import release_all
+from weight_sync.transports.cleanup import release_all
 
 
 async def run(  # noqa: PLR0913

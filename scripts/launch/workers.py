@@ -12,7 +12,8 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.console import Console
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
-from weight_sync.transports.registry import make_sender, release_all
+from weight_sync.transports.cleanup import release_all
+from weight_sync.transports.registry import make_sender
 
 
 def owner(run_dir: Path) -> str:

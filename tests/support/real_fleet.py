@@ -28,7 +28,8 @@ from trainer.tiny.model import build_model, build_tokenizer, write_model_directo
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import Publication
-from weight_sync.transports.registry import make_sender, release_all
+from weight_sync.transports.cleanup import release_all
+from weight_sync.transports.registry import make_sender
 
 OWNER = "fleet-updates"
 BUCKET_BYTES = 2**20

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from configs.schema import WeightSyncConfig
 from weight_sync.protocol import Manifest, PublishOrder, WeightTag, merge
-from weight_sync.transports.shared_memory import SharedMemorySender, release_all
+from weight_sync.transports.cleanup import release_all
+from weight_sync.transports.shared_memory import SharedMemorySender
 
 FIRST_TOKEN = 40
 """Version v always emits token FIRST_TOKEN + v."""
@@ -34,8 +36,9 @@ def tag_of(manifest: Manifest) -> WeightTag:
 
 
 def release() -> None:
-    _senders.clear()
-    release_all(OWNER)
+    while _senders:
+        _senders.pop()._remove_file()
+    release_all(WeightSyncConfig(), OWNER)
 
 
 def random_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:

@@ -8,8 +8,12 @@ from torch import nn
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
-    """By the model's own code. It says which parameters it loaded: of a whole model, all that came under their own
-    names (not those that it fuses from several) must be among them. Raises RuntimeError that names the others."""
+    """Loads by the model's own code. `num_tensors` make a whole model; a delta has fewer.
+
+    Raises:
+        RuntimeError: Of a whole model, the code left out parameters that came under their own names (not fused from
+            several). The message names them.
+    """
     came: set[str] = set()
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,7 +29,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
 
 
 class Shadow:
-    """`load` fills it, by the model's own loading code, which fuses, shards and ties; `swap_in` copies it over."""
+    """`load` fills it, by the model's own loading code, which fuses, shards and ties; `swap_in` makes it live."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         """Starts as a copy of the model's parameters, on `device`. With host memory for a GPU the copy is pinned."""
@@ -37,20 +41,19 @@ class Shadow:
         self.model = self._mirror(model, {})
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
-        """Hugging Face names and layouts; `num_tensors` is how many make a whole model. The live parameters do not
-        change. Raises RuntimeError when the loader leaves out some of a whole model, or when the model has got other
-        parameters than it had."""
+        """Loads Hugging Face names and layouts: see `load_weights`. The live parameters do not change. Raises
+        RuntimeError also when the model has other parameters than it had."""
         load_weights(self.model, tensors, num_tensors)
         if {id(parameter) for parameter in self._live.parameters()} != self._copies.keys():
             raise RuntimeError("the model's parameters have been replaced since the first update")
 
     def swap_in(self) -> None:
-        """Over the live parameters, in place, so that captured graphs and ties stay valid."""
+        """Copies over the live parameters, in place, so that captured graphs and ties stay valid."""
         for live, copy in self._pairs:
             live.data.copy_(copy, non_blocking=True)
 
     def _mirror(self, module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
-        """The module tree again, sharing everything with the original but the parameters."""
+        """A module tree that shares everything with the original but the parameters."""
         if id(module) in seen:
             return seen[id(module)]
         mirror: Any = module.__class__.__new__(module.__class__)
@@ -65,7 +68,7 @@ class Shadow:
         return mirror
 
     def _copy(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Of the same class and with the same attributes, where vLLM keeps its loaders. A tied one is copied once."""
+        """Keeps the class and the attributes, where vLLM keeps its loaders. A tied parameter is copied once."""
         if id(parameter) not in self._copies:
             data = torch.empty_like(parameter.data, device=self._device, pin_memory=self._pin).copy_(parameter.data)
             copy: Any = torch.Tensor._make_subclass(type(parameter), data, False)  # pyright: ignore

@@ -3,8 +3,8 @@
 Runs inside vLLM's worker process. On CPU, importing it also changes two things of vLLM before the model is loaded:
 - Linear layers keep their plain weights. By default vLLM repacks them for oneDNN and empties the originals, after which
   in-place loading fails, and a tied lm_head silently keeps its old values. Plain F.linear is as fast in float32.
-- A seeded request whose prefill is split kills the engine (the generator of a discarded row is rolled back with a call
-  that CPU generators do not have). Generators of discarded rows are hidden from that loop.
+- A seeded request whose prefill is split does not kill the engine. vLLM rolls back the generator of a discarded row
+  with a call that CPU generators do not have; such generators are hidden from that loop.
 """
 
 import pickle
@@ -52,12 +52,18 @@ MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON")
 
 
 class WeightReceiver:
-    """Stage, swap, tag. Method names must not clash with those of vLLM's worker, hence the prefix."""
+    """Stages and swaps. Method names must not clash with those of vLLM's worker, hence the prefix.
+
+    Example, as the engine calls it on every worker:
+        receiver_stage(manifest, "replica-0", False)   # begins to receive into the shadow, while the engine generates
+        receiver_staged()                              # None until all has come, then its checksum
+        receiver_swap(7)                               # while paused: the shadow over the live parameters
+    """
 
     receiver_shadow: Shadow | None = None
     receiver_staging: "Staging | None" = None
     receiver_stream: torch.cuda.Stream | None = None
-    """One for all versions: memory that was freed on one stream is not used again on another."""
+    """The same for all versions, because memory that was freed on one stream is not used again on another."""
 
     def receiver_stage(self, pickled: bytes, replica: str, on_device: bool) -> None:
         """Begins to receive the weights of a manifest, in a thread: this call must not keep the engine from its
@@ -73,7 +79,7 @@ class WeightReceiver:
         self.receiver_staging = Staging(manifest, worker, self.receiver_shadow, self.receiver_stream, before)
 
     def receiver_staged(self) -> int | None:
-        """The checksum of what was staged, None while it is under way. Raises what went wrong."""
+        """The checksum of what was staged, None while it is still received. Raises what went wrong."""
         assert self.receiver_staging is not None
         try:
             return self.receiver_staging.result()
@@ -82,7 +88,7 @@ class WeightReceiver:
             raise
 
     def receiver_swap(self, global_steps: int) -> tuple[int, int]:
-        """While paused: the staged weights over the live ones. Returns (global_steps, checksum)."""
+        """While paused: copies the staged weights over the live ones. Returns (global_steps, checksum)."""
         staging = self.receiver_staging
         checksum = None if staging is None else staging.result()
         if staging is None or checksum is None or staging.global_steps != global_steps:
@@ -95,7 +101,7 @@ class WeightReceiver:
         return self._receiver_done(global_steps, checksum)
 
     def receiver_load(self, pickled: bytes, replica: str) -> tuple[int, int]:
-        """While paused, and without staging memory: from the transport straight into the live parameters. Returns
+        """While paused, and without staging memory: receives straight into the live parameters. Returns
         (global_steps, checksum)."""
         self._receiver_refuse_transformed()
         manifest, model = pickle.loads(pickled), self._receiver_model()
@@ -113,7 +119,7 @@ class WeightReceiver:
         return global_steps, checksum
 
     def _receiver_refuse_transformed(self) -> None:
-        """Some models keep their weights in another form than they are loaded in: copies of those would be wrong."""
+        """Raises for models that keep weights in another form than they load: copies of those would be wrong."""
         model = self.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue]
         if model.quantization is not None or model.use_mla:
             what = "multi-head latent attention" if model.use_mla else f"quantization={model.quantization}"
@@ -139,7 +145,7 @@ class WeightReceiver:
 
 
 STAGE_WAIT_S = 0.005
-"""So long does the call that begins to stage wait for its end: a small model is staged in one call."""
+"""How long the call that begins to stage waits for the end: a small model is staged in one call."""
 
 
 class Staging:
@@ -153,8 +159,12 @@ class Staging:
         stream: torch.cuda.Stream | None,
         before: "Staging | None",
     ):
-        """`stream`: None on CPU; else one beside the engine's. `before`: writes into the same shadow, maybe still: of a
-        transfer that was given up it hears a moment later."""
+        """
+        Args:
+            stream: another one than the engine's; None on CPU.
+            before: the staging of the last call, whose end this one waits for. It may still write into the shadow,
+                since it notices a moment late that its transfer was given up.
+        """
         self.global_steps = manifest.global_steps
         self._manifest = manifest
         self._worker = worker
@@ -191,5 +201,5 @@ class Staging:
                     with torch.cuda.stream(self._stream):
                         self._load()
                         self._stream.synchronize()
-        except BaseException as error:  # a thread has nobody above it: `result` raises it
+        except BaseException as error:  # raised by `result`: nothing catches it in a thread
             self._error = error

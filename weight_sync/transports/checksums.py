@@ -1,12 +1,11 @@
 """Checksums of tensors: taken by the sender while it copies, verified by the receiver while it loads."""
 
 import zlib
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from weight_sync.protocol import Checksums, Manifest, NamedTensors, TensorEntry
+from weight_sync.protocol import Checksums, Load, Manifest, NamedTensors, TensorEntry
 from weight_sync.transports.byte_layout import as_bytes, part_of
 
 ROW = 512
@@ -39,9 +38,7 @@ def checksums_of(tensor: torch.Tensor, entry: TensorEntry, num_ranks: int) -> li
     return [checksum(flat[start - entry.offset : end - entry.offset]) for start, end in parts]
 
 
-def load_verified(
-    tensors: NamedTensors, manifest: Manifest, load: Callable[[NamedTensors], None]
-) -> tuple[Checksums, ...]:
+def load_verified(tensors: NamedTensors, manifest: Manifest, load: Load) -> tuple[Checksums, ...]:
     """Loads the tensors of a manifest that has checksums, and verifies each before it is loaded.
 
     Raises:

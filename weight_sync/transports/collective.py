@@ -1,34 +1,37 @@
 """Weights by torch.distributed broadcast: gloo through host memory, NCCL between GPUs, any number of machines.
 
-Trainer ranks and the workers of all replicas form a group of their own, beside the default groups of either side, in
+Trainer ranks and the workers of all replicas form a process group apart from the default groups of either side, in
 which every trainer rank broadcasts its own rows. NCCL needs a GPU for each member; on a shared one, cuda_ipc works.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from weight_sync.protocol import (
     Checksums,
+    Load,
     Manifest,
     Meeting,
     NamedTensors,
     Publication,
     PublishOrder,
+    Receiver,
     ReceivingWorker,
+    Sender,
     Shards,
     TensorEntry,
     TensorSpec,
 )
 from weight_sync.transports import byte_layout
 from weight_sync.transports.checksums import checksum, checksums_of, require_same
-from weight_sync.transports.process_group import Membership, Transfer, own_address, serve_store, tell_failure
+from weight_sync.transports.process_group import Membership, Transfer, own_address, report_failure, serve_store
 
 
-class CollectiveSender:
-    """`publish` only says where to meet. `send` moves the bytes, beside the replicas' receiving."""
+class CollectiveSender(Sender):
+    """`publish` only says where to meet. `send` moves the bytes while the replicas receive."""
 
     def __init__(self, rank: int, num_ranks: int, bucket_bytes: int, device: torch.device):
         """`bucket_bytes`: of all ranks' windows together, two of which are in memory. `device`: of the shards."""
@@ -79,10 +82,10 @@ class CollectiveSender:
                 checksums.append(checksum(tensor.contiguous()))
                 yield entry, tensor.contiguous()
 
-        if not meeting.first_rank:  # nobody receives
+        if not meeting.first_rank:  # there is no receiver
             deque(rows(), maxlen=0)
             return tuple(checksums)
-        with self._membership.joined(meeting, self._rank) as transfer:
+        with self._membership.transfer(meeting, self._rank) as transfer:
             self._send_windows(transfer, byte_layout.schedule(strings, window), window, rows())
             for rank in range(self._num_ranks if own else 0):
                 values = torch.tensor(checksums, dtype=torch.int64, device=self._device)
@@ -96,7 +99,7 @@ class CollectiveSender:
         window: int,
         rows: Iterator[tuple[TensorEntry, torch.Tensor]],
     ) -> None:
-        """This rank's windows, and those of the others: gloo passes them on through every member."""
+        """Sends this rank's windows, and takes part in the others': gloo passes them on through every member."""
         own = _Buffers(transfer, window, self._device)
         others = _Buffers(transfer, window if self._num_ranks > 1 else 0, self._device)
         packed = byte_layout.pack(rows, own.next)
@@ -112,18 +115,16 @@ class CollectiveSender:
         others.wait()
 
     def stop(self, manifest: Manifest) -> None:
-        if self._store is not None:  # rank 0 tells all
+        if self._store is not None:  # rank 0 reports to all
             [meeting] = manifest.located(Meeting)
-            tell_failure(self._store, meeting.nonce, "the trainer stopped sending")
+            report_failure(self._store, meeting.nonce, "the trainer stopped sending")
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(Receiver):
     def __init__(self) -> None:
         self._membership: Membership | None = None
 
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads from the GPU that the bytes came to, or from the host. The tensors are verified after the last one,
         when the checksums come."""
         [meeting] = manifest.located(Meeting)
@@ -142,10 +143,10 @@ class CollectiveReceiver:
                 found.append(checksums_of(tensor, entry, num_ranks))
                 yield name, tensor
 
-        with self._membership.joined(meeting, meeting.first_rank[worker.replica] + worker.index) as transfer:
+        with self._membership.transfer(meeting, meeting.first_rank[worker.replica] + worker.index) as transfer:
             load(tensors(transfer))
-            if len(found) < len(entries):  # the others would wait for this worker in vain
-                raise RuntimeError(f"{entries[len(found)].name} and what follows it was not loaded")
+            if len(found) < len(entries):  # the other members would wait for this one until the deadline
+                raise RuntimeError(f"{entries[len(found)].name} was not loaded, nor what follows it")
             sent = tuple(_checksums(transfer, root, len(entries), device) for root in range(num_ranks))
         for entry, of_tensor, expected in zip(entries, found, zip(*sent, strict=True), strict=True):
             require_same(entry.name, of_tensor, list(expected))
@@ -161,14 +162,14 @@ class _Buffers:
         self._works: deque[Any] = deque()
 
     def next(self) -> torch.Tensor:
-        """The one whose broadcast began first, when that is done."""
+        """The buffer whose broadcast began first, when that broadcast is done."""
         if len(self._works) == len(self._places):
             self._transfer.wait(self._works.popleft())
         self._places.rotate(1)
         return self._places[0]
 
     def broadcast(self, length: int, root: int) -> Any:
-        """Of the one that `next` gave."""
+        """Begins to broadcast the buffer that `next` gave."""
         work = self._transfer.broadcast(self._places[0][:length], root)
         self._works.append(work)
         return work

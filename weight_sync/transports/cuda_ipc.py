@@ -3,12 +3,12 @@
 Nothing is sent: a replica maps the memory into its own GPU's address space and copies from there, over NVLink or PCIe.
 On one GPU (`gpu_share`) it is the same memory. Ray shows each process its own GPUs alone, and CUDA opens handles of
 others too, where the GPUs can reach one another.
-Never run so far: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
+Never run until now: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
 """
 
 import base64
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ import torch
 from weight_sync.protocol import (
     Checksums,
     GpuMemory,
+    Load,
     Manifest,
-    NamedTensors,
     Publication,
     PublishOrder,
+    Receiver,
     ReceivingWorker,
+    Sender,
     Shards,
     TensorEntry,
     TensorSpec,
@@ -28,9 +30,11 @@ from weight_sync.protocol import (
 from weight_sync.transports import byte_layout
 from weight_sync.transports.checksums import checksum, load_verified
 
+Handle = tuple[Any, ...]
 
-class CudaIpcSender:
-    """The copy is in buffers of a bucket's size, used again for every version: what replicas map stays valid. Replicas
+
+class CudaIpcSender(Sender):
+    """The copy is in buffers of a bucket's size, which serve every version: what replicas map stays valid. Replicas
     open as many as the version needs."""
 
     def __init__(self, rank: int, num_ranks: int, bucket_bytes: int, device: torch.device):
@@ -43,7 +47,7 @@ class CudaIpcSender:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._buffers: list[torch.Tensor] = []
-        self._handles: tuple[tuple[Any, ...], ...] = ()
+        self._handles: tuple[Handle, ...] = ()
 
     def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
         entries, _ = byte_layout.layout(specs)
@@ -69,8 +73,8 @@ class CudaIpcSender:
         )
 
     def _reserve(self, nbytes: int) -> None:
-        """Room for at least so much. What changed since a version, with `delta`, is less than the whole version, which
-        came first: so handles are exported once. Memory whose handle nobody has opened torch never gives back."""
+        """Room for at least so many bytes. Handles are exported once, because torch never gives back memory whose
+        handle no process has opened. With `delta` this still holds: the first version is whole, and the largest."""
         if sum(len(buffer) for buffer in self._buffers) >= nbytes:
             return
         size = byte_layout.window_bytes(self._bucket_bytes, 1)
@@ -78,35 +82,25 @@ class CudaIpcSender:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         self._handles = tuple(_export(buffer) for buffer in self._buffers)
 
-    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
-        assert manifest.checksums is not None
-        return manifest.checksums[self._rank]
 
-    def stop(self, manifest: Manifest) -> None:
-        """Nobody waits for anybody."""
-
-
-class CudaIpcReceiver:
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
+class CudaIpcReceiver(Receiver):
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the trainer's memory. Raises RuntimeError where it cannot be mapped."""
-        locations = manifest.located(GpuMemory)
-        device, host = torch.device(worker.device), locations[0].host
+        memories = manifest.located(GpuMemory)
+        device, host = torch.device(worker.device), memories[0].host
         if device.type != "cuda" or host != socket.gethostname():
             raise RuntimeError(
                 f"weight_sync.transport=cuda_ipc: the trainer's GPUs are on {host}, this replica is on {device} of "
                 f"{socket.gethostname()}; between machines collective works"
             )
         of_ranks = []
-        for rank, location in enumerate(locations):
-            windows = _opened(location.handles, rank, device)
+        for rank, memory in enumerate(memories):
             own = byte_layout.rank_layout(manifest.tensors, rank, manifest.num_ranks)
-            of_ranks.append(byte_layout.read(windows, own))
+            of_ranks.append(byte_layout.read(_opened(memory.handles, rank, device), own))
         return load_verified(byte_layout.join(of_ranks, manifest.tensors), manifest, load)
 
 
-def _opened(handles: Sequence[Sequence[Any]], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
+def _opened(handles: Sequence[Handle], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
     for handle in handles:
         try:
             window = _open(handle, device)
@@ -118,14 +112,14 @@ def _opened(handles: Sequence[Sequence[Any]], rank: int, device: torch.device) -
         yield window
 
 
-def _export(buffer: torch.Tensor) -> tuple[Any, ...]:
+def _export(buffer: torch.Tensor) -> Handle:
     """Plain values for `_open` in another process. The buffer must live for as long as they are used."""
     # Its own device, which has another number there, and whether to wait for its event: `publish` waits itself.
     _, *values, _ = buffer.untyped_storage()._share_cuda_()
     return tuple(base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in values)
 
 
-def _open(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
+def _open(handle: Handle, device: torch.device) -> torch.Tensor:
     """On `device`, wherever the memory is."""
     values = [base64.b64decode(value) if isinstance(value, str) else value for value in handle]
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *values, False)

@@ -15,6 +15,7 @@ import torch
 from weight_sync.protocol import (
     Changes,
     Checksums,
+    Load,
     Manifest,
     NamedTensors,
     Publication,
@@ -39,7 +40,7 @@ Encoding = list[tuple[int, str]]
 Payload = list[tuple[str, torch.Tensor]]
 
 
-class DeltaSender:
+class DeltaSender(Sender):
     """Keeps a second copy of the rows on `device`."""
 
     def __init__(self, inner: Sender, rank: int, num_ranks: int, device: torch.device):
@@ -111,7 +112,7 @@ class DeltaSender:
         self._inner.stop(manifest.located(Changes)[self._rank].inner)
 
 
-class DeltaReceiver:
+class DeltaReceiver(Receiver):
     def __init__(self, make_inner: Callable[[str], Receiver]):
         """`make_inner` makes a receiver of the transport of that name; each trainer rank gets one."""
         self._make_inner = make_inner
@@ -121,9 +122,7 @@ class DeltaReceiver:
         self._version: int | None = None
         """Version of `_tensors`. None: they are of no version."""
 
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads those that changed, whole, from host memory. Raises RuntimeError when this receiver does not hold the
         version that they are changes of."""
         held, self._version = self._version, None  # a failure, here or in `load`, leaves no base behind

@@ -6,28 +6,30 @@ Every rank writes its own rows into `<directory>/<owner>/v<global_steps>-<nonce>
 import contextlib
 import json
 import os
-import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from weight_sync.protocol import (
     Checksums,
+    Load,
     Manifest,
     NamedTensors,
     Publication,
     PublishOrder,
     RankFile,
+    Receiver,
     ReceivingWorker,
+    Sender,
     Shards,
     TensorEntry,
     TensorSpec,
 )
-
-if TYPE_CHECKING:  # the driver, which only removes files, does without torch
-    import torch
-
+from weight_sync.transports import byte_layout
+from weight_sync.transports.checksums import checksum, load_verified
 
 FORMAT_NAMES = {
     "bool": "BOOL",
@@ -43,10 +45,10 @@ FORMAT_NAMES = {
     "float32": "F32",
     "float64": "F64",
 }
-"""Of dtypes, as safetensors spells them."""
+"""dtypes as safetensors spells them."""
 
 
-class FilesystemSender:
+class FilesystemSender(Sender):
     """Keeps the version published last. A reader that has mapped the one before keeps its mapping."""
 
     def __init__(self, owner: str, rank: int, num_ranks: int, directory: Path):
@@ -55,8 +57,6 @@ class FilesystemSender:
         self._file: Path | None = None
 
     def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
-        from weight_sync.transports import byte_layout
-
         entries, _ = byte_layout.layout(specs)
         own = byte_layout.rank_layout(entries, self._rank, self._num_ranks)
         version = self._folder / f"v{order.global_steps}-{order.nonce}"
@@ -74,36 +74,24 @@ class FilesystemSender:
             global_steps=order.global_steps,
             nbytes=byte_layout.total_bytes(own),
             tensors=entries,
-            location=RankFile(directory=str(self._folder.parent), file=str(file)),
+            location=RankFile(str(file)),
             checksums=checksums,
         )
 
-    def send(self, shards: Shards, manifest: Manifest) -> Checksums:
-        assert manifest.checksums is not None
-        return manifest.checksums[self._rank]
 
-    def stop(self, manifest: Manifest) -> None:
-        """Nobody waits for anybody."""
-
-
-class FilesystemReceiver:
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
+class FilesystemReceiver(Receiver):
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the mapped files, where one rank holds all of a tensor. Raises RuntimeError when a file does
         not exist, be it because a newer version has been published."""
-        from weight_sync.transports import byte_layout
-        from weight_sync.transports.checksums import load_verified
-
         of_ranks = []
-        for rank, location in enumerate(manifest.located(RankFile)):
-            if not Path(location.file).is_file():
+        for rank, file in enumerate(manifest.located(RankFile)):
+            path = Path(file.path)
+            if not path.is_file():
                 raise RuntimeError(
-                    f"weight_sync.directory={location.directory}: {location.file} is not there on "
-                    f"{socket.gethostname()}; the directory must be one that trainer and replicas share"
+                    f"weight_sync.directory={path.parents[2]}: {path} is not there on {socket.gethostname()}; the "
+                    "directory must be one that trainer and replicas share"
                 )
-            own = byte_layout.rank_layout(manifest.tensors, rank, manifest.num_ranks)
-            of_ranks.append(_read(Path(location.file), own))
+            of_ranks.append(_read(path, byte_layout.rank_layout(manifest.tensors, rank, manifest.num_ranks)))
         return load_verified(byte_layout.join(of_ranks, manifest.tensors), manifest, load)
 
 
@@ -112,17 +100,14 @@ def _write(path: Path, own: Sequence[TensorEntry], shards: Shards) -> Checksums:
 
     Format: github.com/huggingface/safetensors, "Format".
     """
-    from weight_sync.transports.byte_layout import as_bytes, checked
-    from weight_sync.transports.checksums import checksum
-
     header, places = _header(own)
     aside = path.with_suffix(".part")
     checksums = []
     try:
         with open(aside, "wb") as file:
             file.write(header)
-            for entry, tensor in checked(shards(), own):
-                data = as_bytes(tensor.contiguous().cpu())
+            for entry, tensor in byte_layout.checked(shards(), own):
+                data = byte_layout.as_bytes(tensor.contiguous().cpu())
                 checksums.append(checksum(data))
                 file.seek(places[entry.name])
                 file.write(data.numpy().data)
@@ -141,36 +126,28 @@ def _write(path: Path, own: Sequence[TensorEntry], shards: Shards) -> Checksums:
 
 
 def _header(own: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
-    """The file's head, and where in the file each tensor begins.
+    """The head of the file, and where in the file each tensor begins.
 
-    Data follow one another without gaps, so large elements come first: then each tensor lies on a multiple of its own.
+    Tensors follow one another without gaps, so those with large elements come first: then each lies on a multiple of
+    its element's size.
     """
-    from weight_sync.transports.byte_layout import dtype_of
-
-    entries: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     offset = 0
-    for entry in sorted(own, key=lambda entry: -dtype_of(entry.dtype).itemsize):
+    for entry in sorted(own, key=lambda entry: -byte_layout.dtype_of(entry.dtype).itemsize):
         if entry.dtype not in FORMAT_NAMES:
             known = f"known are {list(FORMAT_NAMES)}"
             raise ValueError(f"weight_sync.transport=filesystem: {entry.name} is {entry.dtype}; {known}")
-        end = offset + entry.nbytes
-        entries[entry.name] = {
-            "dtype": FORMAT_NAMES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries).encode()
+        place = [offset, offset + entry.nbytes]
+        described[entry.name] = {"dtype": FORMAT_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
+        offset += entry.nbytes
+    text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {
-        name: begin + entry["data_offsets"][0] for name, entry in entries.items()
-    }
+    places = {name: begin + fields["data_offsets"][0] for name, fields in described.items()}
+    return len(text).to_bytes(8, "little") + text, places
 
 
-def _read(path: Path, own: Sequence[TensorEntry]) -> "Iterator[tuple[str, torch.Tensor]]":
-    from safetensors import SafetensorError, safe_open
-
+def _read(path: Path, own: Sequence[TensorEntry]) -> NamedTensors:
     try:
         with safe_open(path, framework="pt") as file:
             for entry in own:
@@ -182,13 +159,7 @@ def _read(path: Path, own: Sequence[TensorEntry]) -> "Iterator[tuple[str, torch.
 
 
 def _remove(file: Path) -> None:
-    """And its folder, when it was the last one in it."""
+    """Its folder too, when it was the last file in it."""
     file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         file.parent.rmdir()
-
-
-def release_all(directory: Path, owner: str) -> None:
-    """Remove everything of `owner`: what a crash left, too."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(directory / owner)

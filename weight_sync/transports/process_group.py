@@ -1,12 +1,12 @@
 """A process group of trainer ranks and replicas' workers that lasts from one transfer to the next.
 
 The members meet at a store that trainer rank 0 serves. There each of them says which group it still holds from the
-transfer before. When that is not the same one for all, because members came or went or something failed, a new group is
-made. A member that fails says why at the same place, so that the others need not wait for the deadline; of one that
-died, trainer rank 0 is told (`CollectiveSender.stop`).
+transfer before. If that is not the same one for all, because members came or went or something failed, a new group is
+made. A member that fails says why at the same place, so that the others need not wait for the deadline; for one that
+died, the trainer does (`CollectiveSender.stop`).
 
-Connections to the store last from group to group: for each new one torch asks the name server who is on its other end,
-one after the other, and everybody waits for 5 s when an answer is lost.
+Connections to the store last from group to group: for each new one torch asks the name server for the name of the other
+end, one after the other, and all wait for 5 s when an answer is lost.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from weight_sync.protocol import Meeting
 
 STORE_TIMEOUT_S = 60.0
-"""Of one call to the store. It answers at once, or its process is gone."""
+"""For one call to the store, which answers at once unless its process is gone."""
 LOOK_S = 0.2
-"""How often one who waits looks whether another member has failed."""
+"""How often a waiting member looks whether another one has failed."""
 
 
 def serve_store() -> TCPStore:
@@ -47,14 +47,14 @@ def own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: asks which way a packet would leave
-        except OSError:  # there is no way out, so nobody is outside
+        except OSError:  # without a way out, no member can be on another machine
             return "127.0.0.1"
         return probe.getsockname()[0]
 
 
-def tell_failure(store: Store, nonce: str, reason: str) -> None:
-    """To all members of the transfer `nonce`, who look there while they wait. The first to fail is believed."""
-    with contextlib.suppress(RuntimeError):  # no store, no process that serves it: nobody is left to be told
+def report_failure(store: Store, nonce: str, reason: str) -> None:
+    """To all members of the transfer `nonce`, which look for it while they wait. The first report stands."""
+    with contextlib.suppress(RuntimeError):  # the process that serves the store is gone
         store.compare_set(f"failed {nonce}", "", reason)
 
 
@@ -75,7 +75,7 @@ class Transfer:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def meet(self, held: str) -> bool:
-        """Waits for all members; whether the group `held` is what every one of them holds."""
+        """Waits for all members, and returns whether every one of them holds the group `held`."""
         keys = {f"member {rank}": name for rank, name in enumerate(self._members)}
         mine, nonce = f"{self._nonce} {held}", self._nonce.encode()
         self._store.set(f"member {self._rank}", mine)
@@ -89,16 +89,16 @@ class Transfer:
         self._until(lambda: have(list(keys)), 0.005, problem)
         return bool(held) and set(self._store.multi_get(list(keys))) == {mine.encode()}
 
-    def beside(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives, which blocks until every member does the same: in a thread, which is left alone there when
-        a member fails, or at the deadline."""
+    def in_thread(self, make: Callable[[], Any]) -> Any:
+        """Returns what `make` makes, which blocks until every member calls it too. It runs in a thread, which is
+        abandoned when a member fails, or at the deadline."""
         made: list[Any] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 made.append(make())
-            except BaseException as error:  # raised below, if anybody still waits
+            except BaseException as error:  # raised below, if the caller still waits
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="weight-group", daemon=True)
@@ -110,7 +110,7 @@ class Transfer:
         return made.pop()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Begins to send the tensor of `root` into that of everyone else."""
+        """Begins to send the tensor of `root` into that of every other member."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = timedelta(seconds=self.seconds_left + LOOK_S)
@@ -126,10 +126,7 @@ class Transfer:
             raise RuntimeError(f"the group broke: {error}") from error
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others."""
-        left = isinstance(error, GeneratorExit)
-        what = "stopped receiving" if left else f"failed: {type(error).__name__}: {error}"
-        tell_failure(self._store, self._nonce, f"{self._members[self._rank]} {what}")
+        report_failure(self._store, self._nonce, f"{self._members[self._rank]} failed: {type(error).__name__}: {error}")
 
     def _until(self, done: Callable[[], bool], every_s: float, problem: Callable[[], str]) -> None:
         look_at = time.monotonic() + LOOK_S
@@ -150,7 +147,14 @@ class Transfer:
 
 
 class Membership:
-    """One member's place in the group, kept from transfer to transfer."""
+    """One member's place in the group, kept from transfer to transfer.
+
+    Example:
+        membership = Membership(torch.device("cpu"))
+        for meeting in meetings:                               # one for each version
+            with membership.transfer(meeting, rank) as transfer:
+                transfer.wait(transfer.broadcast(tensor, root=0))
+    """
 
     def __init__(self, device: torch.device):
         self.backend = "nccl" if device.type == "cuda" else "gloo"
@@ -161,20 +165,20 @@ class Membership:
         """A connection for making groups: while it waits for the members it answers nothing else."""
         self._group: Any = None
         self._name = ""
-        """Of the group: the nonce of its first transfer."""
+        """The group's name: the nonce of its first transfer."""
         self._members: tuple[str, ...] = ()
 
     @contextlib.contextmanager
-    def joined(self, meeting: Meeting, rank: int) -> Iterator[Transfer]:
-        """The transfer, once all members have come. Who leaves it by an exception breaks the group for all."""
+    def transfer(self, meeting: Meeting, rank: int) -> Iterator[Transfer]:
+        """The transfer, once all members have come. An exception inside breaks the group for all."""
         transfer = Transfer(self._connect(meeting), meeting, rank)
         held, self._name = self._name, ""  # until this transfer ends well, no group is held
         try:
             if not transfer.meet(held if self._members == meeting.members else ""):
                 self._end_group()
-                kept, self._rendezvous = self._rendezvous, None  # for good, if it comes to wait for nobody
+                kept, self._rendezvous = self._rendezvous, None  # for good, if it waits for a member in vain
                 seconds = transfer.seconds_left
-                made = transfer.beside(lambda: self._make_group(kept, meeting, rank, seconds))
+                made = transfer.in_thread(lambda: self._make_group(kept, meeting, rank, seconds))
                 self._group, self._rendezvous = made
                 held, self._members = meeting.nonce, meeting.members
             transfer.group = self._group
@@ -195,7 +199,7 @@ class Membership:
         return self._store
 
     def _make_group(self, kept: Store | None, meeting: Meeting, rank: int, seconds: float) -> tuple[Any, Store]:
-        """With the connection that the next one can be made over."""
+        """The group, and the connection that the next one can be made over."""
         connection = kept or connect_store(meeting.host, meeting.port, seconds)
         connection.set_timeout(timedelta(seconds=seconds))
         store = PrefixStore(f"group {meeting.nonce}", connection)
@@ -205,7 +209,7 @@ class Membership:
         return _make_nccl(store, rank, size, seconds, self._device), connection
 
     def _end_group(self) -> None:
-        """Beside: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
+        """In a thread: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
         last, self._group = [self._group], None
         if last[0] is not None:
             threading.Thread(target=_end, args=(last,), name="end-of-weight-group").start()
@@ -219,11 +223,11 @@ def _end(last: list[Any]) -> None:
 
 
 def _make_nccl(store: Store, rank: int, size: int, seconds: float, device: torch.device) -> Any:
-    """Its watchdog ends the process when a broadcast fails or is late, unless told otherwise while it is made. Here a
-    failed transfer is an error like others, and `Transfer.wait` is what keeps the deadline. (The watchdog also tells
-    the process's first group to end it; QUIET_NCCL in the process's environment keeps that one from listening.)
+    """NCCL's watchdog ends the process when a broadcast fails or is late, unless the environment says otherwise while
+    the group is made. Here a failed transfer is an error like others, and `Transfer.wait` keeps the deadline. (The
+    watchdog also makes the process's first group end the process; QUIET_NCCL in its environment prevents that.)
 
-    The first broadcast connects the members, and blocks until all have come: it is done here, of one byte.
+    The first broadcast connects the members, and blocks until all have come: it is done here, with one byte.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * seconds + 600)

@@ -1,11 +1,10 @@
-"""The one place where transports are chosen. Each is imported where it is used: the driver does without torch."""
+"""The one place where transports are chosen. They are imported inside, because the driver does without torch."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.schema import Transport, WeightSyncConfig
-from weight_sync.protocol import Checksums, Manifest, NamedTensors, Receiver, ReceivingWorker, Sender
+from weight_sync.protocol import Checksums, Load, Manifest, Receiver, ReceivingWorker, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -24,64 +23,39 @@ def make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int,
 
 
 def _make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int, device: "torch.device") -> Sender:
+    from weight_sync.transports import collective, cuda_ipc, filesystem, shared_memory
+
     bucket_bytes = config.bucket_mb * 2**20
     match config.transport:
         case Transport.shared_memory:
-            from weight_sync.transports.shared_memory import SharedMemorySender
-
-            return SharedMemorySender(owner, rank, num_ranks)
+            return shared_memory.SharedMemorySender(owner, rank, num_ranks)
         case Transport.collective:
-            from weight_sync.transports.collective import CollectiveSender
-
-            return CollectiveSender(rank, num_ranks, bucket_bytes, device)
+            return collective.CollectiveSender(rank, num_ranks, bucket_bytes, device)
         case Transport.filesystem:
-            from weight_sync.transports.filesystem import FilesystemSender
-
             assert config.directory is not None
-            return FilesystemSender(owner, rank, num_ranks, Path(config.directory))
+            return filesystem.FilesystemSender(owner, rank, num_ranks, Path(config.directory))
         case Transport.cuda_ipc:
-            from weight_sync.transports.cuda_ipc import CudaIpcSender
-
-            return CudaIpcSender(rank, num_ranks, bucket_bytes, device)
+            return cuda_ipc.CudaIpcSender(rank, num_ranks, bucket_bytes, device)
 
 
-def receive(manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]) -> tuple[Checksums, ...]:
+def receive(manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
     """Receives by the manifest's transport: see `Receiver.receive`."""
     if manifest.transport not in _receivers:
-        _receivers[manifest.transport] = _make_receiver(manifest.transport)
+        _receivers[manifest.transport] = make_receiver(manifest.transport)
     return _receivers[manifest.transport].receive(manifest, worker, load)
 
 
-def _make_receiver(transport: str) -> Receiver:
-    if transport == "delta":
-        from weight_sync.transports.delta import DeltaReceiver
+def make_receiver(transport: str) -> Receiver:
+    from weight_sync.transports import collective, cuda_ipc, delta, filesystem, shared_memory
 
-        return DeltaReceiver(_make_receiver)
+    if transport == "delta":
+        return delta.DeltaReceiver(make_receiver)
     match Transport(transport):
         case Transport.shared_memory:
-            from weight_sync.transports.shared_memory import SharedMemoryReceiver
-
-            return SharedMemoryReceiver()
+            return shared_memory.SharedMemoryReceiver()
         case Transport.collective:
-            from weight_sync.transports.collective import CollectiveReceiver
-
-            return CollectiveReceiver()
+            return collective.CollectiveReceiver()
         case Transport.filesystem:
-            from weight_sync.transports.filesystem import FilesystemReceiver
-
-            return FilesystemReceiver()
+            return filesystem.FilesystemReceiver()
         case Transport.cuda_ipc:
-            from weight_sync.transports.cuda_ipc import CudaIpcReceiver
-
-            return CudaIpcReceiver()
-
-
-def release_all(config: WeightSyncConfig, owner: str) -> None:
-    """Remove what `owner` published and nobody removed, as after a crash; of shared memory, also what any other run
-    left whose processes are all gone."""
-    from weight_sync.transports import filesystem, shared_memory
-
-    shared_memory.release_all(owner)
-    shared_memory.sweep()
-    if config.directory is not None:
-        filesystem.release_all(Path(config.directory), owner)
+            return cuda_ipc.CudaIpcReceiver()

@@ -42,7 +42,7 @@ from scripts.launch.training import train
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
-from weight_sync.transports.registry import release_all
+from weight_sync.transports.cleanup import release_all
 
 logger = logging.getLogger(__name__)
 

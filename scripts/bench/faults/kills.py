@@ -21,7 +21,7 @@ from scripts.bench.faults.whole_run import WholeRun
 from scripts.launch.workers import owner
 from trainer.tracking.recorder import TRAJECTORIES
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
-from weight_sync.transports.shared_memory import DIRECTORY
+from weight_sync.transports.cleanup import DIRECTORY
 
 AT_ANY_MOMENT = "whole run killed"
 LONGEST_WAIT_S = 6.0

@@ -21,6 +21,7 @@ from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.weight_sync.gaps import MIN_GAPS, Interval
 from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
+from weight_sync.transports.cleanup import release_all
 
 if TYPE_CHECKING:  # these import torch and vLLM, whose environment variables must be set before
     from scripts.bench.weight_sync.engine import TimedEngine
@@ -130,7 +131,6 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
     import torch
 
     from scripts.bench.weight_sync.weights import SIZES, Memcpy, Publisher, make_weights
-    from weight_sync.transports import shared_memory
     from weight_sync.transports.registry import make_sender
 
     size, owner = SIZES[size_millions].for_device(device), f"bench-{os.getpid()}"
@@ -160,7 +160,7 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
             )
         finally:
             engine.shutdown()
-            shared_memory.release_all(owner)
+            release_all(WeightSyncConfig(), owner)
 
 
 def start_engine(size: "Size", model_path: str, device: str, dtype: str) -> "TimedEngine":

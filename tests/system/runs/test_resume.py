@@ -11,7 +11,7 @@ from scripts.audit import audit
 from scripts.launch.workers import owner
 from tests.support.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, small, started
 from trainer.tracking.sinks import read_metrics
-from weight_sync.transports.shared_memory import DIRECTORY
+from weight_sync.transports.cleanup import DIRECTORY
 
 pytestmark = pytest.mark.slow
 

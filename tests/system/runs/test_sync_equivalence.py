@@ -27,7 +27,7 @@ from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunCounts
 from trainer.worker.recovery import RecoveringUpdater
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.transports.registry import release_all
+from weight_sync.transports.cleanup import release_all
 
 STEPS = 4
 OVERRIDES = [

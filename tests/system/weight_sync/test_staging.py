@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.fakes import make_manifest, make_tag
-from weight_sync.protocol import Checksums, Manifest, NamedTensors, ReceivingWorker
+from weight_sync.protocol import Checksums, Load, Manifest, ReceivingWorker
 from weight_sync.receiver.vllm_receiver import Staging
 from weight_sync.transports import registry
 
@@ -18,9 +17,7 @@ from weight_sync.transports import registry
 class NoTensors:
     """A receiver that has come to the end at once."""
 
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         load(iter(()))
         assert manifest.checksums is not None
         return manifest.checksums

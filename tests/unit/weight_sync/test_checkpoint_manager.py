@@ -1,140 +1,18 @@
-"""The weight update as a transaction, told by the order of its events. What may fail is in test_update_failures."""
+"""The weight update as a transaction, as the order of its events. What may fail is in test_update_failures."""
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from configs.schema import Staging, WeightSyncConfig
-from rollout.fleet.fleet import ReplicaFleet
-from rollout.router import ReplicaRouter
-from tests.support.fakes import make_manifest, make_tag, run_virtual
-from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import CommitReport, Manifest, PublishOrder, ReplicaStatus, UpdateReport, WeightTag
+from configs.schema import Staging
+from tests.support.fakes import run_virtual, settle
+from tests.support.updates import WHOLE, Scene
+from weight_sync.checkpoint_manager import WeightUpdateError
+from weight_sync.protocol import UpdateReport
 
-DEADLINES = {"stage_timeout_s": 100.0, "pause_timeout_s": 10.0, "swap_timeout_s": 50.0}
-HANGS = "hangs"
-
-
-class FakePart:
-    """Every phase takes `seconds[phase]`. Its first call then has the first of `faults[phase]`, and so on.
-
-    Events: "<name>.<phase>", and then "... done", or "... cancelled".
-    """
-
-    def __init__(self, name: str, events: list[str]):
-        self.name = name
-        self.seconds: dict[str, float] = {}
-        self.faults: dict[str, list[Any]] = {}
-        """Errors, or HANGS."""
-        self._events = events
-
-    async def _do(self, phase: str) -> None:
-        self._events.append(f"{self.name}.{phase}")
-        faults = self.faults.get(phase)
-        fault = faults.pop(0) if faults else None
-        try:
-            await asyncio.sleep(1e6 if fault is HANGS else self.seconds.get(phase, 0))
-        except asyncio.CancelledError:
-            self._events.append(f"{self.name}.{phase} cancelled")
-            raise
-        if isinstance(fault, Exception):
-            raise fault
-        self._events.append(f"{self.name}.{phase} done")
-
-
-class FakeSource(FakePart):
-    global_steps = 7
-    """Optimizer steps taken."""
-    checksum: int | None = None
-    """What it says it sent; None is the truth."""
-
-    def __init__(self, name: str, events: list[str]):
-        super().__init__(name, events)
-        self.orders: list[tuple[Any, int | None]] = []
-
-    async def publish(self, order: PublishOrder) -> Manifest:
-        self.orders.append((order.receivers, order.base))
-        await self._do("publish")
-        return replace(make_manifest(order.global_steps), nbytes=3_000_000)
-
-    async def send(self, manifest: Manifest) -> int:
-        await self._do("send")
-        return make_tag(manifest.global_steps).checksum if self.checksum is None else self.checksum
-
-
-class FakeTarget(FakePart):
-    num_workers = 1
-    tears = False
-    """A commit that fails leaves it torn."""
-    frozen = False
-    pause_mode: str | None = None
-    frozen_s = 0.0
-
-    def __init__(self, name: str, events: list[str]):
-        super().__init__(name, events)
-        self.set_state(-1, torn=False)
-
-    def set_state(self, version: int, torn: bool) -> None:
-        frozen = self.frozen or torn
-        self.state = ReplicaStatus(
-            name=self.name, global_steps=version, pause_mode=self.pause_mode, torn=torn, frozen=frozen
-        )
-
-    async def stage(self, manifest: Manifest) -> None:
-        await self._do("stage")
-
-    async def commit(self, tag: WeightTag) -> CommitReport:
-        torn = self.tears
-        try:
-            await self._do("commit")
-            if tag != make_tag(tag.global_steps):
-                raise ValueError(f"published was {tag.checksum}")
-            torn = False
-        finally:
-            self.set_state(tag.global_steps, torn)
-        return CommitReport(pause_s=self.frozen_s, swap_s=self.frozen_s / 2)
-
-    async def receive(self, manifest: Manifest) -> CommitReport:
-        await self._do("receive")
-        self.set_state(manifest.global_steps, torn=False)
-        return CommitReport(pause_s=self.frozen_s, swap_s=self.frozen_s / 2)
-
-    async def status(self) -> ReplicaStatus:
-        await self._do("status")
-        return self.state
-
-    async def progress(self, known: object) -> None:
-        raise OSError("it tells nothing")
-
-    def kill(self) -> None:
-        self._events.append(f"{self.name}.kill")
-
-
-class Scene:
-    """A source and two replicas; what they and the fleet did, in order. One replica is enough."""
-
-    def __init__(self, staging: Staging = Staging.host) -> None:
-        self.events: list[str] = []
-        self.source = FakeSource("trainer", self.events)
-        self.a, self.b = FakeTarget("a", self.events), FakeTarget("b", self.events)
-        self.router = ReplicaRouter(["a", "b"], max_inflight=8)
-        self.fleet = ReplicaFleet([self.a, self.b], self.router, 1, self.events.append, serving=0)  # pyright: ignore
-        self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(staging=staging, **DEADLINES))
-
-    def update(self, *versions: int | None) -> list[UpdateReport]:
-        async def main() -> list[UpdateReport]:
-            return [await self.manager.update_weights(version) for version in versions]
-
-        return run_virtual(main())
-
-    def of(self, name: str) -> list[str]:
-        return [event.removeprefix(f"{name}.") for event in self.events if event.startswith(f"{name}.")]
-
-
-WHOLE = ["stage", "stage done", "commit", "commit done"]
+BOTH, ONLY_B = {"a": 1, "b": 1}, {"b": 1}
+OUT = OSError("out")
 
 
 @pytest.fixture
@@ -246,3 +124,129 @@ def test_the_report_has_the_seconds_of_every_phase(scene: Scene, monkeypatch: py
         "weight_sync/megabytes": 3,
         "weight_sync/failures": 0,
     }
+
+
+# -- replicas that catch up with the trainer, and take the others along so that no version descends --------------------
+
+
+def versions(scene: Scene) -> tuple[int, int]:
+    return scene.a.state.global_steps, scene.b.state.global_steps
+
+
+def test_where_the_others_have_the_trainers_present_weights_only_those_named_are_brought_up(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.manager.update_weights(7)
+        await scene.fleet.eject("b", OUT)
+        scene.events.clear()
+        report = await scene.manager.catch_up(["b"])
+        assert report is not None and report.global_steps == scene.source.global_steps == 7
+        assert [update.name for update in report.replicas] == ["b"]
+
+    run_virtual(main())
+    assert (scene.of("a"), scene.of("b")) == ([], WHOLE) and scene.router.healthy == ["a", "b"]
+    assert scene.source.orders[1:] == [(ONLY_B, None)], "a replica may be new under an old name: no base"
+
+
+def test_where_the_trainer_is_ahead_of_the_others_they_are_taken_along(scene: Scene) -> None:
+    scene.a.seconds["stage"] = 5
+
+    async def main() -> None:
+        await scene.manager.update_weights(6)
+        await scene.fleet.eject("b", OUT)
+        catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+        await asyncio.sleep(4)
+        assert versions(scene) == (6, 7) and scene.router.healthy == ["a"], "b waits for a"
+        assert await catching_up is not None
+        assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
+        assert scene.source.orders == [(BOTH, None), (BOTH, None)]
+        await scene.manager.catch_up(["b"])
+        assert scene.source.orders[2:] == [(ONLY_B, None)], "a has it by now"
+
+    run_virtual(main())
+
+
+def test_who_is_pinned_is_not_taken_along(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.manager.update_weights(6)
+        assert await scene.fleet.pin(1, "it evaluates") == ["b"]
+        await scene.manager.catch_up(["a"])
+        assert versions(scene) == (7, 6) and scene.router.healthy == ["a"]
+
+    run_virtual(main())
+
+
+def test_between_a_step_and_its_update_too(scene: Scene) -> None:
+    """The step holds `publishing`, and who waits for it comes before the update that follows."""
+
+    async def main() -> None:
+        await scene.manager.update_weights(7)
+        await scene.fleet.eject("b", OUT)
+        async with scene.manager.publishing:
+            catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+            await settle()
+            scene.source.global_steps = 8
+        await catching_up
+        assert versions(scene) == (8, 8)
+
+    run_virtual(main())
+
+
+def test_catching_up_waits_for_an_update_under_way_and_the_next_update_for_it(scene: Scene) -> None:
+    scene.b.seconds["stage"] = 5
+
+    async def main() -> None:
+        updates = scene.manager.update_weights(7), scene.manager.catch_up(["b"]), scene.manager.update_weights(8)
+        await asyncio.gather(*updates)
+
+    run_virtual(main())
+    assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 3
+    assert (scene.of("a"), scene.of("b")) == (WHOLE * 2, WHOLE * 3)
+    assert [base for _, base in scene.source.orders] == [None, None, 7]
+
+
+def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.manager.update_weights(7)
+        await scene.fleet.eject("b", OUT)
+        scene.b.faults["stage"] = [OSError(), OSError()]
+        report = await scene.manager.catch_up(["b"])
+        assert report is not None and (report.failures, report.replicas) == (2, ())
+        assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
+        await scene.fleet.lose("b", OSError("died"))
+        assert await scene.manager.catch_up(["b"]) is None
+        assert len(scene.source.orders) == 3
+
+    run_virtual(main())
+
+
+def test_who_cannot_be_taken_along_goes_out_of_service(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.manager.update_weights(6)
+        await scene.fleet.eject("b", OUT)
+        scene.a.faults["stage"] = [OSError(), OSError()]
+        report = await scene.manager.catch_up(["b"])
+        assert report is not None and report.failures == 2
+        assert scene.router.healthy == ["b"] and scene.fleet.targets == [scene.a, scene.b]
+        await scene.manager.update_weights(8)
+        assert scene.router.healthy == ["a", "b"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("sendings", "publications"), [([], [OUT]), ([OUT], [None, OUT])])
+def test_when_it_is_done_again_after_the_trainer_failed_nobody_is_left_behind(
+    sendings: list[OSError], publications: list[OSError | None], scene: Scene
+) -> None:
+    """As when a train worker is lost: before anything was sent, or in it, so that all are out of service."""
+
+    async def main() -> None:
+        await scene.manager.update_weights(6)
+        await scene.fleet.eject("b", OUT)
+        scene.source.faults = {"send": sendings, "publish": publications}
+        with pytest.raises(WeightUpdateError, match="publish on trainer failed"):
+            await scene.manager.catch_up(["b"])
+        assert versions(scene) == (6, 6)
+        await scene.manager.catch_up(["b"])
+        assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
+
+    run_virtual(main())

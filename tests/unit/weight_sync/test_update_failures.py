@@ -7,8 +7,8 @@ import pytest
 
 from configs.schema import WeightSyncConfig
 from rollout.errors import TooFewReplicasError
-from tests.support.fakes import run_virtual
-from tests.unit.weight_sync.test_checkpoint_manager import HANGS, WHOLE, Scene
+from tests.support.fakes import now, run_virtual
+from tests.support.updates import HANGS, WHOLE, Scene
 from weight_sync.checkpoint_manager import WeightUpdateError
 
 DEADLINE_OF = {
@@ -36,11 +36,6 @@ def scene() -> Scene:
     return Scene()
 
 
-def of_fleet(scene: Scene) -> list[str]:
-    """What the fleet told, and whom it killed."""
-    return [event for event in scene.events if " " in event.replace(" done", "").replace(" cancelled", "")]
-
-
 # -- one replica -------------------------------------------------------------------------------------------------------
 
 
@@ -51,7 +46,7 @@ def test_a_replica_that_fails_once_is_tried_again_alone_and_costs_a_count(phase:
     [report] = scene.update(1)
     assert (report.failures, {update.name for update in report.replicas}) == (1, {"a", "b"})
     assert report.gauges()["weight_sync/failures"] == 1
-    assert of_fleet(scene) == [f"b is out of service: {reason_of(phase, fault)}", "b is back in service"]
+    assert scene.of_fleet() == [f"b is out of service: {reason_of(phase, fault)}", "b is back in service"]
     assert scene.router.healthy == ["a", "b"] and scene.b.state.global_steps == 1
     assert scene.of("a") == WHOLE
     ended = [f"{phase} cancelled"] if fault is HANGS else []
@@ -68,10 +63,10 @@ def test_a_whole_replica_that_fails_twice_stays_out_and_comes_back_with_the_next
         report = await scene.manager.update_weights(1)
         assert ([update.name for update in report.replicas], report.failures) == (["a"], 2)
         assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
-        assert of_fleet(scene) == [f"b is out of service: {phase} on b failed: OSError: broken"]
+        assert scene.of_fleet() == [f"b is out of service: {phase} on b failed: OSError: broken"]
         report = await scene.manager.update_weights(2)
         assert ({update.name for update in report.replicas}, report.failures) == ({"a", "b"}, 0)
-        assert of_fleet(scene)[1:] == ["b is back in service"] and scene.router.healthy == ["a", "b"]
+        assert scene.of_fleet()[1:] == ["b is back in service"] and scene.router.healthy == ["a", "b"]
 
     run_virtual(main())
 
@@ -83,7 +78,7 @@ def test_a_whole_replica_that_misses_two_updates_in_a_row_is_given_up(misses: tu
             scene.b.faults["stage"] = [BROKEN, BROKEN] if version in misses else []
             await scene.manager.update_weights(version)
         given_up = "b is given up: stage on b failed: OSError: broken"
-        assert (given_up in of_fleet(scene)) == (misses == (1, 2))
+        assert (given_up in scene.of_fleet()) == (misses == (1, 2))
         assert scene.fleet.targets == ([scene.a] if misses == (1, 2) else [scene.a, scene.b])
 
     run_virtual(main())
@@ -94,7 +89,7 @@ def test_a_torn_replica_is_given_up(scene: Scene) -> None:
     [report] = scene.update(1)
     assert [update.name for update in report.replicas] == ["a"]
     error = "commit on b failed: OSError: broken"
-    assert of_fleet(scene) == [f"b is out of service: {error}", f"b is given up: {error}"]
+    assert scene.of_fleet() == [f"b is out of service: {error}", f"b is given up: {error}"]
     assert scene.events[-1] == "b.kill" and scene.fleet.targets == [scene.a] and scene.router.healthy == ["a"]
 
 
@@ -172,7 +167,7 @@ def test_a_replica_that_died_after_its_commit_is_not_said_to_be_back(scene: Scen
         await asyncio.sleep(2)
         await scene.fleet.lose("b", RuntimeError("b died"))
         await updating
-        assert of_fleet(scene) == ["b is given up: b died"] and scene.router.healthy == ["a"]
+        assert scene.of_fleet() == ["b is given up: b died"] and scene.router.healthy == ["a"]
 
     run_virtual(main())
 
@@ -199,7 +194,7 @@ def test_weights_that_were_not_sent_are_not_committed_and_are_sent_again_to_all(
     [report] = scene.update(1)
     assert report.failures == 2 and scene.router.healthy == ["a", "b"]
     out = [f"{name} is out of service: {reason_of('send', fault)}" for name in "ab"]
-    assert of_fleet(scene) == [*out, "a is back in service", "b is back in service"]
+    assert scene.of_fleet() == [*out, "a is back in service", "b is back in service"]
     assert scene.of("a") == scene.of("b") == ["stage", "stage done", *WHOLE]
 
 
@@ -218,6 +213,50 @@ def test_a_trainer_that_cannot_publish_again_for_the_replica_that_failed_ends_th
         assert scene.router.healthy == ["a"] and scene.a.state.global_steps == 1
         assert (await scene.manager.update_weights(2)).failures == 0
         assert scene.router.healthy == ["a", "b"]
+
+    run_virtual(main())
+
+
+# -- a replica that fails while the others wait for it -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_faults", "served"), [(1, "acb"), (2, "ac")])
+def test_one_that_does_not_come_keeps_the_others_waiting_neither_now_nor_in_the_second_try(
+    num_faults: int, served: str
+) -> None:
+    async def main() -> None:
+        scene = Scene(names="abc", meeting=True)
+        scene.b.faults = {"stage": [BROKEN] * num_faults, "status": [BROKEN]}
+        report = await scene.manager.update_weights(1)
+        assert now() < 1, "nobody waited for a deadline"
+        assert [update.name for update in report.replicas] == list(served)
+        assert scene.router.healthy == sorted(served)
+        tried = [{"a": 1, "b": 1, "c": 1}, {"a": 1, "c": 1}, {"b": 1}]
+        assert [receivers for receivers, _ in scene.source.orders] == tried
+        assert "b is out of service: stage on b failed: OSError: broken" in scene.events
+
+    run_virtual(main())
+
+
+def test_a_replica_that_has_staged_when_the_sending_is_stopped_reports_why(scene: Scene) -> None:
+    scene.source.seconds["send"], scene.b.seconds["stage"], scene.b.faults["stage"] = 50, 5, [BROKEN]
+    [report] = scene.update(1)
+    assert report.failures == 2 and scene.router.healthy == ["a", "b"]
+    assert "a is out of service: send on trainer was stopped: b failed" in scene.events
+    assert [event for event in scene.of("trainer") if "send " in event] == ["send cancelled"] + 2 * ["send done"]
+
+
+def test_two_that_fail_in_turn_cost_the_others_nothing() -> None:
+    """b fails, then c, which b's failure had stopped. b is well again; c fails once more, and the next update too."""
+
+    async def main() -> None:
+        scene = Scene(names="abcd", meeting=True)
+        for version in (1, 2):
+            scene.b.faults, scene.targets[2].faults = {"stage": [BROKEN]}, {"stage": [BROKEN] * 3}
+            report = await scene.manager.update_weights(version)
+            assert sorted(update.name for update in report.replicas) == ["a", "b", "d"] == scene.router.healthy
+        given_up = [event for event in scene.events if "given up" in event]
+        assert given_up == ["c is given up: stage on c failed: OSError: broken"]
 
     run_virtual(main())
 

@@ -30,7 +30,8 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.metrics import to_floats
 from trainer.worker.recovery import RecoveringWorkers, TrainWorkersLostError
 from trainer.worker.worker_group import TrainWorkerGroup
-from weight_sync.transports.registry import make_sender, release_all
+from weight_sync.transports.cleanup import release_all
+from weight_sync.transports.registry import make_sender
 
 OWNER = "worker-death"
 NUM_STEPS, KILLED_IN = 6, 3

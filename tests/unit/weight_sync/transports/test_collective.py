@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from tests.support.fakes import make_manifest
 from tests.support.transport_cases import Fleet, Weights, local_store, receive, weights  # noqa: F401
-from weight_sync.protocol import Checksums, Manifest, Meeting, NamedTensors, ReceivingWorker
+from weight_sync.protocol import Checksums, Load, Manifest, Meeting, NamedTensors, ReceivingWorker
 from weight_sync.transports import process_group as group
 from weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
 from weight_sync.transports.process_group import Transfer
@@ -105,7 +104,7 @@ def test_a_member_that_dies_before_it_has_connected_is_heard_of_at_once() -> Non
 
     def join() -> None:
         try:
-            with group.Membership(CPU).joined(meeting, 0):
+            with group.Membership(CPU).transfer(meeting, 0):
                 pass
         except RuntimeError as error:
             errors.append(str(error))
@@ -117,7 +116,7 @@ def test_a_member_that_dies_before_it_has_connected_is_heard_of_at_once() -> Non
     Transfer(other, meeting, 1).meet("")
     time.sleep(0.3)
     assert joining.is_alive()
-    group.tell_failure(other, "0001", "a worker 0 is gone")
+    group.report_failure(other, "0001", "a worker 0 is gone")
     joining.join(60)
     assert errors == ["a worker 0 is gone"] and time.monotonic() - began < 10
 
@@ -167,9 +166,7 @@ class Failing:
     def __init__(self) -> None:
         self._receiver = CollectiveReceiver()
 
-    def receive(
-        self, manifest: Manifest, worker: ReceivingWorker, load: Callable[[NamedTensors], None]
-    ) -> tuple[Checksums, ...]:
+    def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         def load_one(tensors: NamedTensors) -> None:
             if manifest.global_steps == 2:
                 next(tensors)

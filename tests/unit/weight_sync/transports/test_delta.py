@@ -19,14 +19,14 @@ from tests.support.transport_cases import (
     weights,
 )
 from weight_sync.protocol import Changes, NamedTensors, RankFile, TensorEntry
-from weight_sync.transports import delta, shared_memory
+from weight_sync.transports import cleanup, delta
 from weight_sync.transports.delta import DeltaReceiver, DeltaSender
 from weight_sync.transports.filesystem import FilesystemReceiver
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
     return tmp_path
 
 
@@ -262,7 +262,7 @@ def test_a_byte_that_changed_on_the_way_names_its_tensor(directory: Path) -> Non
     trainer = fleet(directory)
     manifest = trainer.publish(weights(1), 1, {"a": 1})
     [changes] = manifest.located(Changes)
-    path = Path(changes.inner.located(RankFile)[0].file)
+    path = Path(changes.inner.located(RankFile)[0].path)
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(RuntimeError, match="came with checksums"):

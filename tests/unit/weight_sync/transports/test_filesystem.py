@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from tests.support.transport_cases import Fleet, Weights, assert_same, load_with, receive, rows_of, weights
 from weight_sync.protocol import Manifest, NamedTensors, RankFile
-from weight_sync.transports import filesystem
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
 
 
@@ -34,7 +33,7 @@ def test_each_rank_writes_its_rows_as_anyone_reads_safetensors(num_ranks: int, t
     assert version.name.startswith("v7-")
     for rank in range(num_ranks):
         path = version / f"rank_{rank}of{num_ranks}.safetensors"
-        assert manifest.located(RankFile)[rank].file == str(path)
+        assert manifest.located(RankFile)[rank].path == str(path)
         found = load_file(path)
         assert_same({name: found[name] for name in new}, {n: rows_of(t, rank, num_ranks) for n, t in new.items()})
 
@@ -47,7 +46,7 @@ def test_the_version_published_last_is_kept_and_a_mapping_of_the_one_before_stay
         name, embed = next(reading)
         second = trainer.publish(weights(2), 2, {})
         assert files(tmp_path) == sorted(
-            str(Path(location.file).relative_to(tmp_path)) for location in second.located(RankFile)
+            str(Path(location.path).relative_to(tmp_path)) for location in second.located(RankFile)
         )
         assert len(list((tmp_path / "run").iterdir())) == 1
         assert_same({name: embed, **dict(reading)}, weights(1))
@@ -87,7 +86,7 @@ def test_a_reader_beside_the_writer_sees_the_version_before_whole_and_nothing_of
 def next_version(manifest: Manifest, directory: Path) -> Manifest:
     """As one would say it who knew the name of what is being written."""
     [folder] = [path for path in (directory / "run").iterdir() if path.name.startswith("v2-")]
-    places = [replace(place, file=str(folder / Path(place.file).name)) for place in manifest.located(RankFile)]
+    places = [RankFile(str(folder / Path(place.path).name)) for place in manifest.located(RankFile)]
     return replace(manifest, global_steps=2, locations=tuple(places))
 
 
@@ -129,7 +128,7 @@ def test_readers_cannot_write_into_the_weights_of_others(tmp_path: Path) -> None
 def test_a_byte_that_changed_names_its_tensor(tmp_path: Path) -> None:
     trainer = fleet(tmp_path, num_ranks=2)
     manifest = trainer.publish(weights(1), 1, {})
-    path = Path(manifest.located(RankFile)[1].file)
+    path = Path(manifest.located(RankFile)[1].path)
     content = bytearray(path.read_bytes())
     content[content.index(weights(1)["large"][25:].numpy().tobytes()) + 9] ^= 1
     path.write_bytes(content)
@@ -139,7 +138,7 @@ def test_a_byte_that_changed_names_its_tensor(tmp_path: Path) -> None:
 
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     manifest = fleet(tmp_path).publish(weights(1), 1, {})
-    path = Path(manifest.located(RankFile)[0].file)
+    path = Path(manifest.located(RankFile)[0].path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match=f"{path} is not what was written"):
         receive(FilesystemReceiver(), manifest)
@@ -166,18 +165,10 @@ def test_a_publication_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     trainer.shards = lambda *_: lambda: iter([("embed", torch.zeros(1))])  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="expected 70 bytes of"):
         trainer.publish(weights(2), 2, {})
-    assert files(tmp_path) == [str(Path(manifest.located(RankFile)[0].file).relative_to(tmp_path))]
+    assert files(tmp_path) == [str(Path(manifest.located(RankFile)[0].path).relative_to(tmp_path))]
     assert_same(receive(FilesystemReceiver(), manifest), weights(1))
 
 
 def test_a_dtype_that_safetensors_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight_sync\.transport=filesystem: w is complex64"):
         fleet(tmp_path).publish({"w": torch.zeros(2, dtype=torch.complex64)}, 1, {})
-
-
-def test_release_all_takes_the_owners_files_and_no_others(tmp_path: Path) -> None:
-    for owner in ("run", "run-2"):
-        fleet(tmp_path, owner=owner).publish(weights(1), 1, {})
-    filesystem.release_all(tmp_path, "run")
-    filesystem.release_all(tmp_path, "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["run-2"]

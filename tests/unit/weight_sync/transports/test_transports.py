@@ -7,7 +7,7 @@ import torch
 
 from tests.support.transport_cases import RECEIVERS, local_store, make_fleet, receive, rows_of, weights  # noqa: F401
 from weight_sync.protocol import GpuMemory, Manifest
-from weight_sync.transports import shared_memory
+from weight_sync.transports import cleanup
 from weight_sync.transports.checksums import checksum
 from weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("local_store")
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
     return tmp_path
 
 

@@ -1,0 +1,77 @@
+"""Which replicas an update tries together and how often, and which of those that failed may stay."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weight_sync.failure_policy import Misses, Retries, may_continue
+from weight_sync.protocol import ReplicaStatus
+
+Attempt = tuple[str, str | None]
+"""(replicas that fail, the one whose failure stops the sending)"""
+WELL: Attempt = ("", None)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "tried", "missed"),
+    [
+        ([WELL], ["abc"], ""),
+        ([("b", None), WELL], ["abc", "b"], ""),
+        ([("b", None), ("b", None)], ["abc", "b"], "b"),
+        ([("abc", None), WELL], ["abc", "abc"], ""),
+        ([("abc", "b"), WELL, WELL], ["abc", "ac", "b"], ""),
+        ([("abc", "b"), ("ac", "c"), WELL, WELL, WELL], ["abc", "ac", "a", "b", "c"], ""),
+        ([("ab", "b"), WELL, ("b", "b")], ["abc", "a", "b"], "b"),
+        ([("ab", "b"), ("a", "a"), ("b", "b"), ("a", "a")], ["abc", "a", "b", "a"], "ba"),
+    ],
+    ids=["none", "once", "twice", "the trainer", "one stops all", "one after another", "stops and misses", "two miss"],
+)
+def test_a_replica_is_tried_once_more_after_those_that_it_made_fail(
+    attempts: list[Attempt], tried: list[str], missed: str
+) -> None:
+    retries, groups, found = Retries("abc"), [], []
+    for group, (failed, stopped_by) in zip(retries, attempts, strict=True):
+        groups.append("".join(sorted(group)))
+        found += sorted(retries.record(set(failed), stopped_by))
+    assert (groups, found) == (tried, list(missed))
+
+
+@given(names=st.sets(st.sampled_from("abcdef"), min_size=1), data=st.data())
+def test_whatever_fails_every_replica_is_served_or_missed_and_has_two_tries_of_its_own(
+    names: set[str], data: st.DataObject
+) -> None:
+    retries, served, missed, own_failures = Retries(names), set[str](), set[str](), dict.fromkeys(names, 0)
+    for group in retries:
+        failed = data.draw(st.sets(st.sampled_from(sorted(group))))
+        stopped_by = data.draw(st.sampled_from([None, *sorted(failed)]))
+        for name in failed if stopped_by is None else {stopped_by}:
+            own_failures[name] += 1
+        served |= group - failed
+        missed |= retries.record(failed, stopped_by)
+    assert served | missed == names and not served & missed
+    assert all((own_failures[name] == 2) == (name in missed) and own_failures[name] <= 2 for name in names)
+
+
+def test_a_replica_is_given_up_at_its_second_miss_in_a_row() -> None:
+    misses = Misses()
+    assert [misses.add("a"), misses.add("b")] == [False, False]
+    misses.clear("a")
+    misses.clear("never missed")
+    assert [misses.add("a"), misses.add("b")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("torn", "frozen", "pause_mode", "stays"),
+    [
+        (False, False, None, True),
+        (False, True, "keep", True),
+        (False, True, None, False),
+        (True, True, None, False),
+        (True, True, "keep", False),
+    ],
+)
+def test_a_replica_with_whole_weights_stays_if_it_generates_or_a_client_paused_it(
+    torn: bool, frozen: bool, pause_mode: str | None, stays: bool
+) -> None:
+    status = ReplicaStatus(name="a", global_steps=3, pause_mode=pause_mode, torn=torn, frozen=frozen)
+    assert may_continue(status) is stays

@@ -1,0 +1,72 @@
+"""What happens to replicas that fail in a weight update. It only decides; the checkpoint manager acts."""
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator
+
+from weight_sync.protocol import ReplicaStatus
+
+MISSES_IN_A_ROW = 2
+"""A replica that misses so many updates is given up: each costs the others its deadlines."""
+
+
+class Retries:
+    """Which replicas are tried together, and how often, in one update.
+
+    In a transport where all wait for one another, one failure makes others fail. So a replica that failed by itself is
+    tried once more, after those that it may have made fail, and apart from them.
+
+    Example:
+        retries = Retries(["a", "b", "c"])
+        attempts = iter(retries)
+        next(attempts)                                    # {"a", "b", "c"}
+        retries.record({"a", "b"}, stopped_by="b")        # b failed, so the trainer stopped sending to a
+        next(attempts)                                    # {"a"}
+        next(attempts)                                    # {"b"}
+        retries.record({"b"}, stopped_by="b")             # returns {"b"}: it misses this update
+        next(attempts, None)                              # None
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self._groups = deque([frozenset(names)])
+        self._failures: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[frozenset[str]]:
+        while self._groups:
+            yield self._groups.popleft()
+
+    def record(self, failed: Collection[str], stopped_by: str | None) -> set[str]:
+        """Takes note of an attempt, and returns the replicas that are not tried again.
+
+        Args:
+            failed: All that failed.
+            stopped_by: The one whose failure ended the sending, if one did: then the others that failed had to.
+        """
+        culprits = {name for name in failed if stopped_by in (None, name)}
+        self._failures.update(culprits)
+        again = frozenset(name for name in culprits if self._failures[name] == 1)
+        if victims := frozenset(failed) - culprits:
+            self._groups.appendleft(victims)
+        if again:
+            self._groups.append(again)
+        return culprits - again
+
+
+class Misses:
+    """How many updates in a row each replica has missed."""
+
+    def __init__(self) -> None:
+        self._missed: Counter[str] = Counter()
+
+    def add(self, name: str) -> bool:
+        """Whether the replica has now missed so many that it is given up."""
+        self._missed[name] += 1
+        return self._missed[name] >= MISSES_IN_A_ROW
+
+    def clear(self, name: str) -> None:
+        self._missed.pop(name, None)
+
+
+def may_continue(status: ReplicaStatus) -> bool:
+    """Whether a replica that missed an update holds whole weights and generates, or would if no client had paused it.
+    Then it completes what it has in flight, and the next update may bring it back."""
+    return not status.torn and (not status.frozen or status.pause_mode is not None)

@@ -20,7 +20,8 @@ from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.weight_sync.gaps import MIN_GAPS, Interval
-from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.protocol import UpdateReport
 from weight_sync.transports.cleanup import release_all
 
 if TYPE_CHECKING:  # these import torch and vLLM, whose environment variables must be set before

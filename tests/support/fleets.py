@@ -15,7 +15,7 @@ from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual, settle, start_group, update
-from tests.unit.weight_sync.test_checkpoint_manager import FakeSource
+from tests.support.updates import FakeSource
 from weight_sync.checkpoint_manager import CheckpointManager
 
 START_S, DRAIN_S = 10.0, 100.0

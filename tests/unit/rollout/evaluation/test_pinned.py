@@ -17,7 +17,7 @@ from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
 from tests.support.evaluations import make_evaluator
 from tests.support.fakes import now, run_virtual, settle
-from tests.unit.weight_sync.test_checkpoint_manager import DEADLINES, WHOLE, FakeSource, FakeTarget
+from tests.support.updates import DEADLINES, WHOLE, FakeSource, FakeTarget
 from weight_sync.checkpoint_manager import CheckpointManager
 
 

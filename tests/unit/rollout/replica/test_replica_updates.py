@@ -11,7 +11,7 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.router import ReplicaRouter
 from rollout.types import VersionSpan
 from tests.support.fakes import ClockedEngine, make_replica, run_virtual, start_group
-from tests.unit.weight_sync.test_checkpoint_manager import DEADLINES, FakeSource
+from tests.support.updates import DEADLINES, FakeSource
 from weight_sync.checkpoint_manager import CheckpointManager
 
 

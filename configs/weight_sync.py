@@ -73,5 +73,8 @@ class WeightSyncConfig:
     """Deadline in seconds for publishing the weights, and for each replica to stage them."""
     pause_timeout_s: float = 60.0
     """Deadline in seconds for pausing one replica, and for resuming it."""
+    prefill_grace_s: float = 5.0
+    """Seconds of a pause, less than pause_timeout_s, in which admitted requests may finish their prefill. Those that do
+    not, because no KV blocks are free for them, begin again after it."""
     swap_timeout_s: float = 120.0
     """Deadline in seconds for one replica's swap; with staging=none, for the whole transfer."""

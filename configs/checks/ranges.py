@@ -87,7 +87,8 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "weight_sync.interval": (1, None),
     "weight_sync.bucket_mb": (1, None),
     "weight_sync.stage_timeout_s": (0.1, None),
-    "weight_sync.pause_timeout_s": (10, None),  # vLLM gets 5 s of it to finish prefills
+    "weight_sync.pause_timeout_s": (10, None),
+    "weight_sync.prefill_grace_s": (0, None),
     "weight_sync.swap_timeout_s": (0.1, None),
     "checkpoint.every": (0, None),
     "checkpoint.keep_last": (1, None),

@@ -111,6 +111,9 @@ def weight_sync_problems(config: Config) -> Iterator[Problem]:
     sync, total_steps = config.weight_sync, config.trainer.total_steps
     if sync.interval > 0 and total_steps % sync.interval:
         yield Problem("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={total_steps}")
+    if sync.prefill_grace_s >= sync.pause_timeout_s:
+        allowed = f"must be less than weight_sync.pause_timeout_s={sync.pause_timeout_s}"
+        yield Problem("weight_sync.prefill_grace_s", sync.prefill_grace_s, allowed)
     if sync.pause_mode is PauseMode.wait:
         allowed = "must be keep or abort: an update that waits for the longest trajectory would stop the replica"
         yield Problem("weight_sync.pause_mode", sync.pause_mode.value, allowed)

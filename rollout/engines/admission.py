@@ -1,5 +1,5 @@
-"""Who may be inside an engine: as many requests as it runs at once, those first that have been inside before, the
-others in the order in which they come; nobody new while held."""
+"""Which requests may be inside an engine: as many as it runs at once. Continuations of requests that were inside before
+come first, the others in the order of their arrival. While the admission is held, no request enters."""
 
 import asyncio
 from collections import deque
@@ -18,13 +18,20 @@ class _Waiter:
 class Admission:
     """A request enters, is submitted to the engine, and leaves. All calls come from one event loop.
 
-    While held, nobody enters, but those inside go on. Between `enter` and `submitted` the weights cannot change,
-    because `hold` waits for everyone on that way: the cache salt that a request takes along is of the live version.
+    While held, no request enters, but those inside continue. Between `enter` and `submitted` the weights cannot change,
+    because `hold` waits for every request on that way: the cache salt that a request gets is that of the live version.
+
+    Example:
+        if await admission.enter("7"):    # waits for a seat
+            ...                           # submit it to the engine
+            admission.submitted("7")      # from here on the weights may change
+            ...                           # it generates
+            admission.leave("7")
     """
 
     def __init__(self, num_seats: int):
         self._num_seats = num_seats
-        self._widths: dict[str, int] = {}  # of everyone inside
+        self._widths: dict[str, int] = {}  # of all requests inside
         self._taken = 0  # their sum
         self._submitting: set[str] = set()
         self._waiting: deque[_Waiter] = deque()
@@ -59,13 +66,13 @@ class Admission:
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-                self._admit()  # a wide request that went may have kept a narrow one waiting
+                self._admit()  # a wide request may have kept a narrow one waiting
             self.leave(waiter.request_id)  # let in and cancelled at the same moment
             raise
 
     async def enter_again(self, request_id: str, new_id: str) -> bool:
-        """For a request inside that the engine gave back unstarted: under another name, before all that were
-        never inside."""
+        """Let a request that the engine gave back unstarted enter under another name, before all that were never
+        inside."""
         self._submitting.discard(request_id)
         width = self._widths.pop(request_id)
         self._taken -= width
@@ -91,11 +98,11 @@ class Admission:
             self._waiting.remove(waiter)
             if not waiter.answer.done():  # cancelled at the same moment
                 waiter.answer.set_result(False)
-        self._admit()  # a wide one that went may have kept a narrow one waiting
+        self._admit()  # a wide request may have kept a narrow one waiting
         return [waiter.request_id for waiter in turned]
 
     async def hold(self) -> None:
-        """Let nobody in until `release`. Holds add up. Returns when nobody is between `enter` and `submitted`."""
+        """Let no request in until `release`. Holds add up. Returns when none is between `enter` and `submitted`."""
         self._holds += 1
         try:
             await self._until(lambda: not self._submitting)
@@ -108,11 +115,11 @@ class Admission:
         self._admit()
 
     async def emptied(self) -> None:
-        """Returns when nobody is inside."""
+        """Returns when no request is inside."""
         await self._until(lambda: not self._widths)
 
     def _place(self, waiter: _Waiter) -> int:
-        """In the queue: behind its like."""
+        """Where in the queue: behind all continuations, or behind all requests."""
         return sum(other.is_continuation for other in self._waiting) if waiter.is_continuation else len(self._waiting)
 
     def _has_room(self, width: int) -> bool:
@@ -126,7 +133,7 @@ class Admission:
     def _admit(self) -> None:
         while self._waiting and self._has_room(self._waiting[0].width):
             waiter = self._waiting.popleft()
-            if waiter.answer.done():  # cancelled, and about to say so
+            if waiter.answer.done():  # cancelled, but its `enter` has not yet noticed
                 continue
             self._seat(waiter.request_id, waiter.width)
             waiter.answer.set_result(True)

@@ -1,4 +1,4 @@
-"""What a rollout engine is. `vllm.py` has the real one, `simulated.py` one with a clock and no model."""
+"""What a rollout engine is. `vllm/` has the real one, `simulated.py` one with a clock and no model."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class EngineSpec:
     """"cpu" or "cuda"."""
     dtype: str
     max_model_len: int
-    """Prompt and response tokens of one trajectory at most."""
+    """The most prompt and response tokens of one trajectory."""
     max_num_seqs: int
     kv_cache_bytes: int | None
     gpu_memory_utilization: float
@@ -27,13 +27,15 @@ class EngineSpec:
     enforce_eager: bool
     data_parallel_size: int = 1
     gpu_share: float = 1.0
-    """Of each GPU. Below 1 only with one GPU."""
+    """Share of each GPU. Below 1 only with one GPU."""
     staging_on_device: bool = False
-    """Staging memory for new weights beside the live ones, instead of in host memory."""
+    """Put staging memory on the device, next to the live weights, instead of in host memory."""
     log_stats: bool = False
     """Let the engine measure itself, for /metrics. Costs a little per step."""
+    prefill_grace_s: float = 5.0
+    """weight_sync.prefill_grace_s."""
     max_position_embeddings: int | None = None
-    """Replaces that of the model's config, which bounds max_model_len; none keeps it."""
+    """Replaces the value in the model's config, which bounds max_model_len; None keeps it."""
 
 
 class EngineDiedError(RuntimeError):
@@ -52,7 +54,7 @@ class Engine(Protocol):
     """All calls come from one event loop. Tokens in, tokens out, each tagged with the version that sampled it."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Waits while held and while `max_num_seqs` others run. Cancelling it aborts the request.
+        """Waits while the engine is held or full. Cancelling the call aborts the request.
 
         An aborted request answers with the tokens it has, none if it never ran, and finish_reason "abort".
         """
@@ -87,12 +89,12 @@ class Engine(Protocol):
         ...
 
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
-        """What these requests, where they run, have sampled after their first `known[request_id]` tokens; finish_reason
-        is "". Those that have nothing new may be left out."""
+        """What those of these requests that run have sampled after their first `known[request_id]` tokens;
+        finish_reason is "". Requests without new tokens may be left out."""
         ...
 
     async def stage(self, manifest: Manifest) -> None:
-        """Take the published weights into staging memory, while generating. Raises when they are not what was sent."""
+        """Receive published weights into staging memory, while generating. Raises when they are not what was sent."""
         ...
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
@@ -100,16 +102,16 @@ class Engine(Protocol):
         ...
 
     async def load(self, manifest: Manifest) -> list[WeightTag]:
-        """While frozen: the published weights straight into the live ones. One answer per worker."""
+        """While frozen: receive published weights straight into the live ones. One answer per worker."""
         ...
 
     async def tag_loaded(self, global_steps: int) -> None:
-        """Take the weights that it was started with for those of `global_steps`. Before the first request only."""
+        """Tag the weights that the engine was started with. Before the first request only."""
         ...
 
     @property
     def num_workers(self) -> int:
-        """How many processes hold a part of the model, or a copy."""
+        """How many processes hold a part or a copy of the model."""
         ...
 
     async def wait_dead(self) -> BaseException:
@@ -118,12 +120,12 @@ class Engine(Protocol):
 
     @property
     def usage(self) -> Usage:
-        """Of all requests, whoever sent them: agent loops, or clients over HTTP."""
+        """Usage by all requests: those of agent loops and those of clients over HTTP."""
         ...
 
     def gauges(self) -> dict[str, float]:
-        """At least `engine_requests`: how many requests began in the engine, any that began twice counted twice;
-        `running_requests` and `waiting_requests` now; `restarted_requests` where any can begin twice."""
+        """At least `engine_requests` (requests that began in the engine; one that began twice counts twice),
+        `running_requests`, `waiting_requests`, and `restarted_requests` where a request can begin twice."""
         ...
 
     def shutdown(self) -> None: ...

@@ -38,7 +38,7 @@ class _Sequence:
 
 
 class SimulatedEngine:
-    """The `Engine` protocol. `sleep` may be a virtual clock's."""
+    """The `Engine` protocol on a clock, which may be virtual."""
 
     def __init__(
         self,
@@ -49,7 +49,12 @@ class SimulatedEngine:
         swap_s: float = 0.0,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        """`length_of(request)`: how many tokens it gets. `step_s`: seconds per token, whatever the batch size."""
+        """
+        Args:
+            length_of: how many tokens a request gets.
+            step_s: seconds per token, whatever the batch size.
+            sleep: of the clock.
+        """
         self._length_of = length_of
         self._step_s = step_s
         self._swap_s = swap_s
@@ -91,7 +96,7 @@ class SimulatedEngine:
             self._admission.submitted(name)
             return await sequence.done
         except EngineDiedError as error:
-            sequence = self._running.get(name)  # None: killed as it was let in
+            sequence = self._running.get(name)  # None: killed when it was let in
             raise EngineDiedError(str(error), sequence and _completion(sequence.tokens, "")) from None
         finally:
             self._running.pop(name, None)
@@ -195,7 +200,7 @@ class SimulatedEngine:
         }
 
     def shutdown(self) -> None:
-        """As with a process that ends: whoever waits for an answer is told so."""
+        """Like the end of a process: whatever waits for an answer gets an error."""
         self.kill()
         if self._stepper is not None:
             self._stepper.cancel()
@@ -204,7 +209,7 @@ class SimulatedEngine:
         while self._running and not self._death.done():
             await self._may_step.wait()
             async with self._between_steps:
-                if not self._may_step.is_set() or not self._running:  # paused again, or all aborted, since it woke up
+                if not self._may_step.is_set() or not self._running:  # paused again, or all aborted, before it woke up
                     continue
                 stepping = list(self._running.items())
                 await self._sleep(self._step_s)

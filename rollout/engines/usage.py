@@ -1,16 +1,16 @@
-"""How much an engine had to do, and did: a speed is tokens per second of having something to do, whenever one looks."""
+"""How much an engine had to do, and did. A speed is tokens per second in which the engine had requests."""
 
 import asyncio
 
 
 class Usage:
-    """Requests that run or wait now, and since the start the time with any (`busy_s`) and that of each, summed
-    (`request_s`)."""
+    """Requests that run or wait now, and, since the start, the seconds with at least one (`busy_s`) and the seconds of
+    all requests, summed (`request_s`)."""
 
     def __init__(self) -> None:
         self.running = 0
         self.tokens = 0
-        """Sampled since the start; of a request that was cancelled, as many as were known of. Never falls."""
+        """Sampled since the start; for a request that was cancelled, as many as were known. Never falls."""
         self._busy_s = self._request_s = self._counted = 0.0
 
     def change(self, by: int) -> None:

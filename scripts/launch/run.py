@@ -134,6 +134,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         gpu_share=config.gpu_share,
         enforce_eager=rollout.enforce_eager,
         staging_on_device=config.weight_sync.staging is Staging.device,
+        prefill_grace_s=config.weight_sync.prefill_grace_s,
     )
 
 

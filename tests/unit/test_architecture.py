@@ -190,6 +190,18 @@ def test_processes_that_serve_nothing_load_neither_web_server_nor_fleet(module: 
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
+def test_the_worker_extension_that_vllm_imports_by_name_exists() -> None:
+    [name] = [
+        node.value.value
+        for node in nodes(Path("rollout/engines/vllm/engine.py"))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECEIVER"
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    module, _, receiver = name.rpartition(".")
+    found = parse(Path(module.replace(".", "/") + ".py")).body
+    assert receiver in [node.name for node in found if isinstance(node, ast.ClassDef)]
+
+
 def test_every_package_is_the_one_of_this_checkout() -> None:
     """Their names are generic: another distribution's `scripts` must not win."""
     code = f"import sys, {', '.join(PACKAGES)}; [print(sys.modules[p].__file__) for p in {PACKAGES}]"

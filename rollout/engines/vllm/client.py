@@ -1,10 +1,9 @@
-"""vLLM's AsyncLLM with admission, abort, freeze and thaw. What differs between vLLM's versions ends
-in here.
+"""vLLM's AsyncLLM with admission, abort, freeze and thaw.
 
 Facts this rests on (vLLM 0.26 to 0.33):
 - Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when a pause returns
   is wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32),
-  from counts taken behind a barrier in the output queue.
+  from token counts taken behind a barrier in the output queue.
 - The scheduler resumes kept requests with their KV cache. A request that was added but not prefilled would be prefilled
   with new weights on top of prefix blocks of old ones: so the prefix cache is salted with the version, the salt is
   chosen on the way in, and `freeze` first lets every admitted request finish its prefill.
@@ -27,36 +26,45 @@ from rollout.engines.vllm.outputs import Sampled, unstarted_answer, with_its_end
 from rollout.request_ids import ClientNames, repeated
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
-"""Since 0.32. Since 0.27 the engine can be told a version, and puts it on nothing."""
-PREFILL_GRACE_S = 5.0
-"""How long a freeze waits for admitted requests to be prefilled before it takes them back."""
+"""Since 0.32. From 0.27 on the engine takes a version, but labels no tokens with it."""
 
 
 class GatedLLM(AsyncLLM):
-    """AsyncLLM whose every client passes the admission: requests are salted with the version, and wait while held."""
+    """AsyncLLM whose every request passes the admission, is salted with the version, and waits while held.
+
+    Example of a pause:
+        await llm.admission.hold()             # no request enters any more
+        await llm.freeze(clear_cache=False)    # those inside finish their prefill, then no step runs
+        ...                                    # swap weights, set global_steps and salt
+        await llm.thaw()                       # those inside continue with their KV cache
+        llm.admission.release()
+    """
 
     admission: Admission
-    """As many requests as the engine runs at once are inside. The others wait, where they have no salt yet."""
+    """As many requests as the engine runs at once are inside. The others wait, without a salt yet."""
     global_steps: int
     salt: str
-    """Of the live weights: version and checksum, so that other weights under the same number share nothing."""
+    """Version and checksum of the live weights, so that other weights under the same number share nothing."""
     salt_prefix_cache: bool
+    prefill_grace_s: float
+    """How long a freeze waits for admitted requests to be prefilled before it takes them back."""
     client_ids: dict[str, str]
-    """Id of a request inside -> the one that its client gave it, where that differs."""
+    """Id of a request inside -> the id that its client gave it, where the two differ."""
     numbers: Iterator[int]
     withdrawn: set[str]
     frozen_at: float | None
-    """When the scheduler was told to stop, on the monotonic clock; None while it runs."""
+    """When the scheduler stopped, on the monotonic clock; None while it runs."""
     num_submitted: int
-    """Requests that reached the engine core, those submitted again after a withdrawal included."""
+    """Requests that reached the engine core; one that was taken back and submitted again counts twice."""
     num_restarted: int
-    """Those submitted again."""
+    """Requests that were submitted again."""
     usage: Usage
     counted: dict[str, int]
     """How many tokens of each request inside are in `usage`."""
 
-    def open_gate(self, max_num_seqs: int) -> None:
+    def open_gate(self, max_num_seqs: int, prefill_grace_s: float) -> None:
         self.admission = Admission(max_num_seqs)
+        self.prefill_grace_s = prefill_grace_s
         self.global_steps = -1
         self.salt = ""
         self.salt_prefix_cache = True
@@ -72,7 +80,7 @@ class GatedLLM(AsyncLLM):
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if self.salt_prefix_cache:
-                own_salt = prompt.get("cache_salt") or ""  # of a client that shares its prefixes with nobody
+                own_salt = prompt.get("cache_salt") or ""  # from a client that shares its prefixes with no other
                 prompt = {**prompt, "cache_salt": f"{self.salt}|{own_salt}"}
             self.num_submitted += 1
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -110,7 +118,7 @@ class GatedLLM(AsyncLLM):
             self.usage.change(-1)
 
     def _name_inside(self, request_id: str) -> str:
-        """Unique here: a client over HTTP may send an id again while it is in use, and so do we with one taken back."""
+        """An id that is not in use. A client over HTTP may send one twice, and a request taken back is sent again."""
         if not self.admission.has(request_id):
             return request_id
         inside_id = repeated(request_id, next(self.numbers))
@@ -118,7 +126,7 @@ class GatedLLM(AsyncLLM):
         return inside_id
 
     async def abort_requests(self, request_ids: Collection[str] | None) -> list[str]:
-        """Ends requests, waiting or running, with the tokens they have. Held, so that none is on its way in."""
+        """Ends requests, waiting or running, with the tokens they have. Only while held: none may be on its way in."""
         inside_ids = [*self.admission.waiting, *self.admission.inside]
         known = {inside: self.client_ids.get(inside, inside) for inside in inside_ids}
         if request_ids is not None:
@@ -133,7 +141,7 @@ class GatedLLM(AsyncLLM):
         return list(known.values())
 
     async def freeze(self, clear_cache: bool) -> None:
-        """While held: let those inside finish their prefill, then stop the scheduler, keeping everything."""
+        """While held: let the requests inside finish their prefill, then stop the scheduler, which keeps them."""
         if self.frozen_at is None:
             await self._finish_prefills()
             self.frozen_at = time.monotonic()
@@ -151,7 +159,7 @@ class GatedLLM(AsyncLLM):
         return time.monotonic() - frozen_at
 
     async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
-        """collective_rpc, with the answers of all data-parallel engines and not of the first alone."""
+        """collective_rpc, but with the answers of all data-parallel engines instead of the first one's."""
         call = ("collective_rpc", method, None, args, None)
         if self.vllm_config.parallel_config.data_parallel_size == 1:
             return await self.collective_rpc(method, args=args)
@@ -160,11 +168,11 @@ class GatedLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*engines) for answer in answers]
 
     def output_counts(self) -> dict[str, int]:
-        """Tokens sampled so far by each running request. Exact only while frozen."""
+        """Tokens that each running request has sampled. Exact only while frozen."""
         return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
 
     def count_tokens(self) -> None:
-        """Bring `usage` up to now. It has the tokens of an output when that is given out."""
+        """Add to `usage` the tokens that no output has delivered yet."""
         for inside_id, state in self._states().items():
             if self.admission.has(inside_id):  # a dead engine's states outlive its requests
                 self._count_tokens_of(inside_id, state.detokenizer.num_output_tokens())
@@ -180,31 +188,33 @@ class GatedLLM(AsyncLLM):
         return {self.client_ids.get(inside, inside): state for inside, state in self._states().items()}
 
     def _states(self) -> dict[str, Any]:
-        """By the id inside. Of several samples of a request, one."""
+        """By the id inside. One of a request's samples stands for all."""
         states = self.output_processor.request_states.values()
         return {state.external_req_id: state for state in states if state.external_req_id is not None}
 
     async def _finish_prefills(self) -> None:
         waited_s = 0.0
         while unstarted := self._not_prefilled():
-            if waited_s > PREFILL_GRACE_S:
+            if waited_s > self.prefill_grace_s:
                 # No KV blocks are free for them. They have no token yet, so taking them back loses nothing.
                 self.withdrawn.update(unstarted)
                 await self.abort(unstarted)
                 return
             before = time.monotonic()
-            await asyncio.sleep(0.0005)  # the engine core does not tell when a prefill ends
-            waited_s += min(time.monotonic() - before, 0.1)  # while this process stood still, it read no outputs
+            await asyncio.sleep(0.0005)  # the engine core does not report the end of a prefill
+            waited_s += min(
+                time.monotonic() - before, 0.1
+            )  # not the time in which this process had no core: it read no outputs then
 
     def _not_prefilled(self) -> list[str]:
-        """Where one of several samples (n > 1) has begun, the others' prompt is as old as its own: they are kept."""
+        """Requests of which no sample has begun: if one has, the prompt of all of them has been computed."""
         states = self.output_processor.request_states.values()
         begun = {state.external_req_id for state in states if not state.is_prefilling}
         return list(dict.fromkeys(s.external_req_id for s in states if s.external_req_id not in begun))
 
     async def _drain_outputs(self) -> None:
-        """Every output that came before the pause reply has been processed when this returns: a sentinel behind them
-        in the queue is taken only after they are."""
+        """Returns when every output that came before the reply to the pause has been processed: a sentinel behind them
+        in the queue is taken only then."""
         queue = self.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
         queue.put_nowait(EngineCoreOutputs())
         while not queue.empty():

@@ -1,4 +1,4 @@
-"""The vLLM engine: the `Engine` protocol over GatedLLM. With `gated_llm.py` the only user of vLLM's Python API."""
+"""The vLLM engine: the `Engine` protocol over GatedLLM."""
 
 import asyncio
 import pickle
@@ -34,11 +34,11 @@ class VllmEngine:
         llm = GatedLLM.from_engine_args(_engine_args(spec))
         assert isinstance(llm, GatedLLM)
         self._llm = llm
-        self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size)
+        self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size, spec.prefill_grace_s)
         self._staging_on_device = spec.staging_on_device
         self._staging: Manifest | None = None  # of the last call
         self._counts: dict[str, int] = {}  # tokens of each running request at the pause
-        self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens so far, version from there on)
+        self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (token, version from there on)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
@@ -49,7 +49,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, params, name, is_continuation=request.is_continuation):
                 final = output
         except EngineDeadError as error:
-            known = self.partials({request.request_id: 0})  # the front end outlives the core, with all its tokens
+            known = self.partials({request.request_id: 0})  # the front end outlives the core, and has all its tokens
             raise EngineDiedError("the vLLM engine core died", known.get(request.request_id)) from error
         finally:
             boundaries = self._boundaries.pop(name, [])
@@ -108,7 +108,7 @@ class VllmEngine:
         return await self._tag(manifest.global_steps, answers)
 
     async def _tag(self, global_steps: int, answers: list[Any]) -> list[WeightTag]:
-        """From the next token on, tokens are of this version."""
+        """From the next token on, tokens carry this version."""
         if self._native_versions:
             await self._llm.update_weight_version(str(global_steps))
         else:
@@ -128,7 +128,7 @@ class VllmEngine:
         return parallel.world_size * parallel.data_parallel_size
 
     async def wait_dead(self) -> BaseException:
-        # The handler of outputs is the first to see the engine core go. It exists once a request has been sent.
+        # The output handler is the first to see the engine core die. It exists once a request has been sent.
         self._llm._run_output_handler()
         assert self._llm.output_handler is not None
         await asyncio.wait([self._llm.output_handler])
@@ -150,7 +150,7 @@ class VllmEngine:
 
     async def openai_app(self, chat_template: str | None) -> Any:
         """An ASGI app over this engine; see rollout.engines.vllm.openai_app."""
-        from rollout.engines.vllm.openai_app import openai_app  # noqa: PLC0415  (takes a second, and few need it)
+        from rollout.engines.vllm.openai_app import openai_app  # takes a second, and few need it
 
         return await openai_app(self._llm, chat_template)
 
@@ -173,7 +173,7 @@ class VllmEngine:
         )
 
     def _piece(self, state: Any, name: str, start: int) -> Completion:
-        """`state`: vLLM's of a running request. Tokens, logprobs and labels change together, between two awaits."""
+        """`state`: vLLM's record of a running request, whose tokens, logprobs and labels change between two awaits."""
         token_ids = np.asarray(state.detokenizer.output_token_ids[start:], np.int32)
         end = start + len(token_ids)
         labels = state._weight_version_spans() if self._native_versions else None
@@ -186,7 +186,7 @@ class VllmEngine:
         )
 
     def _spans(self, labels: Any, boundaries: list[tuple[int, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
-        """From the engine core's labels, or, where it has none, from the counts at each update."""
+        """From the engine core's labels, or, where it has none, from the token counts at each update."""
         if self._native_versions:
             spans = [VersionSpan(s.start, s.end, int(s.version)) for s in labels or []]
         else:
@@ -215,7 +215,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         data_parallel_size=spec.data_parallel_size,
         enforce_eager=spec.enforce_eager,
         enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
         worker_extension_cls=RECEIVER,
         disable_log_stats=not spec.log_stats,
         **on_cpu,
@@ -235,5 +235,5 @@ def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:
         flat_logprobs=True,  # one list of floats, not a dictionary per token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # these are nobody else's: no deep copy
+        skip_clone=True,  # no one else holds them: no deep copy
     )

@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI-compatible app around an engine that runs already, on the same event loop.
+"""vLLM's own OpenAI-compatible app around a running engine, on the same event loop.
 
-Every route goes through GatedLLM.generate, so admission, cache salt, freeze and abort hold for HTTP as well. The names
-have moved between vLLM's versions (0.26 to 0.33 are covered).
+Every route goes through GatedLLM.generate, so admission, cache salt, freeze and abort hold for HTTP as well. Names have
+moved between vLLM's versions; 0.26 to 0.33 are covered.
 """
 
 from types import SimpleNamespace
@@ -26,11 +26,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from rollout.engines.vllm.client import GatedLLM
 
 MODEL_NAME = "policy"
-"""What clients may call the model, besides the name it was loaded by."""
+"""A name by which clients may call the model, besides its path."""
 
 
 async def openai_app(llm: GatedLLM, chat_template: str | None = None) -> FastAPI:
-    """`chat_template`: Jinja, for models whose tokenizer has none."""
+    """`chat_template` (Jinja) is for models whose tokenizer has none."""
     model = llm.model_config.model
     args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     args.model = model

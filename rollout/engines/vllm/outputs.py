@@ -1,4 +1,4 @@
-"""vLLM's answers: what is read off them, and those that we give in its place."""
+"""vLLM's outputs: what is read from them, and those that are made here in its place."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm.sampling_params import RequestOutputKind
 
 
 class Sampled:
-    """How many tokens the outputs of one request have brought, of all its samples."""
+    """Counts the tokens in the outputs of one request, over all its samples."""
 
     def __init__(self, params: Any):
         self._of_sample: dict[int, int] = {}
@@ -22,8 +22,8 @@ class Sampled:
 
 
 class _NoTokens(list[int]):
-    """Empty, and yet true: vLLM's streaming routes take an output without tokens for a part of the prefill and pass
-    it over, and with it the finish_reason of a request that was aborted before its first token."""
+    """An empty list that is true. vLLM's streaming routes take an output without tokens for a part of the prefill and
+    skip it, and with it the finish_reason of a request that was aborted before its first token."""
 
     def __bool__(self) -> bool:
         return True
@@ -37,7 +37,7 @@ def with_its_end(output: RequestOutput) -> RequestOutput:
 
 
 def unstarted_answer(request_id: str, prompt: Any, params: Any) -> RequestOutput:
-    """The answer to a request that was aborted before it ran. Lists of logprobs are there if it asked for logprobs."""
+    """The output of a request that was aborted before it ran, with lists of logprobs if it asked for them."""
     logprobs: Any = None if params.logprobs is None else FlatLogprobs() if params.flat_logprobs else []
     prompt_ids = prompt.get("prompt_token_ids")
     prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids)

@@ -208,6 +208,11 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 
+def test_a_grace_that_lasts_as_long_as_its_pause_is_refused() -> None:
+    line = "weight_sync.prefill_grace_s=60.0: must be less than weight_sync.pause_timeout_s=60.0"
+    assert line in refusal(weight_sync__prefill_grace_s=60.0)
+
+
 @pytest.mark.parametrize(
     ("values", "line"),
     [

@@ -286,4 +286,6 @@ def test_a_cancelled_update_leaves_nothing_under_way(scene: Scene) -> None:
 
 def test_every_deadline_of_the_config_is_tested_here() -> None:
     tested = {name.partition("=")[0] for deadlines in DEADLINE_OF.values() for name in deadlines.split(" and ")}
-    assert tested == {f"weight_sync.{key}" for key in WeightSyncConfig.__dataclass_fields__ if key.endswith("_s")}
+    assert tested == {
+        f"weight_sync.{key}" for key in WeightSyncConfig.__dataclass_fields__ if key.endswith("_timeout_s")
+    }

@@ -69,9 +69,7 @@ def num_preemptions() -> float:
 def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 requests want three times the cache: the engine preempts some and leaves others without a prefill, which a
     pause takes back after its grace and submits again, with the new salt."""
-    from rollout.engines.vllm import client as gated_llm
-
-    monkeypatch.setattr(gated_llm, "PREFILL_GRACE_S", 0.1)
+    monkeypatch.setattr(small_host.engine._llm, "prefill_grace_s", 0.1)
     host, chance = small_host, random.Random(3)
     requests = [request(prompt(index, 230), max_tokens=chance.randint(60, 200)) for index in range(MAX_NUM_SEQS)]
 

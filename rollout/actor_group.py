@@ -59,16 +59,9 @@ async def placed(
     end: Callable[[A], None],
     report: Callable[[str], None],
 ) -> A:
-    """An actor that has given its first answer. One that dies before is created anew, maybe on another node, up to
-    PLACEMENTS times in all.
-
-    Args:
-        end: called on every actor that is given up.
-        report: gets a sentence about each that is placed again.
-
-    Raises:
-        what the last one died of, what its constructor raised, or what `first_answer` raised.
-    """
+    """An actor that has given its first answer. One that dies before that is ended and created anew, maybe on another
+    node, up to PLACEMENTS times in all. Raises what the last one died of, or what its constructor or `first_answer`
+    raised. `report`: gets a sentence about each that is placed again."""
     placements = 0
     while True:
         placements += 1

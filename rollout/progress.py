@@ -155,23 +155,14 @@ class Progress:
         """Add what the replica reported. Deltas that do not continue what is here are ignored: a report that came
         twice, one of an attempt or a group that has ended, or an evaluation's."""
         for delta in report.deltas:
-            request_id = delta.request_id
-            group = self._groups.get(request_id.ordinal)
-            if (
-                group is None
-                or request_id.is_evaluation
-                or (group.attempt, group.replica)
-                != (
-                    request_id.attempt,
-                    replica,
-                )
-            ):
+            group, key = self._groups.get(delta.request_id.ordinal), delta.request_id.in_group
+            if group is None or group.replica != replica or group.request_id(key) != delta.request_id:
                 continue
-            record = group.records.get(request_id.in_group)
+            record = group.records.get(key)
             if record is None or record.prompt_checksum != delta.prompt_checksum:
-                group.records.pop(request_id.in_group, None)
+                group.records.pop(key, None)
                 if delta.start > 0:  # counted from the other prompt's tokens; the next report starts at 0
                     continue
-                record = group.records[request_id.in_group] = _Record(delta.prompt_checksum)
+                record = group.records[key] = _Record(delta.prompt_checksum)
             if delta.start == record.num_tokens:
                 record.append(delta.tokens)

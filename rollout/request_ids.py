@@ -6,7 +6,7 @@ they like; this module is the one place where such text is made and read.
 
 import re
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 InGroup = tuple[int, int]
 """(episode, turn): one request of a group, whatever the attempt."""
@@ -18,7 +18,7 @@ _OWN = re.compile(
 _OPENAI = re.compile(r"(?P<response>cmpl-(?P<chosen>.+))-\d+|chatcmpl-(?P<chat>.+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RequestId:
     """Which request of a run this is. `str` gives its name inside an engine.
 
@@ -44,6 +44,10 @@ class RequestId:
     def whole(self) -> Self:
         """The request that this one is a part of."""
         return replace(self, part=0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A quarter of the CPU of a dataclass's own pickling: every question for progress carries thousands of ids."""
+        return type(self), (self.ordinal, self.attempt, self.episode, self.turn, self.part, self.is_evaluation)
 
     def __str__(self) -> str:
         text = f"{'eval-' if self.is_evaluation else ''}{self.ordinal}"

@@ -58,10 +58,7 @@ class Episode:
 
 @runtime_checkable
 class AgentLoop(Protocol):
-    """A user's own is the `package.module:name` in rollout.agent_loop.
-
-    Example: `SingleTurn`, below.
-    """
+    """Makes episodes of tasks. A user's own is given by rollout.agent_loop=package.module:name."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         """Returns one episode per task, in order."""

@@ -48,11 +48,9 @@ class MultiTurn:
     ):
         """
         Args:
-            make_environment: called once per episode.
-            tokenizer: of transformers.
             max_turns: of the policy. An episode that needs more ends with "length".
-            step_timeout_s: deadline of each step of the environment. It is an argument and no config key, because
-                each environment's author knows how long its steps take.
+            step_timeout_s: deadline of each step of the environment. No config key, because the environment's author
+                passes it, who knows how long a step takes.
         """
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: must be at least 1")

@@ -56,11 +56,7 @@ class AgentWorker:
         reward: Reward | WeightedSum,
         replicas: Mapping[str, GenerateGroup],
     ):
-        """
-        Args:
-            tokenizer: of transformers.
-            replicas: by name, a callable that generates there.
-        """
+        """`tokenizer`: of transformers."""
         self._config = config
         self._tokenizer = tokenizer
         self._loop = loop
@@ -72,7 +68,6 @@ class AgentWorker:
         self._replicas[name] = generate
 
     def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
-        """See `rollout.agents.encoding.encode`."""
         return encode(self._tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
@@ -101,21 +96,13 @@ class AgentWorker:
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
-        """Run `num_samples` episodes per prompt, all at once on one replica, and score them.
-
-        Args:
-            attempt: another number in each call, since requests of a lost one may still run.
-        """
+        """Run `num_samples` episodes per prompt, all at once on one replica, and score them. `attempt`: another number
+        in each call, since requests of a lost one may still run."""
         sampling = self._with_stop(sampling)
-        tasks = [
-            task
-            for prompt in prompts
-            for task in _tasks(
-                prompt,
-                RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True),
-                [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)],
-            )
-        ]
+        tasks: list[EpisodeTask] = []
+        for prompt in prompts:
+            first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
+            tasks += _tasks(prompt, first, [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)])
         scored = await self._run(tasks, self._replicas[replica])
         samples = [_evaluated(some) for some in scored]
         return EvaluationPart(

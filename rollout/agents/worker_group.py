@@ -89,11 +89,7 @@ class AgentWorkerGroup:
         on_start: Callable[[str], Callable[[], None]],
         agent_loop: AgentLoop | None = None,
     ):
-        """
-        Args:
-            on_start: for a worker's name, what its process runs first.
-            agent_loop: sent to every worker, in place of the one in rollout.agent_loop.
-        """
+        """`on_start(name)`: what a worker's process runs first. `agent_loop`: in place of rollout.agent_loop's."""
         options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
         self._class = ray.remote(**options)(AgentWorkerActor)
         self._arguments = {"config": config, "tokenizer_path": tokenizer_path, "agent_loop": agent_loop}
@@ -104,7 +100,6 @@ class AgentWorkerGroup:
         self._rotation = Rotation(workers, self._replace)
 
     def connect(self, replica: ReplicaClient) -> None:
-        """From now on the workers can generate on this replica too."""
         self._replicas[replica.name] = replica
 
     async def encode(
@@ -178,13 +173,7 @@ class NoWorkerLeftError(RuntimeError):
 
 
 class Rotation(Generic[W]):
-    """Workers that take turns. A lost one is replaced while the others continue.
-
-    Example:
-        worker = await rotation.next()
-        rotation.lose(worker)  # its call failed because it died
-        another = await rotation.next()
-    """
+    """Workers that take turns. A lost one is replaced while the others continue."""
 
     def __init__(self, workers: Iterable[W], replace: Callable[[W], Awaitable[W]]):
         """`replace(lost)`: starts a worker in its place."""

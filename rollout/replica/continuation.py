@@ -13,14 +13,11 @@ async def generate_in_parts(
     interrupted: Callable[[RequestId], bool],
 ) -> tuple[Completion, int]:
     """Generate the request, from `request.partial` on, and again from where an update interrupted it. The response
-    limit holds over all parts.
+    limit holds over all parts. Returns the whole completion, and the number of parts that were sent.
 
     Args:
         generate: sends one part; its second argument is what was sampled before.
         interrupted: whether the abort of this part was an update's, and not a client's.
-
-    Returns:
-        the whole completion, and the number of parts that were sent.
     """
     before, sent = request.partial, 0
     while True:

@@ -151,11 +151,8 @@ class PauseControl:
         self, clear_cache: bool, before_abort: Callable[[list[str]], None] | None
     ) -> AsyncIterator[UpdateWindow]:
         """The engine is frozen inside the window, and afterwards as before, unless the window is left torn. Leaving it
-        whole heals an engine that was torn.
-
-        Args:
-            before_abort: called with the names of the running requests, which are then aborted. None keeps them.
-        """
+        whole heals an engine that was torn. `before_abort`: called with the names of the running requests, which are
+        then aborted; None keeps them."""
         async with self._turn:
             window = UpdateWindow(torn=self.torn)
             await self._close()

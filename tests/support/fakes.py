@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,9 @@ class NamedId(RequestId):
 
     name: str
     ordinal: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(NamedId, name=self.name, part=self.part), ()
 
     def __str__(self) -> str:
         return self.name

@@ -1,5 +1,7 @@
 """The name of a request inside an engine says which it is, and no HTTP client's request is taken for one of ours."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +34,8 @@ def test_a_name_by_hand(request_id: RequestId, name: str) -> None:
 
 
 @given(IDS)
-def test_every_id_is_read_from_its_name(request_id: RequestId) -> None:
-    assert RequestId.parse(str(request_id)) == request_id
+def test_every_id_is_read_from_its_name_and_sent_between_processes(request_id: RequestId) -> None:
+    assert RequestId.parse(str(request_id)) == request_id == pickle.loads(pickle.dumps(request_id))
 
 
 @given(IDS, st.sampled_from(["cmpl-{}-0", "chatcmpl-{}", "{}~1"]))

@@ -1,7 +1,9 @@
 """Replicas and pause controls over clocked engines, what they are expected to do, and how their engines fail."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial, wraps
 from typing import Any
 
 from configs.schema import PauseMode
@@ -22,6 +24,7 @@ from tests.support.fakes import (
 
 ABORT, WAIT, KEEP = PauseMode.abort, PauseMode.wait, PauseMode.keep
 MODES = list(PauseMode)
+AsyncTest = Callable[..., Awaitable[None]]
 
 
 class EngineFault(Exception):
@@ -35,16 +38,16 @@ FREEZE_FAILS: dict[str, Callable[[ClockedEngine], None]] = {
 }
 
 
-def on_engine(test: Callable[[PauseControl, ClockedEngine], Awaitable[None]], max_num_seqs: int = 8) -> None:
-    """Run the test on an engine that serves version 0, with no events yet."""
+def on_engine(*, max_num_seqs: int = 8) -> Callable[[AsyncTest], Callable[..., None]]:
+    """Makes a test of `async def test(control, engine, ...)`, on an engine at version 0, with no events yet."""
 
-    async def main() -> None:
+    async def prepare() -> tuple[PauseControl, ClockedEngine]:
         engine = ClockedEngine(max_num_seqs)
         await update_engine(engine, 0)
         engine.events.clear()
-        await test(PauseControl(engine, timeout_s=10), engine)
+        return PauseControl(engine, timeout_s=10), engine
 
-    run_virtual(main())
+    return partial(_as_test, prepare)
 
 
 async def assert_open(control: PauseControl, engine: ClockedEngine, name: str = "later") -> None:
@@ -63,22 +66,36 @@ async def assert_frozen(engine: ClockedEngine, name: str = "frozen") -> None:
 
 
 def on_replica(
-    test: Callable[[RolloutReplica, ClockedEngine], Awaitable[None]],
-    max_num_seqs: int = 8,
-    first_version: int | None = 0,
-    **config: Any,
-) -> None:
-    """Run the test on a replica that serves the first version, with no events yet."""
+    *, max_num_seqs: int = 8, first_version: int | None = 0, **config: Any
+) -> Callable[[AsyncTest], Callable[..., None]]:
+    """Makes a test of `async def test(replica, engine, ...)`. The replica serves the first version, with no events
+    yet."""
 
-    async def main() -> None:
+    async def prepare() -> tuple[RolloutReplica, ClockedEngine]:
         engine = ClockedEngine(max_num_seqs)
         replica = make_replica("replica-3", engine, **config)
         if first_version is not None:
             await update(replica, first_version)
         engine.events.clear()
-        await test(replica, engine)
+        return replica, engine
 
-    run_virtual(main())
+    return partial(_as_test, prepare)
+
+
+def _as_test(prepare: Callable[[], Awaitable[tuple[Any, ClockedEngine]]], test: AsyncTest) -> Callable[..., None]:
+    """The parameters of the test, less the two that `prepare` gives, are pytest's."""
+
+    async def main(params: dict[str, Any]) -> None:
+        await test(*await prepare(), **params)
+
+    @wraps(test)
+    def run(**params: Any) -> None:
+        run_virtual(main(params))
+
+    del run.__wrapped__
+    signature = inspect.signature(test)
+    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[2:])
+    return run
 
 
 async def assert_serves(replica: RolloutReplica, version: int) -> None:

@@ -8,32 +8,17 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
-from rollout.engines.base import EngineSpec
-from rollout.engines.simulated import SimulatedEngine
 from rollout.errors import FleetPauseError
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
+from tests.support.actors import SPEC, SimulatedActor, no_redirect
 from tests.support.fakes import answer, make_request
-from tests.system.rollout.fleet.test_cluster import SPEC, no_redirect
 
 DEADLINE_S = 120
 TIMEOUT_S = 5
 """The one that is not late is to answer in it, however busy the machine."""
-
-
-class SimulatedActor(ReplicaActor):
-    """As many tokens as a request may have, 100 a second."""
-
-    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
-        self._home = asyncio.get_running_loop()
-        self._engine = SimulatedEngine(
-            length_of=lambda request: request.sampling.max_tokens, step_s=0.01, max_num_seqs=spec.max_num_seqs
-        )
-        self._replica = RolloutReplica(self._name, self._engine, config)
-        return 1
 
 
 @pytest.fixture(scope="module")

@@ -130,78 +130,78 @@ def test_an_abort_with_the_last_token_allowed_is_the_end() -> None:
 # -- a replica with pause_mode=abort -----------------------------------------------------------------------------------
 
 
-def test_for_an_engine_that_can_only_abort_a_trajectory_is_continuation_from_its_tokens() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 7, 3)
-        for version, moment in ((1, 1.5), (2, 4.25)):
-            await asyncio.sleep(moment - now())
-            await update(replica, version)
-        first, second = await group
-        assert first.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1), VersionSpan(3, 7, 2))
-        assert second.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1))
-        assert first.token_ids.tolist() == [0, 1, 1, 2, 2, 2, 2] and len(first.logprobs) == 7
-        assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
-        stats = await replica.stats()
-        assert (stats["trajectories"], stats["aborted"], stats["tokens"]) == (2, 0, 10)
-        assert (stats["continued"], stats["engine_requests"], stats["prompt_tokens"]) == (3, 5, 4)
-        await assert_serves(replica, 2)
-
-    on_replica(test, pause_mode=PauseMode.abort)
-
-
-def test_what_an_update_interrupted_is_continuation_before_those_that_wait_for_a_seat() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 4, 2)
-        for version, moment in ((1, 1.5), (2, 4.25)):
-            await asyncio.sleep(moment - now())
-            await update(replica, version)
-        first, second = await group
-        assert first.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1), VersionSpan(3, 4, 2))
-        assert second.spans == (VersionSpan(0, 2, 2),)
-        assert (await replica.stats())["continued"] == 2, "and those that wait are left alone"
-
-    on_replica(test, max_num_seqs=1, pause_mode=PauseMode.abort)
+@on_replica(pause_mode=PauseMode.abort)
+async def test_for_an_engine_that_can_only_abort_a_trajectory_is_continuation_from_its_tokens(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 7, 3)
+    for version, moment in ((1, 1.5), (2, 4.25)):
+        await asyncio.sleep(moment - now())
+        await update(replica, version)
+    first, second = await group
+    assert first.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1), VersionSpan(3, 7, 2))
+    assert second.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1))
+    assert first.token_ids.tolist() == [0, 1, 1, 2, 2, 2, 2] and len(first.logprobs) == 7
+    assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
+    stats = await replica.stats()
+    assert (stats["trajectories"], stats["aborted"], stats["tokens"]) == (2, 0, 10)
+    assert (stats["continued"], stats["engine_requests"], stats["prompt_tokens"]) == (3, 5, 4)
+    await assert_serves(replica, 2)
 
 
-def test_a_trajectory_that_an_update_interrupted_is_continuation_when_the_client_resumes() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 4)
-        await asyncio.sleep(1.5)
-        await replica.pause(PauseMode.keep)
-        await update(replica, 1)
-        await asyncio.sleep(100)
-        assert not group.done()
-        await replica.resume()
-        assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
-
-    on_replica(test, pause_mode=PauseMode.abort)
-
-
-def test_an_id_that_an_update_interrupted_may_be_used_again_and_then_aborted() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 4)
-        await asyncio.sleep(1.5)
-        await update(replica, 1)
-        await group
-        again = start_group(replica, 9)
-        await asyncio.sleep(1.5)
-        await replica.abort({"0-0"})
-        assert (await again)[0].finish_reason == "abort"
-        assert (await replica.stats())["continued"] == 1
-
-    on_replica(test, pause_mode=PauseMode.abort)
+@on_replica(max_num_seqs=1, pause_mode=PauseMode.abort)
+async def test_what_an_update_interrupted_is_continuation_before_those_that_wait_for_a_seat(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 4, 2)
+    for version, moment in ((1, 1.5), (2, 4.25)):
+        await asyncio.sleep(moment - now())
+        await update(replica, version)
+    first, second = await group
+    assert first.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 3, 1), VersionSpan(3, 4, 2))
+    assert second.spans == (VersionSpan(0, 2, 2),)
+    assert (await replica.stats())["continued"] == 2, "and those that wait are left alone"
 
 
-def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 9)
-        await asyncio.sleep(1.5)
-        await update(replica, 1)
-        await asyncio.sleep(2.5)
-        assert await replica.abort({"0-0"}) == ["0-0"]
-        assert (await group)[0].finish_reason == "abort"
+@on_replica(pause_mode=PauseMode.abort)
+async def test_a_trajectory_that_an_update_interrupted_is_continuation_when_the_client_resumes(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 4)
+    await asyncio.sleep(1.5)
+    await replica.pause(PauseMode.keep)
+    await update(replica, 1)
+    await asyncio.sleep(100)
+    assert not group.done()
+    await replica.resume()
+    assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
 
-    on_replica(test, pause_mode=PauseMode.abort)
+
+@on_replica(pause_mode=PauseMode.abort)
+async def test_an_id_that_an_update_interrupted_may_be_used_again_and_then_aborted(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 4)
+    await asyncio.sleep(1.5)
+    await update(replica, 1)
+    await group
+    again = start_group(replica, 9)
+    await asyncio.sleep(1.5)
+    await replica.abort({"0-0"})
+    assert (await again)[0].finish_reason == "abort"
+    assert (await replica.stats())["continued"] == 1
+
+
+@on_replica(pause_mode=PauseMode.abort)
+async def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 9)
+    await asyncio.sleep(1.5)
+    await update(replica, 1)
+    await asyncio.sleep(2.5)
+    assert await replica.abort({"0-0"}) == ["0-0"]
+    assert (await group)[0].finish_reason == "abort"
 
 
 # -- from what was sampled elsewhere -----------------------------------------------------------------------------------

@@ -17,121 +17,120 @@ from tests.support.replicas import ABORT, KEEP, MODES, WAIT, on_engine
     ("mode", "complete_at", "running"),
     [(KEEP, 3, None), (WAIT, 6, [(6, "stop"), (4, "stop")]), (ABORT, 3, [(2, "abort"), (2, "abort")])],
 )
-def test_a_pause_returns_when_it_is_complete(
-    mode: PauseMode, complete_at: int, running: list[tuple[int, str]] | None
+@on_engine()
+async def test_a_pause_returns_when_it_is_complete(
+    control: PauseControl,
+    engine: ClockedEngine,
+    mode: PauseMode,
+    complete_at: int,
+    running: list[tuple[int, str]] | None,
 ) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        tasks = [start(engine, "a", 6), start(engine, "b", 4)]
-        await asyncio.sleep(2.5)
-        await control.pause(mode)
-        assert now() == complete_at and control.paused and control.mode is mode
-        assert [answer(task.result()) for task in tasks if task.done()] == (running or [])
-        await asyncio.sleep(100)
-        assert engine.step_starts == list(range(complete_at))
-        assert await control.resume() == 100 and not control.paused
-        assert [answer(await task) for task in tasks] == (running or [(6, "stop"), (4, "stop")])
-
-    on_engine(test)
+    tasks = [start(engine, "a", 6), start(engine, "b", 4)]
+    await asyncio.sleep(2.5)
+    await control.pause(mode)
+    assert now() == complete_at and control.paused and control.mode is mode
+    assert [answer(task.result()) for task in tasks if task.done()] == (running or [])
+    await asyncio.sleep(100)
+    assert engine.step_starts == list(range(complete_at))
+    assert await control.resume() == 100 and not control.paused
+    assert [answer(await task) for task in tasks] == (running or [(6, "stop"), (4, "stop")])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_sent_while_paused_are_frozen_can_be_aborted_and_run_after_the_resume(mode: PauseMode) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        await control.pause(mode)
-        tasks = {name: start(engine, name, 2) for name in "abc"}
-        await asyncio.sleep(50)
-        assert not any(task.done() for task in tasks.values()) and engine.step_starts == []
-        assert await control.abort({"b", "unknown"}) == ["b"]
-        ended = await tasks["b"]
-        assert answer(ended) == (0, "abort") and ended.spans == () and len(ended.logprobs) == 0
-        assert now() == 50 and control.mode is mode
-        await control.resume()
-        assert [answer(await tasks[name]) for name in "ac"] == [(2, "stop")] * 2
-        assert now() == 52
-
-    on_engine(test)
-
-
-def test_a_running_request_that_is_frozen_can_be_aborted_and_frees_its_seat() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running, waiting = start(engine, "a", 9), start(engine, "b", 2)
-        await asyncio.sleep(1.5)
-        await control.pause(KEEP)
-        assert await control.abort({"a"}) == ["a"]
-        assert answer(await running) == (2, "abort") and now() == 2
-        await asyncio.sleep(5)
-        assert not waiting.done()
-        await control.resume()
-        assert answer(await waiting) == (2, "stop")
-
-    on_engine(test, max_num_seqs=1)
+@on_engine()
+async def test_requests_sent_while_paused_are_frozen_can_be_aborted_and_run_after_the_resume(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode
+) -> None:
+    await control.pause(mode)
+    tasks = {name: start(engine, name, 2) for name in "abc"}
+    await asyncio.sleep(50)
+    assert not any(task.done() for task in tasks.values()) and engine.step_starts == []
+    assert await control.abort({"b", "unknown"}) == ["b"]
+    ended = await tasks["b"]
+    assert answer(ended) == (0, "abort") and ended.spans == () and len(ended.logprobs) == 0
+    assert now() == 50 and control.mode is mode
+    await control.resume()
+    assert [answer(await tasks[name]) for name in "ac"] == [(2, "stop")] * 2
+    assert now() == 52
 
 
-def test_aborting_some_requests_of_an_open_engine_leaves_it_open() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        tasks = {name: start(engine, name, 4) for name in "abc"}
-        await asyncio.sleep(1.5)
-        assert sorted(await control.abort({"a", "c"})) == ["a", "c"]
-        assert [answer(await tasks[name]) for name in "abc"] == [(1, "abort"), (4, "stop"), (0, "abort")]
-        assert sorted(await control.abort(None)) == [] and not control.paused and engine.events == []
+@on_engine(max_num_seqs=1)
+async def test_a_running_request_that_is_frozen_can_be_aborted_and_frees_its_seat(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    running, waiting = start(engine, "a", 9), start(engine, "b", 2)
+    await asyncio.sleep(1.5)
+    await control.pause(KEEP)
+    assert await control.abort({"a"}) == ["a"]
+    assert answer(await running) == (2, "abort") and now() == 2
+    await asyncio.sleep(5)
+    assert not waiting.done()
+    await control.resume()
+    assert answer(await waiting) == (2, "stop")
 
-    on_engine(test, max_num_seqs=2)
+
+@on_engine(max_num_seqs=2)
+async def test_aborting_some_requests_of_an_open_engine_leaves_it_open(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    tasks = {name: start(engine, name, 4) for name in "abc"}
+    await asyncio.sleep(1.5)
+    assert sorted(await control.abort({"a", "c"})) == ["a", "c"]
+    assert [answer(await tasks[name]) for name in "abc"] == [(1, "abort"), (4, "stop"), (0, "abort")]
+    assert sorted(await control.abort(None)) == [] and not control.paused and engine.events == []
 
 
-def test_twenty_streams_on_eight_seats() -> None:
+@on_engine(max_num_seqs=8)
+async def test_twenty_streams_on_eight_seats(control: PauseControl, engine: ClockedEngine) -> None:
     """FastDeploy PR 7753: eight run and get what they have, twelve wait and get an answer too, new ones run later."""
-
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        tasks = [start(engine, f"{index}", 50) for index in range(20)]
-        await asyncio.sleep(5.5)
-        await control.pause(ABORT)
-        assert now() == 6
-        answers = [answer(task.result()) for task in tasks]
-        assert answers == [(5, "abort")] * 8 + [(0, "abort")] * 12
-        later = [start(engine, f"later {index}", 3) for index in range(20)]
-        await asyncio.sleep(10)
-        assert not any(task.done() for task in later) and await control.abort({"later 19"}) == ["later 19"]
-        await control.resume()
-        assert [answer(await task) for task in later] == [(3, "stop")] * 19 + [(0, "abort")]
-        assert engine.running == []
-
-    on_engine(test, max_num_seqs=8)
+    tasks = [start(engine, f"{index}", 50) for index in range(20)]
+    await asyncio.sleep(5.5)
+    await control.pause(ABORT)
+    assert now() == 6
+    answers = [answer(task.result()) for task in tasks]
+    assert answers == [(5, "abort")] * 8 + [(0, "abort")] * 12
+    later = [start(engine, f"later {index}", 3) for index in range(20)]
+    await asyncio.sleep(10)
+    assert not any(task.done() for task in later) and await control.abort({"later 19"}) == ["later 19"]
+    await control.resume()
+    assert [answer(await task) for task in later] == [(3, "stop")] * 19 + [(0, "abort")]
+    assert engine.running == []
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_clearing_the_cache_is_told_to_the_engine_also_when_it_is_paused_already(mode: PauseMode) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        await control.pause(mode, clear_cache=True)
-        await control.resume()
-        await control.pause(mode)
-        await control.pause(mode, clear_cache=True)
-        freezes = [event for event in engine.events if event != "thaw"]
-        assert freezes == ["freeze clearing the cache", "freeze", "freeze clearing the cache"]
-        await control.resume()
-        assert answer(await start(engine, "a", 1)) == (1, "stop")
-
-    on_engine(test)
+@on_engine()
+async def test_clearing_the_cache_is_told_to_the_engine_also_when_it_is_paused_already(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode
+) -> None:
+    await control.pause(mode, clear_cache=True)
+    await control.resume()
+    await control.pause(mode)
+    await control.pause(mode, clear_cache=True)
+    freezes = [event for event in engine.events if event != "thaw"]
+    assert freezes == ["freeze clearing the cache", "freeze", "freeze clearing the cache"]
+    await control.resume()
+    assert answer(await start(engine, "a", 1)) == (1, "stop")
 
 
 # -- twice, and from mode to mode --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pausing_twice_and_resuming_twice_change_nothing(mode: PauseMode) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        assert await control.resume() == 0 and engine.events == []
-        await control.pause(mode)
-        engine.events.clear()
-        frozen = start(engine, "a", 2)
-        await settle()
-        await asyncio.gather(control.pause(mode), control.pause(mode))
-        await settle()
-        assert engine.events == [] and not frozen.done()
-        await asyncio.gather(control.resume(), control.resume())
-        assert engine.events == ["thaw"] and not control.paused
-        assert answer(await frozen) == (2, "stop")
-
-    on_engine(test)
+@on_engine()
+async def test_pausing_twice_and_resuming_twice_change_nothing(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode
+) -> None:
+    assert await control.resume() == 0 and engine.events == []
+    await control.pause(mode)
+    engine.events.clear()
+    frozen = start(engine, "a", 2)
+    await settle()
+    await asyncio.gather(control.pause(mode), control.pause(mode))
+    await settle()
+    assert engine.events == [] and not frozen.done()
+    await asyncio.gather(control.resume(), control.resume())
+    assert engine.events == ["thaw"] and not control.paused
+    assert answer(await frozen) == (2, "stop")
 
 
 @pytest.mark.parametrize(
@@ -145,28 +144,30 @@ def test_pausing_twice_and_resuming_twice_change_nothing(mode: PauseMode) -> Non
         (ABORT, WAIT, (1, "abort"), None),
     ],
 )
-def test_changing_the_mode_while_paused(
-    first: PauseMode, second: PauseMode, running: tuple[int, str], frozen: tuple[int, str] | None
+@on_engine()
+async def test_changing_the_mode_while_paused(
+    control: PauseControl,
+    engine: ClockedEngine,
+    first: PauseMode,
+    second: PauseMode,
+    running: tuple[int, str],
+    frozen: tuple[int, str] | None,
 ) -> None:
     """One request runs at the first pause, another comes after it; None: it is still frozen after the second."""
-
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        before = start(engine, "a", 6)
-        await asyncio.sleep(1.5)
-        await control.pause(first)
-        after = start(engine, "b", 3)
-        await asyncio.sleep(100)
-        await control.pause(second)
-        assert control.mode is second
-        await asyncio.sleep(100)
-        assert answer(before.result()) == running
-        assert (answer(after.result()) if after.done() else None) == frozen
-        await control.resume()
-        assert not control.paused, "one resume is enough"
-        assert answer(await after) == (frozen or (3, "stop"))
-        assert answer(await start(engine, "c", 2)) == (2, "stop")
-
-    on_engine(test)
+    before = start(engine, "a", 6)
+    await asyncio.sleep(1.5)
+    await control.pause(first)
+    after = start(engine, "b", 3)
+    await asyncio.sleep(100)
+    await control.pause(second)
+    assert control.mode is second
+    await asyncio.sleep(100)
+    assert answer(before.result()) == running
+    assert (answer(after.result()) if after.done() else None) == frozen
+    await control.resume()
+    assert not control.paused, "one resume is enough"
+    assert answer(await after) == (frozen or (3, "stop"))
+    assert answer(await start(engine, "c", 2)) == (2, "stop")
 
 
 # -- while a pause in mode wait is under way ---------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def while_waiting(test: Callable[[PauseControl, ClockedEngine, "asyncio.Task[Non
         await control.resume()
         assert answer(await start(engine, "later", 2)) == (2, "stop")
 
-    on_engine(main)
+    on_engine()(main)()
 
 
 def test_keep_is_refused_while_a_pause_waits() -> None:

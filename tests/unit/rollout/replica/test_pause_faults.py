@@ -24,76 +24,76 @@ from tests.support.replicas import (
 
 @pytest.mark.parametrize("before", [None, KEEP])
 @pytest.mark.parametrize("how", ["cancelled", "past its deadline"])
-def test_a_wait_that_ends_early_leaves_the_engine_as_it_was(how: str, before: PauseMode | None) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 50)
-        await asyncio.sleep(1.5)
-        if before is not None:
-            await control.pause(before)
-        if how == "cancelled":
-            waiting = asyncio.create_task(control.pause(WAIT))
-            await asyncio.sleep(5)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert waiting.cancelled()
-        else:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(5):
-                    await control.pause(WAIT)
-        assert control.mode is before and not running.done()
-        if before is not None:
-            await assert_frozen(engine)
-            await control.resume()
-        await assert_open(control, engine)
-        assert answer(await running) == (50, "stop")
-
-    on_engine(test)
+@on_engine()
+async def test_a_wait_that_ends_early_leaves_the_engine_as_it_was(
+    control: PauseControl, engine: ClockedEngine, how: str, before: PauseMode | None
+) -> None:
+    running = start(engine, "a", 50)
+    await asyncio.sleep(1.5)
+    if before is not None:
+        await control.pause(before)
+    if how == "cancelled":
+        waiting = asyncio.create_task(control.pause(WAIT))
+        await asyncio.sleep(5)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+    else:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await control.pause(WAIT)
+    assert control.mode is before and not running.done()
+    if before is not None:
+        await assert_frozen(engine)
+        await control.resume()
+    await assert_open(control, engine)
+    assert answer(await running) == (50, "stop")
 
 
 @pytest.mark.parametrize("how", FREEZE_FAILS)
 @pytest.mark.parametrize("mode", MODES)
-def test_an_engine_that_does_not_freeze_stays_open(mode: PauseMode, how: str) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        FREEZE_FAILS[how](engine)
-        with pytest.raises(TimeoutError if how == "hangs" else EngineFault) as raised:
-            await control.pause(mode)
-        if how == "hangs":
-            assert str(raised.value) == "pausing took longer than weight_sync.pause_timeout_s=10" and now() == 10
-        await assert_open(control, engine)
-
-    on_engine(test)
+@on_engine()
+async def test_an_engine_that_does_not_freeze_stays_open(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode, how: str
+) -> None:
+    FREEZE_FAILS[how](engine)
+    with pytest.raises(TimeoutError if how == "hangs" else EngineFault) as raised:
+        await control.pause(mode)
+    if how == "hangs":
+        assert str(raised.value) == "pausing took longer than weight_sync.pause_timeout_s=10" and now() == 10
+    await assert_open(control, engine)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_engine_that_does_not_thaw_stays_paused_until_it_does(hangs: bool) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 4)
-        await asyncio.sleep(0.5)
+@on_engine()
+async def test_an_engine_that_does_not_thaw_stays_paused_until_it_does(
+    control: PauseControl, engine: ClockedEngine, hangs: bool
+) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    await control.pause(KEEP)
+    engine.seconds["thaw"], engine.errors["thaw"] = (1e6 if hangs else 0.0), EngineFault()
+    with pytest.raises(TimeoutError if hangs else EngineFault):
+        await control.resume()
+    assert control.mode is KEEP
+    await assert_frozen(engine)
+    del engine.seconds["thaw"], engine.errors["thaw"]
+    await control.resume()
+    await assert_open(control, engine)
+    assert answer(await running) == (4, "stop")
+
+
+@on_engine()
+async def test_an_engine_that_neither_freezes_nor_thaws_can_be_opened_later(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    engine.late_errors["freeze"] = engine.errors["thaw"] = EngineFault()
+    with pytest.raises(EngineFault):
         await control.pause(KEEP)
-        engine.seconds["thaw"], engine.errors["thaw"] = (1e6 if hangs else 0.0), EngineFault()
-        with pytest.raises(TimeoutError if hangs else EngineFault):
-            await control.resume()
-        assert control.mode is KEEP
-        await assert_frozen(engine)
-        del engine.seconds["thaw"], engine.errors["thaw"]
-        await control.resume()
-        await assert_open(control, engine)
-        assert answer(await running) == (4, "stop")
-
-    on_engine(test)
-
-
-def test_an_engine_that_neither_freezes_nor_thaws_can_be_opened_later() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        engine.late_errors["freeze"] = engine.errors["thaw"] = EngineFault()
-        with pytest.raises(EngineFault):
-            await control.pause(KEEP)
-        engine.late_errors.clear()
-        engine.errors.clear()
-        await control.resume()
-        await assert_open(control, engine)
-
-    on_engine(test)
+    engine.late_errors.clear()
+    engine.errors.clear()
+    await control.resume()
+    await assert_open(control, engine)
 
 
 def test_requests_that_do_not_end_when_aborted_have_a_deadline_and_go_on() -> None:
@@ -132,182 +132,176 @@ async def tear(control: PauseControl) -> None:
         await update(control, torn=True)
 
 
-def test_nothing_moves_inside_a_window_and_everything_goes_on_after_it() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 4)
-        await asyncio.sleep(0.5)
-        async with control.update_window(clear_cache=True, before_abort=None) as window:
-            assert now() == 1 and not window.torn
-            await assert_frozen(engine)
-        assert window.frozen_s == 10 and engine.events == ["freeze clearing the cache", "thaw"]
-        await assert_open(control, engine)
-        assert answer(await running) == (4, "stop")
+@on_engine()
+async def test_nothing_moves_inside_a_window_and_everything_goes_on_after_it(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    async with control.update_window(clear_cache=True, before_abort=None) as window:
+        assert now() == 1 and not window.torn
+        await assert_frozen(engine)
+    assert window.frozen_s == 10 and engine.events == ["freeze clearing the cache", "thaw"]
+    await assert_open(control, engine)
+    assert answer(await running) == (4, "stop")
 
-    on_engine(test)
 
-
-def test_a_window_that_aborts_tells_first_whom_and_leaves_those_who_wait() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running, waiting = start(engine, "a", 9), start(engine, "b", 2)
-        await asyncio.sleep(1.5)
-        told: list[tuple[list[str], bool]] = []
-        async with control.update_window(False, lambda names: told.append((names, running.done()))):
-            assert told == [(["a"], False)] and answer(running.result()) == (1, "abort")
-        assert answer(await waiting) == (2, "stop")
-
-    on_engine(test, max_num_seqs=1)
+@on_engine(max_num_seqs=1)
+async def test_a_window_that_aborts_tells_first_whom_and_leaves_those_who_wait(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    running, waiting = start(engine, "a", 9), start(engine, "b", 2)
+    await asyncio.sleep(1.5)
+    told: list[tuple[list[str], bool]] = []
+    async with control.update_window(False, lambda names: told.append((names, running.done()))):
+        assert told == [(["a"], False)] and answer(running.result()) == (1, "abort")
+    assert answer(await waiting) == (2, "stop")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_clients_pause_outlives_updates_inside_it(mode: PauseMode) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 4)
-        await asyncio.sleep(0.5)
-        await control.pause(mode)
-        await update(control)
-        await tear(control)
-        await update(control)
-        assert control.mode is mode and not control.torn
-        await assert_frozen(engine)
+@on_engine()
+async def test_a_clients_pause_outlives_updates_inside_it(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode
+) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    await control.pause(mode)
+    await update(control)
+    await tear(control)
+    await update(control)
+    assert control.mode is mode and not control.torn
+    await assert_frozen(engine)
+    await control.resume()
+    await assert_open(control, engine)
+    assert running.done() or answer(await running) == (4, "stop")
+
+
+@on_engine()
+async def test_torn_weights_stay_frozen_until_an_update_is_whole(control: PauseControl, engine: ClockedEngine) -> None:
+    running, other = start(engine, "a", 4), start(engine, "b", 4)
+    await asyncio.sleep(0.5)
+    await tear(control)
+    assert control.paused and control.torn and control.mode is None
+    await assert_frozen(engine)
+    with pytest.raises(PauseConflictError, match="the weights are torn by a failed update: a whole update must come"):
         await control.resume()
-        await assert_open(control, engine)
-        assert running.done() or answer(await running) == (4, "stop")
-
-    on_engine(test)
-
-
-def test_torn_weights_stay_frozen_until_an_update_is_whole() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running, other = start(engine, "a", 4), start(engine, "b", 4)
-        await asyncio.sleep(0.5)
-        await tear(control)
-        assert control.paused and control.torn and control.mode is None
-        await assert_frozen(engine)
-        with pytest.raises(
-            PauseConflictError, match="the weights are torn by a failed update: a whole update must come"
-        ):
-            await control.resume()
-        with pytest.raises(PauseConflictError, match="the weights are torn: only abort can end its requests"):
-            await control.pause(WAIT)
-        assert await control.abort({"a"}) == ["a"] and answer(await running) == (1, "abort")
-        await tear(control)
-        await assert_frozen(engine)
-        await update(control)
-        await assert_open(control, engine)
-        assert answer(await other) == (4, "stop")
-
-    on_engine(test)
+    with pytest.raises(PauseConflictError, match="the weights are torn: only abort can end its requests"):
+        await control.pause(WAIT)
+    assert await control.abort({"a"}) == ["a"] and answer(await running) == (1, "abort")
+    await tear(control)
+    await assert_frozen(engine)
+    await update(control)
+    await assert_open(control, engine)
+    assert answer(await other) == (4, "stop")
 
 
 @pytest.mark.parametrize(("mode", "tokens"), [(KEEP, (4, "stop")), (ABORT, (1, "abort"))])
-def test_torn_weights_can_be_paused_and_then_both_must_end(mode: PauseMode, tokens: tuple[int, str]) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 4)
-        await asyncio.sleep(0.5)
-        await tear(control)
-        await control.pause(mode)
-        with pytest.raises(PauseConflictError):
-            await control.resume()
-        await update(control)
-        assert not control.torn and control.mode is mode
-        await assert_frozen(engine)
+@on_engine()
+async def test_torn_weights_can_be_paused_and_then_both_must_end(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode, tokens: tuple[int, str]
+) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    await tear(control)
+    await control.pause(mode)
+    with pytest.raises(PauseConflictError):
         await control.resume()
-        await assert_open(control, engine)
-        assert answer(await running) == tokens
+    await update(control)
+    assert not control.torn and control.mode is mode
+    await assert_frozen(engine)
+    await control.resume()
+    await assert_open(control, engine)
+    assert answer(await running) == tokens
 
-    on_engine(test)
 
-
-def test_a_pause_during_an_update_takes_its_turn_after_it() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 4)
-        await asyncio.sleep(0.5)
-        updating = asyncio.create_task(update(control, seconds=20))
-        await asyncio.sleep(2)
-        await control.pause(WAIT)
-        assert updating.done() and answer(await running) == (4, "stop") and control.mode is WAIT
-        await control.resume()
-        await assert_open(control, engine)
-
-    on_engine(test)
+@on_engine()
+async def test_a_pause_during_an_update_takes_its_turn_after_it(control: PauseControl, engine: ClockedEngine) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    updating = asyncio.create_task(update(control, seconds=20))
+    await asyncio.sleep(2)
+    await control.pause(WAIT)
+    assert updating.done() and answer(await running) == (4, "stop") and control.mode is WAIT
+    await control.resume()
+    await assert_open(control, engine)
 
 
 @pytest.mark.parametrize("before", [None, KEEP])
-def test_an_update_does_not_wait_for_a_pause_that_waits_nor_change_it(before: PauseMode | None) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 50)
-        await asyncio.sleep(0.5)
-        if before is not None:
-            await control.pause(before)
-        waiting = asyncio.create_task(control.pause(WAIT))
-        await asyncio.sleep(5)
-        late = start(engine, "late", 2)
-        async with asyncio.timeout(22):
-            await update(control, seconds=20)
-        assert not waiting.done() and not running.done()
+@on_engine()
+async def test_an_update_does_not_wait_for_a_pause_that_waits_nor_change_it(
+    control: PauseControl, engine: ClockedEngine, before: PauseMode | None
+) -> None:
+    running = start(engine, "a", 50)
+    await asyncio.sleep(0.5)
+    if before is not None:
+        await control.pause(before)
+    waiting = asyncio.create_task(control.pause(WAIT))
+    await asyncio.sleep(5)
+    late = start(engine, "late", 2)
+    async with asyncio.timeout(22):
+        await update(control, seconds=20)
+    assert not waiting.done() and not running.done()
+    await waiting
+    assert answer(running.result()) == (50, "stop") and control.mode is WAIT and not late.done()
+    await assert_frozen(engine)
+    await control.resume()
+    assert answer(await late) == (2, "stop")
+
+
+@on_engine()
+async def test_an_update_that_tears_the_weights_ends_a_pause_that_waits(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    running = start(engine, "a", 50)
+    await asyncio.sleep(0.5)
+    waiting = asyncio.create_task(control.pause(WAIT))
+    await asyncio.sleep(5)
+    await tear(control)
+    with pytest.raises(PauseConflictError, match="the weights are torn: a pause that waited was given up"):
         await waiting
-        assert answer(running.result()) == (50, "stop") and control.mode is WAIT and not late.done()
-        await assert_frozen(engine)
-        await control.resume()
-        assert answer(await late) == (2, "stop")
-
-    on_engine(test)
-
-
-def test_an_update_that_tears_the_weights_ends_a_pause_that_waits() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        running = start(engine, "a", 50)
-        await asyncio.sleep(0.5)
-        waiting = asyncio.create_task(control.pause(WAIT))
-        await asyncio.sleep(5)
-        await tear(control)
-        with pytest.raises(PauseConflictError, match="the weights are torn: a pause that waited was given up"):
-            await waiting
-        assert control.mode is None
-        await assert_frozen(engine)
-        await update(control)
-        await assert_open(control, engine)
-        assert answer(await running) == (50, "stop")
-
-    on_engine(test)
+    assert control.mode is None
+    await assert_frozen(engine)
+    await update(control)
+    await assert_open(control, engine)
+    assert answer(await running) == (50, "stop")
 
 
 @pytest.mark.parametrize("how", FREEZE_FAILS)
-def test_a_window_into_which_the_engine_does_not_freeze_leaves_it_open_and_whole(how: str) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        FREEZE_FAILS[how](engine)
-        with pytest.raises(TimeoutError if how == "hangs" else EngineFault):
-            await update(control)
-        assert not control.torn
-        await assert_open(control, engine)
-
-    on_engine(test)
+@on_engine()
+async def test_a_window_into_which_the_engine_does_not_freeze_leaves_it_open_and_whole(
+    control: PauseControl, engine: ClockedEngine, how: str
+) -> None:
+    FREEZE_FAILS[how](engine)
+    with pytest.raises(TimeoutError if how == "hangs" else EngineFault):
+        await update(control)
+    assert not control.torn
+    await assert_open(control, engine)
 
 
 @pytest.mark.parametrize("how", FREEZE_FAILS)
-def test_torn_weights_stay_torn_when_the_next_update_cannot_even_freeze(how: str) -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        await tear(control)
-        FREEZE_FAILS[how](engine)
-        with pytest.raises(TimeoutError if how == "hangs" else EngineFault):
-            await update(control)
-        assert control.torn
-        await assert_frozen(engine)
-        for faults in (engine.errors, engine.late_errors, engine.seconds):
-            faults.clear()
+@on_engine()
+async def test_torn_weights_stay_torn_when_the_next_update_cannot_even_freeze(
+    control: PauseControl, engine: ClockedEngine, how: str
+) -> None:
+    await tear(control)
+    FREEZE_FAILS[how](engine)
+    with pytest.raises(TimeoutError if how == "hangs" else EngineFault):
         await update(control)
-        await assert_open(control, engine)
+    assert control.torn
+    await assert_frozen(engine)
+    for faults in (engine.errors, engine.late_errors, engine.seconds):
+        faults.clear()
+    await update(control)
+    await assert_open(control, engine)
 
-    on_engine(test)
 
-
-def test_an_engine_that_did_not_thaw_after_an_update_is_open_after_the_next() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine) -> None:
-        engine.errors["thaw"] = EngineFault()
-        with pytest.raises(EngineFault):
-            await update(control)
-        engine.errors.clear()
+@on_engine()
+async def test_an_engine_that_did_not_thaw_after_an_update_is_open_after_the_next(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    engine.errors["thaw"] = EngineFault()
+    with pytest.raises(EngineFault):
         await update(control)
-        await assert_open(control, engine)
-
-    on_engine(test)
+    engine.errors.clear()
+    await update(control)
+    await assert_open(control, engine)

@@ -65,85 +65,80 @@ def test_what_is_told_is_a_beginning_of_the_answer(
                 assert known == len(completion.token_ids) and told.completion.finish_reason == "stop"
         assert (await replica.progress({})).tokens == sum(lengths)
 
-    on_replica(test, max_num_seqs=2, pause_mode=mode)
+    on_replica(max_num_seqs=2, pause_mode=mode)(test)()
 
 
-def test_the_end_of_a_request_is_told_twice_and_then_forgotten() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await replica.generate_group([make_request("3-0", 1)])
-        assert (await replica.progress({})).deltas == (), "nobody had asked"
-        group = asyncio.create_task(replica.generate_group([make_request("3-0", 1), make_request("3-1", 4)]))
-        await asyncio.sleep(2.5)
-        for _ in range(2):
-            report = await replica.progress({SECOND: 2})
-            assert [(p.request_id, p.start, p.tokens.finish_reason) for p in report.deltas] == [(FIRST, 0, "stop")]
-            assert (report.running, report.tokens, report.paused) == (1, 4, False)
-        assert (await replica.progress({SECOND: 2})).deltas == ()
-        await replica.pause(PauseMode.keep)
-        assert (await replica.progress({SECOND: 2})).paused
-        await replica.resume()
-        await group
-
-    on_replica(test)
-
-
-def test_a_request_that_waits_is_told_of_once() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = asyncio.create_task(replica.generate_group([make_request("3-0", 9), make_request("3-1", 9)]))
-        for seconds, told in ((0.5, {"3-0": 0, "3-1": 0}), (1.0, {"3-0": 1}), (1.0, {"3-0": 2})):
-            await asyncio.sleep(seconds)
-            deltas = (await replica.progress({})).deltas
-            assert {str(partial.request_id): len(partial.tokens.token_ids) for partial in deltas} == told
-        assert await replica.abort(["3-1"]) == ["3-1"], "it can be ended although it has no token"
-        await replica.abort()
-        await group
-
-    on_replica(test, max_num_seqs=1)
+@on_replica()
+async def test_the_end_of_a_request_is_told_twice_and_then_forgotten(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    await replica.generate_group([make_request("3-0", 1)])
+    assert (await replica.progress({})).deltas == (), "nobody had asked"
+    group = asyncio.create_task(replica.generate_group([make_request("3-0", 1), make_request("3-1", 4)]))
+    await asyncio.sleep(2.5)
+    for _ in range(2):
+        report = await replica.progress({SECOND: 2})
+        assert [(p.request_id, p.start, p.tokens.finish_reason) for p in report.deltas] == [(FIRST, 0, "stop")]
+        assert (report.running, report.tokens, report.paused) == (1, 4, False)
+    assert (await replica.progress({SECOND: 2})).deltas == ()
+    await replica.pause(PauseMode.keep)
+    assert (await replica.progress({SECOND: 2})).paused
+    await replica.resume()
+    await group
 
 
-def test_a_request_that_went_on_here_tells_only_what_is_new() -> None:
+@on_replica(max_num_seqs=1)
+async def test_a_request_that_waits_is_told_of_once(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    group = asyncio.create_task(replica.generate_group([make_request("3-0", 9), make_request("3-1", 9)]))
+    for seconds, told in ((0.5, {"3-0": 0, "3-1": 0}), (1.0, {"3-0": 1}), (1.0, {"3-0": 2})):
+        await asyncio.sleep(seconds)
+        deltas = (await replica.progress({})).deltas
+        assert {str(partial.request_id): len(partial.tokens.token_ids) for partial in deltas} == told
+    assert await replica.abort(["3-1"]) == ["3-1"], "it can be ended although it has no token"
+    await replica.abort()
+    await group
+
+
+@on_replica()
+async def test_a_request_that_went_on_here_tells_only_what_is_new(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
     """Unless it is asked by somebody who knows less than it started with."""
-
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        had = make_completion([7, 8], [0, 0], "")
-        request = replace(make_request("3.1-0", 5), partial=had)
-        group = asyncio.create_task(replica.generate_group([request]))
-        await asyncio.sleep(1.5)
-        (piece,) = (await replica.progress({RETRIED: 2})).deltas
-        assert (piece.start, piece.tokens.token_ids.tolist()) == (2, [0])
-        (piece,) = (await replica.progress({RETRIED: 1})).deltas
-        assert (piece.start, piece.tokens.token_ids.tolist()) == (1, [8, 0])
-        (completion,) = await group
-        assert completion.token_ids.tolist() == [7, 8, 0, 0, 0]
-        assert (await replica.stats())["tokens"] == 3, "sampled here"
-
-    on_replica(test)
+    had = make_completion([7, 8], [0, 0], "")
+    request = replace(make_request("3.1-0", 5), partial=had)
+    group = asyncio.create_task(replica.generate_group([request]))
+    await asyncio.sleep(1.5)
+    (piece,) = (await replica.progress({RETRIED: 2})).deltas
+    assert (piece.start, piece.tokens.token_ids.tolist()) == (2, [0])
+    (piece,) = (await replica.progress({RETRIED: 1})).deltas
+    assert (piece.start, piece.tokens.token_ids.tolist()) == (1, [8, 0])
+    (completion,) = await group
+    assert completion.token_ids.tolist() == [7, 8, 0, 0, 0]
+    assert (await replica.stats())["tokens"] == 3, "sampled here"
 
 
-def test_a_request_that_was_complete_when_it_was_lost_costs_no_engine_request() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        had = make_completion([7, 8], [0, 0], "")
-        (completion,) = await replica.generate_group([replace(make_request("3.1-0", 2), partial=had)])
-        assert completion.token_ids.tolist() == [7, 8] and completion.finish_reason == "length"
-        stats = await replica.stats()
-        assert stats["engine_requests"] - stats["trajectories"] - stats["continued"] == 0, "nothing was sent twice"
+@on_replica()
+async def test_a_request_that_was_complete_when_it_was_lost_costs_no_engine_request(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    had = make_completion([7, 8], [0, 0], "")
+    (completion,) = await replica.generate_group([replace(make_request("3.1-0", 2), partial=had)])
+    assert completion.token_ids.tolist() == [7, 8] and completion.finish_reason == "length"
+    stats = await replica.stats()
+    assert stats["engine_requests"] - stats["trajectories"] - stats["continued"] == 0, "nothing was sent twice"
 
-    on_replica(test)
 
-
-def test_what_a_dying_engine_had_sampled_can_still_be_told() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await replica.progress({})
-        had = replace(make_request("3.1-0", 9), partial=make_completion([7], [0], ""))
-        group = asyncio.create_task(replica.generate_group([had, make_request("3.1-1", 9)]))
-        await asyncio.sleep(2.5)
-        engine.kill()
-        with pytest.raises(EngineDiedError):
-            await group
-        report = await replica.progress({RETRIED: 2})
-        told = {
-            str(p.request_id): (p.start, p.tokens.token_ids.tolist(), p.tokens.finish_reason) for p in report.deltas
-        }
-        assert told == {"3.1-0": (2, [0], ""), "3.1-1": (0, [0, 0], "")}
-
-    on_replica(test)
+@on_replica()
+async def test_what_a_dying_engine_had_sampled_can_still_be_told(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    await replica.progress({})
+    had = replace(make_request("3.1-0", 9), partial=make_completion([7], [0], ""))
+    group = asyncio.create_task(replica.generate_group([had, make_request("3.1-1", 9)]))
+    await asyncio.sleep(2.5)
+    engine.kill()
+    with pytest.raises(EngineDiedError):
+        await group
+    report = await replica.progress({RETRIED: 2})
+    told = {str(p.request_id): (p.start, p.tokens.token_ids.tolist(), p.tokens.finish_reason) for p in report.deltas}
+    assert told == {"3.1-0": (2, [0], ""), "3.1-1": (0, [0, 0], "")}

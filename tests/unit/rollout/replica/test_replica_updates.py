@@ -39,19 +39,6 @@ def on_replicas(test: Callable[[Setup], Awaitable[None]], mode: PauseMode = Paus
     run_virtual(main())
 
 
-def test_they_generate_through_an_update_and_then_serve_the_new_version() -> None:
-    async def test(setup: Setup) -> None:
-        groups = [start_group(replica, 5, 3) for replica in setup.replicas]
-        await asyncio.sleep(1.5)
-        await setup.manager.update_weights(1)
-        assert [status.global_steps for status in await setup.control.statuses()] == [1, 1]
-        for group in groups:
-            long, short = await group
-            assert (long.token_ids.tolist(), short.token_ids.tolist()) == ([0, 0, 1, 1, 1], [0, 0, 1])
-
-    on_replicas(test)
-
-
 def test_a_driver_that_goes_away_leaves_them_open_and_whole() -> None:
     """One of them stages, the other is in the midst of its pause."""
 

@@ -1,0 +1,60 @@
+"""Replicas in real Ray actors, without a model, and what stands around them."""
+
+import asyncio
+from typing import Any
+
+from configs.schema import WeightSyncConfig
+from rollout.actor_group import ReplicaClient
+from rollout.engines.base import EngineSpec
+from rollout.engines.simulated import SimulatedEngine
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.health import HealthMonitor
+from rollout.fleet.monitor import FleetMonitor
+from rollout.replica.replica import RolloutReplica
+from rollout.replica.replica_group import ReplicaActor
+
+SPEC = EngineSpec(
+    model_path="",
+    device="cpu",
+    dtype="float32",
+    max_model_len=128,
+    max_num_seqs=8,
+    kv_cache_bytes=None,
+    gpu_memory_utilization=0.5,
+    tensor_parallel_size=1,
+    enforce_eager=True,
+)
+
+
+class SimulatedActor(ReplicaActor):
+    """As many tokens as a request may have, 100 a second."""
+
+    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
+        self._home = asyncio.get_running_loop()
+        self._engine = SimulatedEngine(
+            length_of=lambda request: request.sampling.max_tokens, step_s=0.01, max_num_seqs=spec.max_num_seqs
+        )
+        self._replica = RolloutReplica(self._name, self._engine, config)
+        return 1
+
+
+class NoAgents:
+    """In place of the agent workers: notes which replicas are made known to them."""
+
+    def __init__(self) -> None:
+        self.connected: list[str] = []
+
+    def connect(self, replica: ReplicaClient) -> None:
+        self.connected.append(replica.name)
+
+
+def no_redirect(_name: str) -> Any:
+    return nothing
+
+
+def nothing() -> None:
+    pass
+
+
+def monitor_of(fleet: ReplicaFleet) -> FleetMonitor:
+    return FleetMonitor(fleet, HealthMonitor(timeout_s=60, slow_factor=None), interval_s=1.0)

@@ -67,7 +67,7 @@ def _run(config: Config, device: str, run_dir: Path, checkpoint: "Checkpoint | N
         resumed = None if checkpoint is None else read(checkpoint)
         if resumed is None and config.resume == "auto":
             recorder.restore(recorder.state(), BEFORE_THE_FIRST)  # remove what a run without a checkpoint left
-        summary = run_async(run(config, device, run_dir, console, recorder, resumed))
+        summary = run_async(run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed))
         with failed.tolerated(CURVE_FILE):
             plot_curve(run_dir / METRICS_FILE, run_dir / CURVE_FILE, title=f"{run_dir.name}")
         console.message(

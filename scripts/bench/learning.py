@@ -40,10 +40,8 @@ from scripts.bench.common import show_table, write_json
 from scripts.launch import models
 from scripts.launch.cluster import cluster, resolve_device
 from scripts.launch.data import load_rows
-from scripts.launch.parts import Parts
-from scripts.launch.run import owner, start
-from scripts.launch.training import train
-from scripts.launch.workers import make_workers
+from scripts.launch.run import train
+from scripts.launch.start import StartedRun, make_workers, owner, start
 from trainer.tracking.console import PlainConsole
 from trainer.worker.recovery import RecoveringUpdater
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -104,16 +102,17 @@ def final(curve: Curve) -> tuple[float, float]:
     return curve.accuracy[last], curve.seconds[last]
 
 
-async def train_arm(config: Config, parts: Parts, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
+async def train_arm(config: Config, parts: StartedRun, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
     """Train with new train workers from the seed's warm model."""
     await parts.control.pause(PauseMode.wait, clear_cache=True)  # no prefix of the arm before may be reused
     await parts.control.resume()
-    workers = make_workers(config, "cpu", run_dir, parts.store, console)
+    workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
     try:
         await workers.setup(policy_path)
         curve = Curve()
         manager = RecoveringUpdater(CheckpointManager(workers, parts.fleet, config.weight_sync), workers)
-        await train(config, replace(parts, workers=workers, manager=manager), console, curve)  # pyright: ignore
+        started = replace(parts, workers=workers, manager=manager)
+        await train(config, started, console=console, recorder=curve)  # pyright: ignore[reportArgumentType]
         return curve
     finally:
         workers.kill()
@@ -128,7 +127,7 @@ async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[d
             console = PlainConsole(base.trainer.total_steps, log)
             async with cluster(base, resolve_device(base)):
                 try:
-                    parts = await start(base, "cpu", run_dir, load_rows(base), console)
+                    parts = await start(base, "cpu", run_dir, rows=load_rows(base), console=console)
                     parts.workers.kill()
                     for seed in range(num_seeds):
                         config = replace(base, seed=seed)

@@ -12,10 +12,10 @@ from rollout.evaluation.evaluator import Evaluation
 from rollout.failures import FailureBudget
 from rollout.replica.replica_group import create_replicas
 from rollout.router import ReplicaRouter
-from scripts.launch import run
 from scripts.launch.cluster import cluster, output_to
 from scripts.launch.data import encode_rows, held_out_rows
-from scripts.launch.training import make_evaluator
+from scripts.launch.driver import make_evaluator
+from scripts.launch.models import boot_model, engine_spec, policy_model
 from trainer.tracking.console import PlainConsole
 
 
@@ -29,9 +29,9 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[st
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     async with cluster(config, device):
-        model_path = await run.policy_model(config, await run.boot_model(config, run_dir), console)
+        model_path = await policy_model(config, await boot_model(config, run_dir), console)
         console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
-        spec, on_start = run.engine_spec(config, device, model_path), output_to(run_dir)
+        spec, on_start = engine_spec(config, device, model_path), output_to(run_dir)
         replicas = create_replicas(config.rollout.num_replicas, spec, on_start)
         clients = [replica.client for replica in replicas]
         agents = AgentWorkerGroup(config=config, tokenizer_path=model_path, replicas=clients, on_start=on_start)
@@ -41,7 +41,9 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[st
         encoded = await encode_rows(config, agents, "held-out", rows, console)
         router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
         failures = FailureBudget(config.rollout.max_failed_rewards, len(encoded) * config.evaluation.samples)
-        evaluator = make_evaluator(config, encoded, router, agents, failures, router.remove)
+        evaluator = make_evaluator(
+            config, rows=encoded, router=router, runner=agents, failures=failures, on_lost=router.remove
+        )
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()
         evaluation = await evaluator.evaluate()

@@ -1,36 +1,104 @@
-"""Which model folder a run starts from. The tiny model is made in Ray tasks, so that the driver needs no torch."""
+"""Which model a run starts from: the tiny one that the project makes, a Hugging Face model or an exported checkpoint.
 
+Models are made and exported in Ray tasks, so that the driver needs no torch.
+"""
+
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from configs.schema import Config
+import ray
+
+from configs.checkpoint import is_checkpoint
+from configs.runtime.deadline import within
+from configs.schema import Config, ModelKind, Staging
+from configs.validate import ConfigError
 from rollout.data.arithmetic import Problem, demonstrations, split_problems
+from rollout.engines.base import EngineSpec
+from scripts.export_hf import export, find_checkpoint
+from trainer.checkpoint.store import CheckpointError
+from trainer.tracking.console import Console
 
 if TYPE_CHECKING:
     from trainer.tiny.warmup import WarmupSpec
 
 NUM_VAL = 256
 DATA_SEED = 1234
-"""Of the arithmetic problems: one for all runs, so that runs of different seeds are asked the same questions."""
+"""Seed of the arithmetic problems: the same for all runs, so that runs of different seeds get the same questions."""
 CLEAN_SHARE = 0.8125
-"""Of the warm-up: correct worked answers first, which teach the form quickly, then sloppy ones."""
+"""Share of the warm-up that uses correct worked answers, which teach the form quickly; sloppy ones follow."""
 REPORT_EVERY = 50
 WARMUP_THREADS = 2
-"""Replicas and train workers start beside it, and then wait for it: the second core has nothing else to do."""
+"""Replicas and train workers start during the warm-up and then wait for it, so that two cores are free for it."""
+
+
+def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
+    rollout = config.rollout
+    return EngineSpec(
+        model_path=model_path,
+        device=device,
+        dtype=rollout.dtype.value,
+        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_position_embeddings=config.model.max_position_embeddings,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        data_parallel_size=rollout.data_parallel_size,
+        gpu_share=config.gpu_share,
+        enforce_eager=rollout.enforce_eager,
+        staging_on_device=config.weight_sync.staging is Staging.device,
+        prefill_grace_s=config.weight_sync.prefill_grace_s,
+    )
+
+
+async def boot_model(config: Config, run_dir: Path) -> str:
+    """The folder or hub name that engines load: the policy, or for the tiny model an untrained one of its shape."""
+    make, path = ray.remote(num_cpus=1)(untrained_tiny_model), run_dir / "untrained_model"
+    if config.model.kind is ModelKind.hf:
+        assert config.model.path is not None
+        if not is_checkpoint(Path(config.model.path).expanduser()):
+            return config.model.path
+        make, path = ray.remote(num_cpus=1)(_exported_model), run_dir / "exported_model"
+    shutil.rmtree(path, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
+    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {path.name}"):
+        return await make.remote(config, path)
+
+
+async def policy_model(config: Config, boot_path: str, console: Console) -> str:
+    """The folder or hub name of what is trained, evaluated or served. Warms the tiny model up."""
+    policy_path = boot_path
+    if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
+        warm_up = ray.remote(num_cpus=1, num_returns="streaming")(warm_tiny_model)
+        async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
+            event = await reference
+            if isinstance(event, str):
+                policy_path = event
+            else:
+                console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
+    return policy_path
+
+
+def _exported_model(config: Config, folder: Path) -> str:
+    """Writes a checkpoint of this project in the form that transformers and vLLM load. Raises ConfigError."""
+    try:
+        export(find_checkpoint(Path(config.model.path or "").expanduser()), folder, "float32")
+    except CheckpointError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    return str(folder)
 
 
 def arithmetic_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """(train, held-out), disjoint by question."""
+    """Returns (train, held-out), which share no question."""
     return split_problems(config.data.num_train, NUM_VAL, DATA_SEED)
 
 
 def untrained_tiny_model(config: Config, folder: Path) -> str:
-    """A folder with the tokenizer and architecture of `warm_tiny_model` and random weights: made in a second, so that
-    engines can start on it while the warm-up runs. They get the real weights with the first update."""
-    from trainer.tiny.model import save_tiny_model  # noqa: PLC0415  (imports torch)
+    """Makes a folder with the tokenizer and architecture of `warm_tiny_model` and random weights, within a second."""
+    from trainer.tiny.model import save_tiny_model
 
     spec = _warmup_spec(config)
     corpus = [spec.prompt(question) + answer for question, answer in _demonstrations(config)]
@@ -39,13 +107,13 @@ def untrained_tiny_model(config: Config, folder: Path) -> str:
 
 
 def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
-    """Yields (steps done, loss) now and then, and last the folder of the warm model, from the cache if it is there."""
-    from trainer.tiny.warmup import ensure_warm_model  # noqa: PLC0415  (imports torch)
+    """Yields (steps done, loss) now and then, and last the folder of the warm model, which may come from the cache."""
+    from trainer.tiny.warmup import ensure_warm_model
 
     events: SimpleQueue[tuple[int, float] | str | BaseException] = SimpleQueue()
 
     def work() -> None:
-        import torch  # noqa: PLC0415
+        import torch
 
         torch.set_num_threads(WARMUP_THREADS)
         try:
@@ -70,15 +138,11 @@ def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
 
 
 def _warmup_spec(config: Config) -> "WarmupSpec":
-    from trainer.tiny.model import ModelSize  # noqa: PLC0415  (imports torch)
-    from trainer.tiny.warmup import WarmupSpec  # noqa: PLC0415
+    from trainer.tiny.model import ModelSize
+    from trainer.tiny.warmup import WarmupSpec
 
     size = ModelSize(hidden_size=config.model.hidden_size, num_layers=config.model.num_layers)
-    return WarmupSpec(
-        seed=config.seed,
-        size=size,
-        prompt_template=config.data.prompt_template,
-    )
+    return WarmupSpec(seed=config.seed, size=size, prompt_template=config.data.prompt_template)
 
 
 def _demonstrations(config: Config) -> list[tuple[str, str]]:

@@ -1,193 +1,168 @@
-"""One run: starts what it needs in the order that overlaps the most, trains, and ends everything."""
+"""A training run from its first process to its summary."""
 
 import asyncio
-import shutil
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from configs.checkpoint import CHECKPOINTS, is_checkpoint
-from configs.runtime.deadline import within
-from configs.schema import Config, ModelKind, Staging
-from configs.validate import ConfigError
-from rollout.agents.loop import AgentLoop
-from rollout.agents.worker_group import AgentWorkerGroup
-from rollout.engines.base import EngineSpec
+from configs.runtime.tasks import run_with_background
+from configs.schema import Config
+from rollout.evaluation.pinned import PinnedEvaluator
+from rollout.fleet.app import fleet_app
 from rollout.http.gateway import gateway_app
 from rollout.http.server import listen, served, url_of
-from rollout.prompts import EncodedRow, Row
-from rollout.replica.replica_group import ReplicaActor, create_replicas
-from scripts.export_hf import export, find_checkpoint
-from scripts.launch import models
-from scripts.launch.cluster import cluster, output_to
-from scripts.launch.data import encode_rows, load_rows
-from scripts.launch.elastic import ReplicaStarter, fleet_socket
-from scripts.launch.healing import make_fleet, make_monitor_and_operator
-from scripts.launch.parts import Parts
-from scripts.launch.resume import Resumed
-from scripts.launch.training import train
-from scripts.launch.workers import make_workers, owner
-from trainer.checkpoint.store import CheckpointError, CheckpointStore
+from rollout.http.unix_socket import linked_socket
+from rollout.snapshot import OtherPromptsError, capture, encode, restore
+from scripts.fleet import SOCKET_FILE
+from scripts.launch.cluster import cluster
+from scripts.launch.data import load_rows
+from scripts.launch.driver import make_evaluator, make_rollouts
+from scripts.launch.resume import ROLLOUTS, Resumed
+from scripts.launch.start import StartedRun, owner, start
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.loop import TrainLoop
 from trainer.tracking.console import Console
 from trainer.tracking.recorder import RunRecorder
-from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers
-from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.cleanup import release_all
 
 
-async def run(  # noqa: PLR0913
+async def run(
     config: Config,
     device: str,
     run_dir: Path,
+    *,
     console: Console,
     recorder: RunRecorder,
     resumed: Resumed | None = None,
 ) -> dict[str, Any]:
-    """Returns the summary. Whatever goes wrong anywhere is raised here, after everything has been ended."""
-    rows = load_rows(config)  # a malformed row is an error before anything starts
-    listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
-    release_all(config.weight_sync, owner(run_dir))  # what a killed process of this run left
-    console.stage("starting Ray")
-    async with cluster(config, device):
-        try:
-            parts = await start(config, device, run_dir, rows, console, resumed=resumed)
-            async with fleet_socket(parts.operator, run_dir):
-                if listener is None:
-                    return await train(config, parts, console, recorder, resumed)
-                control = gateway_app(parts.control, None, config.serve.token)
-                async with served(control, listener):
-                    console.message(f"control routes: {url_of(listener)}")
-                    return await train(config, parts, console, recorder, resumed)
-        finally:
-            release_all(config.weight_sync, owner(run_dir))
+    """Starts everything, trains, and ends everything. Returns the summary.
 
-
-async def start(  # noqa: PLR0913
-    config: Config,
-    device: str,
-    run_dir: Path,
-    rows: tuple[list[Row], list[Row]],
-    console: Console,
-    actor_class: type[ReplicaActor] = ReplicaActor,
-    agent_loop: AgentLoop | None = None,
-    resumed: Resumed | None = None,
-) -> Parts:
-    """Engines start on untrained weights while the warm-up makes the real ones, and the trainer loads beside them.
-
-    `rows`: train and held-out.
+    An error anywhere is raised here, after every process has ended.
     """
-    on_start = output_to(run_dir)
-    boot_path = await boot_model(config, run_dir)
-    spec = engine_spec(config, device, boot_path)
-    replicas = create_replicas(config.rollout.num_replicas, spec, on_start, actor_class)
-    agents = AgentWorkerGroup(
-        config=config,
-        tokenizer_path=boot_path,
-        replicas=[replica.client for replica in replicas],
-        on_start=on_start,
-        agent_loop=agent_loop,
-    )
-    store = CheckpointStore(run_dir / CHECKPOINTS)
-    workers = make_workers(config, device, run_dir, store, console)
-    console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
-    deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
-    async with deadline, asyncio.TaskGroup() as starting:
-        for replica in replicas:
-            starting.create_task(replica.start(spec, config.weight_sync))
-        policy = starting.create_task(_start_workers(config, workers, boot_path, console, resumed))
-        data = starting.create_task(_encode(config, agents, rows, console))
-    console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
-    train_rows, val_rows = data.result()
-    fleet, control = make_fleet(config, replicas, console.message)
-    manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
-    starter = ReplicaStarter(config, spec, agents, on_start, actor_class, console.message)
-    monitor, operator = make_monitor_and_operator(config, fleet, control, manager, starter)
-    return Parts(
-        monitor=monitor,
-        operator=operator,
-        replicas=replicas,
-        agents=agents,
-        workers=workers,
-        store=store,
-        train_rows=train_rows,
-        val_rows=val_rows,
-        fleet=fleet,
-        control=control,
-        manager=manager,
-    )
+    rows = load_rows(config)  # malformed data is an error before anything starts
+    listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
+    release_all(config.weight_sync, owner(run_dir))  # weights that a killed process of this run left behind
+    console.stage("starting Ray")
+    async with cluster(config, device), AsyncExitStack() as stack:
+        stack.callback(release_all, config.weight_sync, owner(run_dir))
+        started = await start(config, device, run_dir, rows=rows, console=console, resumed=resumed)
+        socket = stack.enter_context(linked_socket(run_dir / SOCKET_FILE))
+        await stack.enter_async_context(served(fleet_app(started.operator), socket))
+        if listener is not None:
+            control = gateway_app(started.control, None, config.serve.token)
+            await stack.enter_async_context(served(control, listener))
+            console.message(f"control routes: {url_of(listener)}")
+        return await train(config, started, console=console, recorder=recorder, resumed=resumed)
 
 
-def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
-    rollout = config.rollout
-    return EngineSpec(
-        model_path=model_path,
-        device=device,
-        dtype=rollout.dtype.value,
-        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
-        max_position_embeddings=config.model.max_position_embeddings,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        data_parallel_size=rollout.data_parallel_size,
-        gpu_share=config.gpu_share,
-        enforce_eager=rollout.enforce_eager,
-        staging_on_device=config.weight_sync.staging is Staging.device,
-        prefill_grace_s=config.weight_sync.prefill_grace_s,
-    )
+async def train(
+    config: Config, started: StartedRun, *, console: Console, recorder: RunRecorder, resumed: Resumed | None = None
+) -> dict[str, Any]:
+    """Trains on what is started, from the first step or from a checkpoint. Returns the summary."""
+    training = Training(config, started, console=console, recorder=recorder, resumed=resumed)
+    await run_with_background(training.run(), background=[started.monitor.run(), started.operator.run()])
+    return recorder.write_summary(await training.summary())
 
 
-async def boot_model(config: Config, run_dir: Path) -> str:
-    """What engines start on: the policy itself, or, of the tiny model, one of the same shape."""
-    make, path = ray.remote(num_cpus=1)(models.untrained_tiny_model), run_dir / "untrained_model"
-    if config.model.kind is ModelKind.hf:
-        assert config.model.path is not None
-        if not is_checkpoint(Path(config.model.path).expanduser()):
-            return config.model.path
-        make, path = ray.remote(num_cpus=1)(exported_model), run_dir / "exported_model"
-    shutil.rmtree(path, ignore_errors=True)  # of the run that is resumed, and maybe half of one
-    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {path.name}"):
-        return await make.remote(config, path)
+class Training:
+    """The training over a started run: evaluate, train with everything concurrent, evaluate again.
 
+    Example:
+        training = Training(config, started, console=console, recorder=recorder, resumed=None)
+        await training.run()  # while the fleet's monitor and operator run
+        summary = await training.summary()
+    """
 
-def exported_model(config: Config, folder: Path) -> str:
-    """A checkpoint of ours as transformers and vLLM load it. Raises ConfigError."""
-    try:
-        export(find_checkpoint(Path(config.model.path or "").expanduser()), folder, "float32")
-    except CheckpointError as error:
-        raise ConfigError(f"model.path={config.model.path}: {error}") from error
-    return str(folder)
+    def __init__(
+        self, config: Config, started: StartedRun, *, console: Console, recorder: RunRecorder, resumed: Resumed | None
+    ):
+        self._config, self._started, self._console, self._recorder = config, started, console, recorder
+        self._first_step = 0 if resumed is None else resumed.global_steps
+        self._rollouts = make_rollouts(
+            config,
+            rows=started.train_rows,
+            runner=started.agents,
+            fleet=started.fleet,
+            global_steps=self._first_step,
+            publishing=started.manager.publishing,
+        )
+        self._evaluator = make_evaluator(
+            config,
+            rows=started.val_rows,
+            router=started.fleet.router,
+            runner=started.agents,
+            failures=self._rollouts.failed_rewards,
+            on_lost=started.fleet.lose,
+        )
+        if resumed is not None:
+            self._restore(resumed)
 
+    async def run(self) -> None:
+        config, started, recorder, console = self._config, self._started, self._recorder, self._console
+        checkpointer = Checkpointer(
+            store=started.store,
+            workers=started.workers,
+            snapshots={ROLLOUTS: self._snapshot},
+            config=config.checkpoint,
+            total_steps=config.trainer.total_steps,
+            update_interval=config.weight_sync.interval,
+            report=console.message,
+        )
+        loop = TrainLoop(
+            config=config,
+            buffer=self._rollouts.buffer,
+            workers=started.workers,
+            manager=started.manager,
+            held_out=PinnedEvaluator(
+                self._evaluator, started.fleet, started.manager, config.evaluation.replicas, console.message
+            ),
+            fleet=started.control,
+            recorder=recorder,
+            checkpointer=checkpointer,
+        )
+        await started.manager.update_weights(self._first_step)
+        if self._first_step == 0:
+            console.stage("evaluating before the first step")
+            recorder.record_evaluation(0, await self._evaluator.evaluate())
+        is_evaluated = self._first_step == 0 or recorder.is_evaluated(self._first_step)
+        console.stage("training")
+        async with checkpointer:
+            steps = loop.run(self._first_step, is_evaluated=is_evaluated)
+            await run_with_background(steps, background=[self._rollouts.rollouter.run()])
+        console.stage("evaluating after the last step")
+        recorder.record_evaluation(config.trainer.total_steps, await self._evaluator.evaluate())
 
-async def policy_model(config: Config, boot_path: str, console: Console) -> str:
-    """What is trained, evaluated or served: of the tiny model, warmed up here."""
-    policy_path = boot_path
-    if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
-        warm_up = ray.remote(num_cpus=1, num_returns="streaming")(models.warm_tiny_model)
-        async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
-            event = await reference
-            if isinstance(event, str):
-                policy_path = event
-            else:
-                console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
-    return policy_path
+    async def summary(self) -> dict[str, Any]:
+        """What only the driver knows. Counters of engines are of this process, those of rollouts of the whole run."""
+        totals = await self._started.control.totals()
+        rollouter, num_evaluated = self._rollouts.rollouter, self._evaluator.num_requests
+        return {
+            "resumed_from": self._first_step,
+            "trajectories_started": rollouter.counters["trajectories_started"],
+            "evaluation_requests": num_evaluated,
+            "engine_requests": int(totals["engine_requests"]) - num_evaluated,
+            "aborted": int(totals["aborted"]),
+            "restarted": int(totals["restarted_requests"]) + rollouter.counters["restarted"],
+            "moved": rollouter.counters["moved"],
+            "failed_groups": len(self._rollouts.failed_groups.failed),
+            "continued": int(totals["continued"]),
+            "max_staleness": self._config.rollout.max_staleness,
+        }
 
+    async def _snapshot(self) -> bytes:
+        """The rollouts for a checkpoint, with the tokens sampled until now by the replicas that answer."""
+        await self._started.fleet.collect_progress()
+        return await asyncio.to_thread(encode, capture(self._rollouts))
 
-async def _start_workers(
-    config: Config, workers: RecoveringWorkers, boot_path: str, console: Console, resumed: Resumed | None
-) -> int:
-    num_parameters = await workers.setup(await policy_model(config, boot_path, console))
-    if resumed is not None:
-        await workers.resume(resumed.checkpoint)
-    return num_parameters
-
-
-async def _encode(
-    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
-) -> tuple[list[EncodedRow], list[EncodedRow]]:
-    train, val = rows
-    return (
-        await encode_rows(config, agents, "train", train, console),
-        await encode_rows(config, agents, "held-out", val, console),
-    )
+    def _restore(self, resumed: Resumed) -> None:
+        try:
+            given_back = restore(resumed.rollouts, self._rollouts)
+        except OtherPromptsError as error:
+            raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self._config.seed})") from error
+        # What the run did after the checkpoint is removed only now that the checkpoint has proved usable.
+        self._recorder.restore(resumed.recorder, resumed.global_steps)
+        self._started.store.remove_after(resumed.global_steps)
+        under_way, ready = len(self._rollouts.rollouter.under_way), len(self._rollouts.buffer.ready)
+        given_up = f", {given_back} do not fit and start again" if given_back else ""
+        what = f"{ready} groups are ready, {under_way} go on{given_up}"
+        self._console.message(f"resumed {resumed.checkpoint.path} at step {self._first_step}: {what}")

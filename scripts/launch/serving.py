@@ -1,4 +1,4 @@
-"""What `make serve` starts: replicas that serve HTTP each, and the gateway in front of them."""
+"""What `scripts.serve` starts: replicas that each serve HTTP, and the gateway in front of them."""
 
 import asyncio
 import json
@@ -15,23 +15,23 @@ from rollout.http.gateway import Proxy, gateway_app, upstream_client
 from rollout.http.server import listen, served, url_of
 from rollout.replica.replica_group import ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
-from scripts.launch import run
 from scripts.launch.cluster import cluster, output_to
-from scripts.launch.healing import make_monitor
+from scripts.launch.driver import make_monitor
+from scripts.launch.models import boot_model, engine_spec, policy_model
 from trainer.tracking.console import Console, PlainConsole
 
 UNBOUNDED = sys.maxsize
-"""Requests per replica: those without a seat wait at the replica, where pause and abort see them."""
+"""Requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach them."""
 
 
 async def serve_model(config: Config, device: str, run_dir: Path) -> None:
-    """Never returns. Whatever goes wrong anywhere is raised here, after everything has been ended."""
+    """Serves until it is cancelled. An error anywhere is raised here, after every process has ended."""
     listener = listen(config.serve.host, config.serve.port)  # an address in use is an error before anything starts
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it notes every request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every request
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     async with cluster(config, device), upstream_client(config.serve.token, config.serve.route_timeout_s) as client:
-        model_path = await run.policy_model(config, await run.boot_model(config, run_dir), console)
+        model_path = await policy_model(config, await boot_model(config, run_dir), console)
         replicas = await _start_replicas(config, device, run_dir, model_path, console)
         router = ReplicaRouter([replica.name for replica, _ in replicas], UNBOUNDED)
         handles = [replica for replica, _ in replicas]
@@ -57,8 +57,8 @@ async def serve_model(config: Config, device: str, run_dir: Path) -> None:
 async def _start_replicas(
     config: Config, device: str, run_dir: Path, model_path: str, console: Console
 ) -> list[tuple[ReplicaHandle, str]]:
-    """Each with its URL."""
-    spec = replace(run.engine_spec(config, device, model_path), log_stats=True)
+    """Returns each replica with its URL."""
+    spec = replace(engine_spec(config, device, model_path), log_stats=True)
     replicas = create_replicas(config.rollout.num_replicas, spec, output_to(run_dir))
     on_loopback = config.ray.address is None  # then the cluster is this machine
 
@@ -74,7 +74,10 @@ async def _start_replicas(
 
 
 def chat_template(config: Config) -> str | None:
-    """Jinja. The tiny model's tokenizer has none: there the last message is the question of data.prompt_template."""
+    """A Jinja template for the tiny model, whose tokenizer has none: data.prompt_template with the last message.
+
+    None for other models, which use their tokenizer's.
+    """
     if config.model.kind is not ModelKind.tiny:
         return None
     before, _, after = config.data.prompt_template.partition("{question}")

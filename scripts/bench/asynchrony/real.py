@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from configs.checkpoint import CheckpointConfig
+from configs.runtime.tasks import run_with_background
 from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
@@ -35,10 +36,8 @@ from scripts.bench.common import (
 )
 from scripts.launch.cluster import cluster, resolve_device
 from scripts.launch.data import load_rows
-from scripts.launch.parts import Parts
-from scripts.launch.run import owner, start
-from scripts.launch.supervision import until_first_ends
-from scripts.launch.training import train
+from scripts.launch.run import train
+from scripts.launch.start import StartedRun, owner, start
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
@@ -80,7 +79,7 @@ def vllm_config(num_steps: int) -> Config:
 
 
 @asynccontextmanager
-async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
+async def started(config: Config, run_dir: Path) -> AsyncIterator[StartedRun]:
     """Start the parts of a run whose replica can also generate without the framework, and end them on exit."""
     device = resolve_device(config)
     run_dir.mkdir(parents=True)
@@ -89,7 +88,15 @@ async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
             console = PlainConsole(config.trainer.total_steps, log)
             try:
                 rows = load_rows(config)
-                yield await start(config, device, run_dir, rows, console, BareReplicaActor, ForcedLengths(LENGTHS))
+                yield await start(
+                    config,
+                    device,
+                    run_dir,
+                    rows=rows,
+                    console=console,
+                    actor_class=BareReplicaActor,
+                    agent_loop=ForcedLengths(LENGTHS),
+                )
             finally:
                 release_all(config.weight_sync, owner(run_dir))
 
@@ -97,7 +104,7 @@ async def started(config: Config, run_dir: Path) -> AsyncIterator[Parts]:
 # -- asynchronous against synchronous ----------------------------------------------------------------------------------
 
 
-async def compare_staleness(config: Config, parts: Parts, run_dir: Path, repeats: int) -> dict[str, list[Outcome]]:
+async def compare_staleness(config: Config, parts: StartedRun, run_dir: Path, repeats: int) -> dict[str, list[Outcome]]:
     """Run whole trainings, interleaved: "equal/0", "equal/2", "longtail/0", "longtail/2" (lengths, max_staleness)."""
     arms = {
         f"{lengths}/{max_staleness}": partial(_train_once, config, parts, run_dir, lengths, max_staleness)
@@ -110,7 +117,7 @@ async def compare_staleness(config: Config, parts: Parts, run_dir: Path, repeats
 
 
 async def _train_once(
-    config: Config, parts: Parts, run_dir: Path, lengths: str, max_staleness: int, repetition: int
+    config: Config, parts: StartedRun, run_dir: Path, lengths: str, max_staleness: int, repetition: int
 ) -> Outcome:
     config = replace(config, rollout=replace(config.rollout, max_staleness=max_staleness))
     arm_dir = run_dir / f"{lengths}-{max_staleness}-{repetition}"
@@ -118,7 +125,8 @@ async def _train_once(
     with (run_dir / "console.log").open("a") as log:
         console = PlainConsole(config.trainer.total_steps, log)
         recorder = RunRecorder(arm_dir, Tracker([sink]), console)
-        await train(config, replace(parts, train_rows=_labelled(parts.train_rows, lengths)), console, recorder)
+        labelled = replace(parts, train_rows=_labelled(parts.train_rows, lengths))
+        await train(config, labelled, console=console, recorder=recorder)
     outcome = sink.outcome(recorder.counts.trajectories)
     logger.info("%s: %.1f samples/s", arm_dir.name, outcome.samples_per_s)
     return outcome
@@ -202,7 +210,7 @@ class BareReplicaActor(ReplicaActor):
 
 
 async def compare_with_bare_engine(
-    config: Config, parts: Parts, num_groups: int, repeats: int
+    config: Config, parts: StartedRun, num_groups: int, repeats: int
 ) -> dict[str, list[float]]:
     """Measure response tokens per second of the same requests, interleaved: "bare" and "framework"."""
     await parts.manager.update_weights(0)
@@ -214,7 +222,7 @@ async def compare_with_bare_engine(
     return await interleaved(arms, repeats)
 
 
-async def _bare_throughput(config: Config, parts: Parts, num_groups: int, repetition: int) -> float:
+async def _bare_throughput(config: Config, parts: StartedRun, num_groups: int, repetition: int) -> float:
     stream = PromptStream(parts.train_rows, config.seed)
     length_of = LENGTHS["uniform"]
     requests = [
@@ -232,7 +240,7 @@ async def _bare_throughput(config: Config, parts: Parts, num_groups: int, repeti
     return tokens / seconds
 
 
-async def _framework_throughput(config: Config, parts: Parts, num_groups: int, repetition: int) -> float:
+async def _framework_throughput(config: Config, parts: StartedRun, num_groups: int, repetition: int) -> float:
     """Measure from the first claim to the last group in the buffer: one batch of all groups, which is not trained."""
     window = StalenessWindow(groups_per_step=num_groups, max_staleness=0)
     buffer = TrajectoryBuffer(SlotLedger(window, config.rollout.stale_policy, num_groups), batch_timeout_s=600)
@@ -254,7 +262,7 @@ async def _framework_throughput(config: Config, parts: Parts, num_groups: int, r
         tokens = sum(group.num_tokens for group in batch.groups)
 
     started_at = time.perf_counter()
-    await until_first_ends(take_all(), beside=[rollouter.run()])
+    await run_with_background(take_all(), background=[rollouter.run()])
     seconds = time.perf_counter() - started_at
     logger.info("framework: %.0f tokens/s", tokens / seconds)
     return tokens / seconds

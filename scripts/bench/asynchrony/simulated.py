@@ -8,6 +8,7 @@ figures repeat exactly.
 import asyncio
 from typing import Any
 
+from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
@@ -24,7 +25,6 @@ from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome
 from scripts.bench.common import ForcedLengths, LogNormalLengths, show_table
 from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.bench.virtual_clock import run_virtual
-from scripts.launch.supervision import until_first_ends
 from trainer.loop import TrainLoop
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -105,7 +105,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     )
     await manager.update_weights(0)
     started, busy_before = clock(), [replica.busy_s for replica in replicas]
-    await until_first_ends(loop.run(), beside=[rollouter.run()])
+    await run_with_background(loop.run(), background=[rollouter.run()])
     seconds = clock() - started
     busy_s = sum(replica.busy_s for replica in replicas) - sum(busy_before)
     tokens = sum(map(sum, group_lengths(job)))

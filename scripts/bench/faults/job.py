@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.checkpoint import CHECKPOINTS, CheckpointConfig
+from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker import AgentWorker
@@ -27,10 +28,8 @@ from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest
 from scripts.bench.common import ForcedLengths, UniformLengths
 from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
-from scripts.launch.healing import make_fleet, make_monitor_and_operator
+from scripts.launch.driver import make_fleet, make_monitor_and_operator, make_rollouts
 from scripts.launch.resume import ROLLOUTS, Resumed, read
-from scripts.launch.rollouts import make_rollouts
-from scripts.launch.supervision import until_first_ends
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import CheckpointStore
 from trainer.loop import TrainLoop
@@ -180,10 +179,17 @@ class Job:
             replicas={replica.name: replica.generate_group for replica in self.replicas},
         )
         self.monitor, self.operator = make_monitor_and_operator(
-            config, self.fleet, self.control, self.manager, self._start
+            config, fleet=self.fleet, control=self.control, manager=self.manager, start=self._start
         )
         rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
-        self.rollouts = make_rollouts(config, rows, self._agents, self.fleet, self.first_step, self.manager.publishing)
+        self.rollouts = make_rollouts(
+            config,
+            rows=rows,
+            runner=self._agents,
+            fleet=self.fleet,
+            global_steps=self.first_step,
+            publishing=self.manager.publishing,
+        )
         if resumed is not None:
             restore(resumed.rollouts, self.rollouts)
 
@@ -212,8 +218,8 @@ class Job:
             checkpointer=checkpointer,
         )
         async with checkpointer:
-            await until_first_ends(
-                self._train(loop), beside=[self.monitor.run(), self.operator.run(), self.rollouts.rollouter.run()]
+            await run_with_background(
+                self._train(loop), background=[self.monitor.run(), self.operator.run(), self.rollouts.rollouter.run()]
             )
 
     async def _train(self, loop: TrainLoop) -> None:

@@ -18,7 +18,7 @@ from configs.checkpoint import CHECKPOINTS, MARKER
 from scripts.bench.common import write_line
 from scripts.bench.faults.report import Row
 from scripts.bench.faults.whole_run import WholeRun
-from scripts.launch.workers import owner
+from scripts.launch.start import owner
 from trainer.tracking.recorder import TRAJECTORIES
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
 from weight_sync.transports.cleanup import DIRECTORY

@@ -13,7 +13,7 @@ import pytest
 
 from configs.schema import Config
 from scripts.launch import run as run_script
-from scripts.launch.workers import owner
+from scripts.launch.start import owner
 from trainer.tracking.console import PlainConsole
 from weight_sync.transports import shared_memory
 
@@ -48,6 +48,6 @@ def test_the_next_process_of_a_run_removes_it(tmp_path: Path, monkeypatch: pytes
     with (tmp_path / "console.log").open("w") as log, pytest.raises(InterruptedError):
         recorder: Any = None
         console = PlainConsole(1, log)
-        asyncio.run(run_script.run(config, "cpu", tmp_path / "latest", console, recorder))
+        asyncio.run(run_script.run(config, "cpu", tmp_path / "latest", console=console, recorder=recorder))
     assert [(file.exists(), folder.exists()) for file, folder in left] == [(False, False), (True, True), (True, True)]
     assert not long_ago.exists()

@@ -15,11 +15,9 @@ from configs.schema import Config
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
 from scripts.launch.data import load_rows
-from scripts.launch.parts import Parts
-from scripts.launch.rollouts import training_sampling
-from scripts.launch.run import owner, start
-from scripts.launch.training import train
-from scripts.launch.workers import make_workers
+from scripts.launch.driver import training_sampling
+from scripts.launch.run import train
+from scripts.launch.start import StartedRun, make_workers, owner, start
 from trainer.advantages.credit import assign_credit
 from trainer.batch import assemble
 from trainer.tokens import sampled_tokens
@@ -73,15 +71,15 @@ class Recorded:
         return more
 
 
-async def with_new_workers(config: Config, parts: Parts, run_dir: Path, console: PlainConsole) -> Parts:
+async def with_new_workers(config: Config, parts: StartedRun, run_dir: Path, console: PlainConsole) -> StartedRun:
     """The same replicas, and workers that start from the first weights again."""
-    workers = make_workers(config, "cpu", run_dir, parts.store, console)
+    workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
     await workers.setup(str(run_dir / "untrained_model"))
     manager = CheckpointManager(workers, parts.fleet, config.weight_sync)
     return replace(parts, workers=workers, manager=RecoveringUpdater(manager, workers))
 
 
-async def synchronous_run(config: Config, parts: Parts) -> Recorded:
+async def synchronous_run(config: Config, parts: StartedRun) -> Recorded:
     """Generate a batch, train on it, update; nothing overlaps."""
     recorded, stream = Recorded(), PromptStream(parts.train_rows, config.seed)
     replica = parts.replicas[0].name
@@ -120,9 +118,10 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
 
         async def scenario() -> tuple[Recorded, Recorded, dict[str, Any]]:
             async with asyncio.timeout(250):
-                parts = await start(config, "cpu", tmp_path, load_rows(config), console)
+                parts = await start(config, "cpu", tmp_path, rows=load_rows(config), console=console)
                 asynchronous = Recorded()
-                summary = await train(config, parts, console, asynchronous)  # pyright: ignore[reportArgumentType]
+                recorder: Any = asynchronous
+                summary = await train(config, parts, console=console, recorder=recorder)
                 return (
                     asynchronous,
                     await synchronous_run(config, await with_new_workers(config, parts, tmp_path, console)),

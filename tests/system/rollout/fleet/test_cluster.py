@@ -17,8 +17,8 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.types import Completion
-from scripts.launch.elastic import ReplicaStarter
-from scripts.launch.healing import make_fleet, make_monitor_and_operator
+from scripts.launch.driver import make_fleet, make_monitor_and_operator
+from scripts.launch.start import ReplicaStarter
 from tests.support.fakes import make_manifest, make_request, make_tag
 from tests.system.rollout.replica.test_replica_actor import no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -94,15 +94,17 @@ class Scene:
         self.agents = NoAgents()
         self.fleet, control = make_fleet(CONFIG, replicas, self.told.append)
         self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
-        start = ReplicaStarter(
-            CONFIG,
-            SPEC,
-            self.agents,  # pyright: ignore
-            no_redirect,
-            SimulatedActor,
-            self.told.append,
+        starter = ReplicaStarter(
+            config=CONFIG,
+            spec=SPEC,
+            agents=self.agents,  # pyright: ignore[reportArgumentType]
+            on_start=no_redirect,
+            actor_class=SimulatedActor,
+            report=self.told.append,
         )
-        self.monitor, self.operator = make_monitor_and_operator(CONFIG, self.fleet, control, self.manager, start)
+        self.monitor, self.operator = make_monitor_and_operator(
+            CONFIG, fleet=self.fleet, control=control, manager=self.manager, start=starter.start
+        )
 
     async def until(self, what: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):

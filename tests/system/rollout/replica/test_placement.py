@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from configs.schema import Config
 from rollout.actor_group import PLACEMENTS
 from rollout.replica.replica_group import ReplicaHandle
-from scripts.launch.elastic import ReplicaStarter
+from scripts.launch.start import ReplicaStarter
 from tests.system.rollout.fleet.test_cluster import SPEC, NoAgents, SimulatedActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -33,11 +33,18 @@ def refuse(folder: Path) -> None:
 
 def start(prepare: Callable[[], None], told: list[str]) -> ReplicaHandle:
     agents = NoAgents()
-    starter = ReplicaStarter(Config(), SPEC, agents, lambda name: prepare, SimulatedActor, told.append)  # pyright: ignore
+    starter = ReplicaStarter(
+        config=Config(),
+        spec=SPEC,
+        agents=agents,  # pyright: ignore[reportArgumentType]
+        on_start=lambda name: prepare,
+        actor_class=SimulatedActor,
+        report=told.append,
+    )
 
     async def scenario() -> ReplicaHandle:
         async with asyncio.timeout(60):
-            replica = await starter("replica-7")
+            replica = await starter.start("replica-7")
         assert agents.connected == ["replica-7"]
         assert (await replica.status()).name == "replica-7"
         replica.kill()

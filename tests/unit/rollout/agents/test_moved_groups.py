@@ -13,8 +13,7 @@ from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from scripts.bench.common import ForcedLengths
 from scripts.bench.stand_ins import NoTokenizer, SimulatedTrainer, no_reward
-from scripts.launch.healing import make_fleet
-from scripts.launch.rollouts import make_rollouts
+from scripts.launch.driver import make_fleet, make_rollouts
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -47,7 +46,9 @@ class Scene:
         )
         self._left_behind: list[asyncio.Task[Any]] = []
         rows = [EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))]
-        self.rollouts = make_rollouts(config, rows, self, self.fleet, 0, self.manager.publishing)
+        self.rollouts = make_rollouts(
+            config, rows=rows, runner=self, fleet=self.fleet, global_steps=0, publishing=self.manager.publishing
+        )
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any

@@ -13,7 +13,7 @@ from configs.checkpoint import CHECKPOINTS
 from scripts.bench.faults import kills
 from scripts.bench.faults.kills import SAVE, UPDATE, Cut
 from scripts.bench.faults.whole_run import throttled
-from scripts.launch.workers import owner
+from scripts.launch.start import owner
 from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.recorder import TRAJECTORIES
 

@@ -1,0 +1,145 @@
+"""The components of a run that live in the driver, over replicas and workers of any kind: real or simulated ones."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from configs.schema import Config
+from rollout.buffer import make_buffer
+from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
+from rollout.evaluation.pinned import Updates
+from rollout.failures import FailureBudget, failure_budget, group_budget
+from rollout.fleet.control import FleetControl
+from rollout.fleet.episodes import FleetEpisodes, GroupRunner
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.health import HealthMonitor
+from rollout.fleet.member import FleetMember
+from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.operator import FleetOperator
+from rollout.prompts import EncodedRow, PromptStream, as_prompt
+from rollout.rollouter import Rollouter
+from rollout.router import ReplicaRouter, max_inflight
+from rollout.snapshot import Rollouts
+from rollout.types import SamplingParams
+
+
+def make_fleet(
+    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None]
+) -> tuple[ReplicaFleet, FleetControl]:
+    """The fleet of a training run, whose replicas wait for their first weights."""
+    rollout = config.rollout
+    inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
+    router = ReplicaRouter([replica.name for replica in replicas], inflight)
+    fleet = ReplicaFleet(
+        replicas,
+        router,
+        rollout.min_replicas,
+        report,
+        max_replacements=rollout.max_replacements,
+        answer_timeout_s=rollout.answer_timeout_s,
+    )
+    return fleet, FleetControl(fleet, config.weight_sync.pause_timeout_s)
+
+
+def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, HealthMonitor]:
+    rollout = config.rollout
+    health = HealthMonitor(rollout.replica_timeout_s, rollout.slow_factor)
+    return FleetMonitor(fleet, health, rollout.progress_interval_s), health
+
+
+def make_monitor_and_operator(
+    config: Config,
+    *,
+    fleet: ReplicaFleet,
+    control: FleetControl,
+    manager: Updates,
+    start: Callable[[str], Awaitable[FleetMember]],
+) -> tuple[FleetMonitor, FleetOperator]:
+    """The loops that keep the fleet whole.
+
+    Args:
+        start: starts a replica of the given name, for a replacement or an addition.
+    """
+    monitor, health = make_monitor(config, fleet)
+    operator = FleetOperator(
+        fleet=fleet,
+        control=control,
+        health=health,
+        start=start,
+        catch_up=manager.catch_up,
+        drain_timeout_s=config.rollout.group_timeout_s,
+    )
+    return monitor, operator
+
+
+def make_rollouts(
+    config: Config,
+    *,
+    rows: Sequence[EncodedRow],
+    runner: GroupRunner,
+    fleet: ReplicaFleet,
+    global_steps: int,
+    publishing: asyncio.Lock,
+) -> Rollouts:
+    """What turns rows into batches of trajectory groups, for a run that has taken `global_steps` steps.
+
+    Args:
+        publishing: held while replicas change their version.
+    """
+    failed_rewards, failed_groups = failure_budget(config), group_budget(config)
+    stream = PromptStream(rows, config.seed)
+    buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
+    rollouter = Rollouter(
+        stream=stream,
+        buffer=buffer,
+        router=fleet.router,
+        episodes=FleetEpisodes(runner, fleet, publishing),
+        sampling=training_sampling(config),
+        group_size=config.algorithm.group_size,
+        group_timeout_s=config.rollout.group_timeout_s,
+        failures=failed_groups,
+    )
+    return Rollouts(
+        stream=stream,
+        buffer=buffer,
+        rollouter=rollouter,
+        failed_rewards=failed_rewards,
+        failed_groups=failed_groups,
+    )
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_response_tokens,
+        seed=config.seed if rollout.seeded_sampling else None,
+    )
+
+
+def make_evaluator(
+    config: Config,
+    *,
+    rows: Sequence[EncodedRow],
+    router: ReplicaRouter,
+    runner: EvaluationRunner,
+    failures: FailureBudget,
+    on_lost: OnLost,
+) -> Evaluator:
+    evaluation = config.evaluation
+    return Evaluator(
+        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
+        router=router,
+        runner=runner,
+        sampling=SamplingParams(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
+        ),
+        num_samples=evaluation.samples,
+        timeout_s=evaluation.timeout_s,
+        failures=failures,
+        on_lost=on_lost,
+    )

@@ -1,0 +1,189 @@
+"""Starts the processes of a training run, and builds the components of its driver over them."""
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from configs.checkpoint import CHECKPOINTS
+from configs.runtime.deadline import within
+from configs.schema import Config
+from rollout.actor_group import placed
+from rollout.agents.loop import AgentLoop
+from rollout.agents.worker_group import AgentWorkerGroup
+from rollout.engines.base import EngineSpec
+from rollout.fleet.control import FleetControl
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.operator import FleetOperator
+from rollout.prompts import EncodedRow, Row
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica, create_replicas
+from scripts.launch.cluster import output_to
+from scripts.launch.data import encode_rows
+from scripts.launch.driver import make_fleet, make_monitor_and_operator
+from scripts.launch.models import boot_model, engine_spec, policy_model
+from scripts.launch.resume import Resumed
+from trainer.checkpoint.store import CheckpointStore
+from trainer.tracking.console import Console
+from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers
+from trainer.worker.worker_group import TrainWorkerGroup
+from weight_sync.checkpoint_manager import CheckpointManager
+from weight_sync.transports.cleanup import release_all
+from weight_sync.transports.registry import make_sender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedRun:
+    """Everything of a run, started and waiting for its first weights."""
+
+    replicas: list[ReplicaHandle]
+    fleet: ReplicaFleet
+    control: FleetControl
+    monitor: FleetMonitor
+    operator: FleetOperator
+    agents: AgentWorkerGroup
+    workers: RecoveringWorkers
+    manager: RecoveringUpdater
+    store: CheckpointStore
+    train_rows: list[EncodedRow]
+    val_rows: list[EncodedRow]
+
+
+async def start(
+    config: Config,
+    device: str,
+    run_dir: Path,
+    *,
+    rows: tuple[list[Row], list[Row]],
+    console: Console,
+    actor_class: type[ReplicaActor] = ReplicaActor,
+    agent_loop: AgentLoop | None = None,
+    resumed: Resumed | None = None,
+) -> StartedRun:
+    """Starts a run on the connected Ray cluster.
+
+    Engines start while the tiny model warms up and the train workers load it, because all of that takes long: they load
+    untrained weights of the same shape, and receive the policy with the first weight update.
+
+    Args:
+        rows: for training, and held-out.
+    """
+    on_start = output_to(run_dir)
+    boot_path = await boot_model(config, run_dir)
+    spec = engine_spec(config, device, boot_path)
+    replicas = create_replicas(config.rollout.num_replicas, spec, on_start, actor_class)
+    agents = AgentWorkerGroup(
+        config=config,
+        tokenizer_path=boot_path,
+        replicas=[replica.client for replica in replicas],
+        on_start=on_start,
+        agent_loop=agent_loop,
+    )
+    store = CheckpointStore(run_dir / CHECKPOINTS)
+    workers = make_workers(config, device, run_dir, store=store, report=console.message)
+
+    console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
+    deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
+    async with deadline, asyncio.TaskGroup() as starting:
+        for replica in replicas:
+            starting.create_task(replica.start(spec, config.weight_sync))
+        policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
+        encoded = starting.create_task(_encode(config, agents, rows, console))
+    console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
+    fleet, control = make_fleet(config, replicas, console.message)
+    manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
+    starter = ReplicaStarter(
+        config=config, spec=spec, agents=agents, on_start=on_start, actor_class=actor_class, report=console.message
+    )
+    monitor, operator = make_monitor_and_operator(
+        config, fleet=fleet, control=control, manager=manager, start=starter.start
+    )
+    return StartedRun(
+        replicas=replicas,
+        fleet=fleet,
+        control=control,
+        monitor=monitor,
+        operator=operator,
+        agents=agents,
+        workers=workers,
+        manager=manager,
+        store=store,
+        train_rows=encoded.result()[0],
+        val_rows=encoded.result()[1],
+    )
+
+
+async def _load_policy(
+    config: Config, workers: RecoveringWorkers, boot_path: str, console: Console, resumed: Resumed | None
+) -> int:
+    """Returns the number of parameters."""
+    num_parameters = await workers.setup(await policy_model(config, boot_path, console))
+    if resumed is not None:
+        await workers.resume(resumed.checkpoint)
+    return num_parameters
+
+
+async def _encode(
+    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
+) -> tuple[list[EncodedRow], list[EncodedRow]]:
+    train, val = rows
+    return (
+        await encode_rows(config, agents, "train", train, console),
+        await encode_rows(config, agents, "held-out", val, console),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStarter:
+    """Starts further replicas of a run, which are like its first ones."""
+
+    config: Config
+    spec: EngineSpec
+    agents: AgentWorkerGroup
+    on_start: Callable[[str], Callable[[], None]]
+    actor_class: type[ReplicaActor]
+    report: Callable[[str], None]
+
+    async def start(self, name: str) -> ReplicaHandle:
+        """Waits without a deadline until Ray has placed the actor, because a node may have to join first."""
+        replica = await placed(
+            lambda: create_replica(name, self.spec, self.on_start, self.actor_class),
+            ReplicaHandle.placed,
+            ReplicaHandle.kill,
+            lambda text: self.report(f"{name} {text}"),
+        )
+        try:
+            self.report(f"{name} starts on {replica.node}")
+            async with within(self.config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
+                await replica.start(self.spec, self.config.weight_sync)
+                self.agents.connect(replica.client)
+        except BaseException:
+            replica.kill()
+            raise
+        return replica
+
+
+def make_workers(
+    config: Config, device: str, run_dir: Path, *, store: CheckpointStore, report: Callable[[str], None]
+) -> RecoveringWorkers:
+    """Train workers that restart from the newest checkpoint in `store` when one dies."""
+    group = TrainWorkerGroup(
+        config=config,
+        device=device,
+        make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
+        on_start=output_to(run_dir),
+        release=partial(release_all, config.weight_sync, owner(run_dir)),
+    )
+    return RecoveringWorkers(group=group, store=store, config=config, report=report)
+
+
+def owner(run_dir: Path) -> str:
+    """The name under which a run publishes weights.
+
+    Every process that continues in the run folder has the same name, so it removes what a killed one left. Other
+    folders, and the same folder on other machines, have other names.
+    """
+    return hashlib.sha256(f"{socket.gethostname()}:{run_dir.resolve()}".encode()).hexdigest()[:12]

@@ -66,21 +66,16 @@ async def start(
     """Starts a run on the connected Ray cluster.
 
     Engines start while the tiny model warms up and the train workers load it, because all of that takes long: they load
-    untrained weights of the same shape, and receive the policy with the first weight update.
-
-    Args:
-        rows: for training, and held-out.
+    untrained weights of the same shape, and receive the policy with the first weight update. `rows` are the training
+    and the held-out ones.
     """
     on_start = output_to(run_dir)
     boot_path = await boot_model(config, run_dir)
     spec = engine_spec(config, device, boot_path)
     replicas = create_replicas(config.rollout.num_replicas, spec, on_start, actor_class)
+    clients = [replica.client for replica in replicas]
     agents = AgentWorkerGroup(
-        config=config,
-        tokenizer_path=boot_path,
-        replicas=[replica.client for replica in replicas],
-        on_start=on_start,
-        agent_loop=agent_loop,
+        config=config, tokenizer_path=boot_path, replicas=clients, on_start=on_start, agent_loop=agent_loop
     )
     store = CheckpointStore(run_dir / CHECKPOINTS)
     workers = make_workers(config, device, run_dir, store=store, report=console.message)

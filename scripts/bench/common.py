@@ -57,7 +57,7 @@ class ForcedLengths:
     """A single-turn agent loop that forces the length of every response, whatever the model samples."""
 
     length_of: Mapping[str, LengthOf]
-    """By the prompt's `data_source`; prompts of other sources are not forced."""
+    """`data_source` of the prompt -> lengths. Prompts of other sources are not forced."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         return await SingleTurn().run([self._forced(task) for task in tasks], generate)

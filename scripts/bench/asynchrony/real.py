@@ -30,6 +30,7 @@ from scripts.bench.common import (
     LengthOf,
     LogNormalLengths,
     UniformLengths,
+    coin_reward,
     interleaved,
     median_ratio,
     show_table,
@@ -69,10 +70,11 @@ async def bench_vllm(parts_to_run: set[str], repeats: int, quick: bool) -> dict[
 
 def vllm_config(num_steps: int) -> Config:
     """Random weights, so that nothing depends on what was learned. One step fills every seat of the replica once."""
+    reward = f"{coin_reward.__module__}:{coin_reward.__name__}"
     return Config(
         model=ModelConfig(warmup_steps=0),
         data=DataConfig(num_train=512, num_val=1),
-        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward="scripts.bench.common:coin_reward"),
+        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward=reward),
         checkpoint=CheckpointConfig(every=0),
         trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.padded),
     )

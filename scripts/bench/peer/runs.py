@@ -22,9 +22,9 @@ class Result:
 
     arm: str
     seconds: float
-    """Of the training steps."""
+    """Wall-clock seconds of the training steps."""
     before: float
-    """Greedy held-out accuracy of the model it started from."""
+    """Greedy held-out accuracy before the training."""
     after: float
     reward: float
     """Mean training reward of the last tenth of the steps."""

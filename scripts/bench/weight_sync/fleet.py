@@ -105,7 +105,7 @@ class PickledReplica(RolloutReplica):
     """Costs the driver what the arguments of Ray calls cost."""
 
     async def stage(self, manifest: Manifest) -> None:
-        cloudpickle.dumps(self.name)  # as short as the reference to it
+        cloudpickle.dumps(self.name)  # as short as an object reference
         await super().stage(manifest)
 
     async def commit(self, tag: WeightTag) -> CommitReport:

@@ -21,7 +21,7 @@ def ask(ground_truth: str) -> Prompt:
 
 
 def scored(reward: Reward | WeightedSum, ground_truth: str, text: str) -> RewardResult:
-    """As an agent worker does."""
+    """Score one response, as an agent worker does."""
     [result] = asyncio.run(RewardScorer(reward, timeout_s=30).score([(ask(ground_truth), text)]))
     return result
 

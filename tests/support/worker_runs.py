@@ -5,7 +5,7 @@ import multiprocessing
 import pickle
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Inbox:
-    """A transport that keeps what it is given: this rank's rows."""
+    """A transport that keeps this rank's rows."""
 
     def __init__(self) -> None:
         self.weights: Weights = {}
@@ -66,8 +66,19 @@ class Inbox:
     def stop(self, manifest: Manifest) -> None: ...
 
 
+def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker, Inbox], None]) -> None:
+    """Set up one worker in this process, give it to `use`, and leave its process group."""
+    inbox = Inbox()
+    worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
+    try:
+        worker.setup(model_path, 0, 1, free_master())
+        use(worker, inbox)
+    finally:
+        dist.destroy_process_group()
+
+
 def free_master() -> str:
-    """A port for later: not one of those that the system gives to whoever asks for any, as Ray beside us does."""
+    """Return a port for later, outside the range that the system gives to processes that ask for any, as Ray does."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -84,8 +95,7 @@ def pack(
 def train_rank(
     config: Config, model_path: str, step_batches: Sequence[StepBatch], rank: int, world_size: int, master: str
 ) -> RankRun:
-    """All steps of one rank, in this process. Weights are whole, put together from the rows of all ranks; scores are
-    those of the last batch."""
+    """Take all steps of one rank in this process. Weights are gathered from all ranks; scores are of the last batch."""
     inbox = Inbox()
     worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
     try:
@@ -139,7 +149,7 @@ def train_second_rank(jobs: list[tuple[Config, str, Sequence[StepBatch]]], maste
 
 
 def outcome(ranks: Sequence[RankRun], step_batches: Sequence[StepBatch]) -> Outcome:
-    """Of all ranks together."""
+    """Merge the outcomes of all ranks."""
     return Outcome(
         [to_floats(merge_metrics(parts)) for parts in zip(*(rank.metrics for rank in ranks), strict=True)],
         ranks[0].weights,

@@ -1,7 +1,7 @@
 """TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
 from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
-from tests.support.worker_runs import Inbox, Outcome, free_master, one_rank, pack
+from tests.support.worker_runs import Inbox, Outcome, free_master, one_rank, pack, run_worker
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny.model import build_model
@@ -29,13 +29,6 @@ CONFIG = Config(
     rollout=RolloutConfig(temperature=0.8),
     trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S),
 )
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_model(VOCAB_SIZE, seed=0).save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -178,17 +171,6 @@ def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weight
     assert found.metrics[0]["actor/grad_norm"] == pytest.approx(norm, rel=0.05)
     assert found.metrics[0]["actor/grad_norm"] != pytest.approx(norm, rel=1e-5)
     assert any((weight != weight.to(torch.bfloat16)).any() for weight in found.weights.values())
-
-
-def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker, Inbox], None]) -> None:
-    inbox = Inbox()
-    worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
-    try:
-        parameters = worker.setup(model_path, 0, 1, free_master())
-        assert parameters == sum(p.numel() for p in build_model(VOCAB_SIZE, seed=0).parameters())
-        use(worker, inbox)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_publish_yields_the_models_weights_in_the_rollouts_dtype(

@@ -35,13 +35,6 @@ CRITIC = replace(BONUSES, algorithm=AlgorithmConfig(advantage="gae"), critic=Cri
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_model(VOCAB_SIZE, seed=0).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def steps() -> list[list[TrajectoryGroup]]:
     model = double(build_model(VOCAB_SIZE, seed=0))
     return [random_groups(model, seed=seed, temperature=0.8) for seed in range(NUM_STEPS)]

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig
 from tests.support import worker_runs
 from tests.support.reference import VOCAB_SIZE, double, random_groups
-from tests.support.worker_runs import Inbox, free_master, pack
+from tests.support.worker_runs import Inbox, pack, run_worker
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import to_floats
 from trainer.tiny.model import build_model
@@ -27,13 +26,6 @@ CONFIG = Config(
     algorithm=AlgorithmConfig(group_size=4),
     trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=4, max_grad_norm=1.0, step_timeout_s=TIMEOUT_S),
 )
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_model(VOCAB_SIZE, seed=0).save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +101,6 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker], None]) -> None:
-    worker = TrainWorker(config=config, device="cpu", make_sender=Inbox())
-    try:
-        worker.setup(model_path, 0, 1, free_master())
-        use(worker)
-    finally:
-        dist.destroy_process_group()
-
-
 def mine(batch: StepBatch) -> tuple[MicroBatch, ...]:
     return batch.micro_batches[0]
 
@@ -126,7 +109,7 @@ def mine(batch: StepBatch) -> tuple[MicroBatch, ...]:
 def test_a_broken_step_moves_nothing_but_the_version_and_the_next_is_taken(
     broken: dict[str, Callable[[Any], Any]], model_path: str, batches: list[StepBatch]
 ) -> None:
-    def use(worker: TrainWorker) -> None:
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(batches[0]), 0)
         before = state_of(worker)
         metrics = to_floats(worker.train_step(mine(with_signals(batches[1], **broken)), 1))
@@ -146,12 +129,12 @@ def test_what_follows_a_skipped_step_is_as_if_it_had_not_been(model_path: str, b
     """But for the learning rate, which is that of the step's number."""
     states: list[Any] = []
 
-    def skipping(worker: TrainWorker) -> None:
+    def skipping(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(with_signals(batches[1], advantages=to_nan)), 0)
         worker.train_step(mine(batches[0]), 1)
         states.append(state_of(worker))
 
-    def not_skipping(worker: TrainWorker) -> None:
+    def not_skipping(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(batches[0]), 1)
         states.append(state_of(worker))
 
@@ -168,7 +151,7 @@ def test_actor_and_critic_step_together_or_not_at_all(broken: str, model_path: s
     changed = {"actor": {"advantages": to_nan}, "critic": {"returns": to_nan}, "critic loss": {"returns": huge}}[broken]
     config = replace(CONFIG, algorithm=replace(CONFIG.algorithm, advantage="gae"))
 
-    def use(worker: TrainWorker) -> None:
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(whole), 0)
         before = state_of(worker)
         assert set(before) == {"actor", "critic"}
@@ -182,7 +165,7 @@ def test_actor_and_critic_step_together_or_not_at_all(broken: str, model_path: s
 
 
 def test_skipping_by_order_moves_only_the_version(model_path: str, batches: list[StepBatch]) -> None:
-    def use(worker: TrainWorker) -> None:
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(batches[0]), 0)
         before = state_of(worker)
         assert to_floats(worker.skip_step(1)) == {"actor/skipped_steps": 1, "perf/trainer_busy_s": 0}

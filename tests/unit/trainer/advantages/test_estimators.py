@@ -49,71 +49,59 @@ def close(values: Sequence[float]) -> object:
 # -- numbers by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_grpo() -> None:
+# name: estimator, groups, algorithm -> advantages
+BY_HAND: dict[str, tuple[str, list[ScoredGroup], AlgorithmConfig, list[list[float]]]] = {
     # One of four: mean 0.25; unbiased std sqrt((0.75^2 + 3 * 0.25^2) / 3) = 0.5
     # Graded: mean 0.5; unbiased std sqrt((0.5^2 + 0.25^2 + 0.25^2 + 0.5^2) / 3) = 0.4564355
-    one, graded = advantages("grpo", group(1, 0, 0, 0), group(0, 0.25, 0.75, 1))
-    assert one == close([1.499997, -0.499999, -0.499999, -0.499999])
-    assert graded == close([-1.0954427, -0.5477214, 0.5477214, 1.0954427])
-
-
-def test_dr_grpo_does_not_divide() -> None:
-    assert advantages("grpo", group(1, 0, 0, 0), algorithm=NO_STD) == [[0.75, -0.25, -0.25, -0.25]]
-
-
-def test_rloo() -> None:
+    "grpo": (
+        "grpo",
+        [group(1, 0, 0, 0), group(0, 0.25, 0.75, 1)],
+        PLAIN,
+        [[1.499997, -0.499999, -0.499999, -0.499999], [-1.0954427, -0.5477214, 0.5477214, 1.0954427]],
+    ),
+    "dr_grpo does not divide": ("grpo", [group(1, 0, 0, 0)], NO_STD, [[0.75, -0.25, -0.25, -0.25]]),
     # 1 - mean(0, 0, 0.5), 0 - mean(1, 0, 0.5) twice, 0.5 - mean(1, 0, 0)
-    assert advantages("rloo", group(1, 0, 0, 0.5)) == [close([5 / 6, -0.5, -0.5, 1 / 6])]
-
-
-def test_opo() -> None:
+    "rloo": ("rloo", [group(1, 0, 0, 0.5)], PLAIN, [[5 / 6, -0.5, -0.5, 1 / 6]]),
     # Baseline (10 * 1 + 30 * 0 + 40 * 0.5) / 80 = 0.375
-    assert advantages("opo", group(1, 0, 0.5, lengths=[10, 30, 40])) == [close([0.625, -0.375, 0.125])]
-
-
-def test_pass_at_k() -> None:
+    "opo": ("opo", [group(1, 0, 0.5, lengths=[10, 30, 40])], PLAIN, [[0.625, -0.375, 0.125]]),
     # std of (1, 0.75, 0) is sqrt((0.4166667^2 + 0.1666667^2 + 0.5833333^2) / 2) = 0.5204165
-    assert advantages("grpo_passk", group(0.75, 0, 1)) == [close([0, 0, 0.25 / 0.5204175])]
-    assert advantages("grpo_passk", group(0.75, 0, 1), algorithm=NO_STD) == [[0, 0, 0.25]]
-    assert advantages("grpo_passk", group(1, 0, 1)) == [[0, 0, 0]], "a second best answer is as good: nothing to gain"
-
-
-def test_gpg() -> None:
+    "grpo_passk": ("grpo_passk", [group(0.75, 0, 1)], PLAIN, [[0, 0, 0.25 / 0.5204175]]),
+    "grpo_passk without std": ("grpo_passk", [group(0.75, 0, 1)], NO_STD, [[0, 0, 0.25]]),
+    "grpo_passk with two best: nothing to gain": ("grpo_passk", [group(1, 0, 1)], PLAIN, [[0, 0, 0]]),
     # 6 of 8 responses are in groups that differ: alpha = 8 / 6
-    assert advantages("gpg", group(1, 0, 0, 0), group(1, 1), group(1, 0)) == [
-        close([1, -1 / 3, -1 / 3, -1 / 3]),
-        [0, 0],
-        close([2 / 3, -2 / 3]),
-    ]
-
-
-def test_reinforce_plus_plus() -> None:
+    "gpg": (
+        "gpg",
+        [group(1, 0, 0, 0), group(1, 1), group(1, 0)],
+        PLAIN,
+        [[1, -1 / 3, -1 / 3, -1 / 3], [0, 0], [2 / 3, -2 / 3]],
+    ),
     # Tokens: 2 of reward 1, 6 of 0, 2 of 1: mean 0.4, variance (4 * 0.36 + 6 * 0.16) / 9 = 0.2666667
-    std = math.sqrt(2.4 / 9 + 1e-8)
-    given_groups = group(1, 0, lengths=[2, 4]), group(0, 1, lengths=[2, 2])
-    assert advantages("reinforce_plus_plus", *given_groups) == [
-        close([0.6 / std, -0.4 / std]),
-        close([-0.4 / std, 0.6 / std]),
-    ]
-
-
-def test_reinforce_plus_plus_with_a_baseline() -> None:
-    # Less its group's mean: 0.5, -0.5 and 0, 0, -> 2 tokens of 0.5, 4 of -0.5, 4 of 0: mean -0.1,
+    "reinforce_plus_plus": (
+        "reinforce_plus_plus",
+        [group(1, 0, lengths=[2, 4]), group(0, 1, lengths=[2, 2])],
+        PLAIN,
+        [[0.6 / math.sqrt(2.4 / 9), -0.4 / math.sqrt(2.4 / 9)], [-0.4 / math.sqrt(2.4 / 9), 0.6 / math.sqrt(2.4 / 9)]],
+    ),
+    # Less its group's mean: 0.5, -0.5 and 0, 0: 2 tokens of 0.5, 4 of -0.5, 4 of 0: mean -0.1,
     # variance (2 * 0.36 + 4 * 0.16 + 4 * 0.01) / 9 = 1.4 / 9
-    std = math.sqrt(1.4 / 9 + 1e-8)
-    given_groups = group(1, 0, lengths=[2, 4]), group(3, 3, lengths=[2, 2])
-    assert advantages("reinforce_plus_plus_baseline", *given_groups) == [
-        close([0.6 / std, -0.4 / std]),
-        close([0.1 / std, 0.1 / std]),
-    ]
+    "reinforce_plus_plus_baseline": (
+        "reinforce_plus_plus_baseline",
+        [group(1, 0, lengths=[2, 4]), group(3, 3, lengths=[2, 2])],
+        PLAIN,
+        [[0.6 / math.sqrt(1.4 / 9), -0.4 / math.sqrt(1.4 / 9)], [0.1 / math.sqrt(1.4 / 9)] * 2],
+    ),
+    "remax": (
+        "remax",
+        [group(1, 0, greedy=1), group(1, 1, greedy=0.25), group(1, 0, greedy=None)],
+        PLAIN,
+        [[0, -1], [0.75, 0.75], [0, 0]],
+    ),
+}
 
 
-def test_remax() -> None:
-    assert advantages("remax", group(1, 0, greedy=1), group(1, 1, greedy=0.25), group(1, 0, greedy=None)) == [
-        [0, -1],
-        [0.75, 0.75],
-        [0, 0],
-    ]
+@pytest.mark.parametrize(("name", "groups", "algorithm", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(name: str, groups: list[ScoredGroup], algorithm: AlgorithmConfig, expected: list[list[float]]) -> None:
+    assert advantages(name, *groups, algorithm=algorithm) == [close(some) for some in expected]
 
 
 # -- an independent reference ------------------------------------------------------------------------------------------

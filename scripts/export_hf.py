@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder: `python -m scripts.export_hf CHECKPOINT OUT_DIR [--dtype bfloat16]`.
+"""Exports a checkpoint as a Hugging Face folder: `python -m scripts.export_hf CHECKPOINT OUT_DIR [--dtype bfloat16]`.
 
-CHECKPOINT is one (`runs/x/checkpoints/step_000020`), or a run folder: its newest good one. What is written loads in
-transformers and in vLLM.
+CHECKPOINT is a checkpoint (`runs/x/checkpoints/step_000020`), or a run folder, which stands for its newest good one.
+The exported folder loads in transformers and in vLLM.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Raises CheckpointError when there is no good one."""
+    """Return the checkpoint at `path`, or the newest good one of that run folder. Raises CheckpointError."""
     folder = path / CHECKPOINTS
     if (path / MARKER).exists() or not folder.is_dir():
         return verified(path)
@@ -44,9 +44,9 @@ def _warn(problem: str) -> None:
 
 
 def export(checkpoint: Checkpoint, out_dir: Path, dtype: str) -> None:
-    import torch  # noqa: PLC0415  (arguments are checked before seconds of imports)
+    import torch  # takes seconds: only after the arguments are checked
 
-    from trainer.worker.export import export_hf  # noqa: PLC0415
+    from trainer.worker.export import export_hf
 
     export_hf(checkpoint, out_dir, {name: getattr(torch, name) for name in DTYPES}[dtype])
 

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from trainer.tracking.sinks import METRICS_FILE as METRICS_FILE
-from trainer.tracking.sinks import read_metrics
+from trainer.tracking.sinks import METRICS_FILE, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,10 @@ _REWARD, _ACCURACY, _STALENESS = "#2563eb", "#ea580c", "#0d9488"
 
 
 def plot_curve(metrics_path: Path, output: Path, title: str = "Learning curve") -> None:
-    """Draw the records of `metrics_path` (of a `JsonlSink`) into the PNG `output`, 1400 x 700 pixels.
+    """Draw the records of `metrics_path`, a file of `JsonlSink`, into the PNG `output`, 1400 x 700 pixels.
 
-    Reward and held-out accuracy above, token staleness in versions below, both against optimizer steps; the top axis
-    says how long it took. Of several records of one step, as a resumed run leaves, the last counts.
+    Reward and held-out accuracy are above, token staleness in versions below, both over optimizer steps; the top axis
+    shows the time. If a step has several records, as after a resume, the last one counts.
 
     Raises:
         ValueError: the file has no finite `critic/rewards/mean`, or is damaged.
@@ -62,7 +61,7 @@ def plot_curve(metrics_path: Path, output: Path, title: str = "Learning curve") 
 
 
 def series(records: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
-    """Return step -> value of one metric in order of steps, without the steps where it is missing or not finite."""
+    """Return step -> value of one metric in order of steps, without steps where it is missing or not finite."""
     points = {int(record["step"]): float(record[key]) for record in records if key in record}
     return {step: points[step] for step in sorted(points) if math.isfinite(points[step])}
 
@@ -141,7 +140,7 @@ def _draw_staleness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_seconds(axes: Axes, elapsed: Mapping[int, float]) -> None:
-    """Put round times on a top axis, each above the step that was reached by then."""
+    """Put round times on a top axis, each above the step reached at that time."""
     if len(elapsed) < 2:
         return
     seconds = np.maximum.accumulate(np.array(list(elapsed.values())))

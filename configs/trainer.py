@@ -52,5 +52,9 @@ class TrainerConfig:
     step_timeout_s: float = 1800.0
     """Deadline in seconds for one optimizer step and for scoring a batch; past it the train workers restart
     (max_restarts)."""
+    start_timeout_s: float = 600.0
+    """Deadline in seconds for starting the train workers and for loading a checkpoint into them."""
+    answer_timeout_s: float = 10.0
+    """After a failed call, a train worker that does not answer for so many seconds counts as lost."""
     max_restarts: int = 3
     """How often the train workers may restart from the newest checkpoint after one died or hung."""

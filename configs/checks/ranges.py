@@ -78,6 +78,8 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.max_skipped_steps": (0, None),
     "trainer.batch_timeout_s": (1, None),
     "trainer.step_timeout_s": (1, None),
+    "trainer.start_timeout_s": (1, None),
+    "trainer.answer_timeout_s": (1, None),
     "trainer.max_restarts": (0, None),
     "evaluation.replicas": (0, None),
     "evaluation.samples": (1, None),

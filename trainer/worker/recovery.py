@@ -1,5 +1,7 @@
-"""Train workers that survive the death of one: the group starts again from the newest good checkpoint and trains the
-same batches again, so that nothing is lost and no version is given to other weights than before.
+"""Train workers that survive the death of one of them.
+
+The group restarts from the newest good checkpoint and trains the same batches again. So no batch is lost, and a version
+always names the same weights.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 
 class TrainWorkersLostError(RuntimeError):
-    """Train workers died or hung, and are not started again. The message says why not."""
+    """Train workers died or hung and cannot be restarted. The message says why."""
 
 
 class WeightUpdater(Protocol):
@@ -39,9 +41,15 @@ class WeightUpdater(Protocol):
 
 
 class RecoveringWorkers:
-    """What the train loop, the checkpoint manager and the checkpointer need of the train workers.
+    """The train workers for train loop, checkpoint manager and checkpointer: a call that loses a worker is repeated.
 
-    Keeps the batches that were trained since the newest checkpoint, in the driver's memory.
+    It keeps the batches trained since the newest checkpoint in the driver's memory.
+
+    Example, a worker that dies in step 4, with a checkpoint of step 2:
+        train_step(batch_4, 4)                      # fails
+        group.start_again(checkpoint of step 2)
+        train_step(batch_2, 2), train_step(batch_3, 3)
+        train_step(batch_4, 4)                      # its result is returned
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class RecoveringWorkers:
         return await self._group.setup(model_path)
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from there, before the first step."""
+        """Load the checkpoint from which the run continues."""
         await self._group.load_checkpoint(checkpoint.train_folder)
         self._resumed = checkpoint
         self._next_step = checkpoint.global_steps
@@ -94,8 +102,10 @@ class RecoveringWorkers:
         return self._next_step
 
     async def publish(self, order: PublishOrder) -> Manifest:
-        """Waits while workers start again, but does not start them: that would outlast the update's deadlines. See
-        RecoveringUpdater."""
+        """Publish the weights. Wait for a running restart, but start none: it would outlast the update's deadlines.
+
+        `RecoveringUpdater` restarts the workers and repeats the whole update.
+        """
         await self._until_back()
         return await self._group.publish(order)
 
@@ -112,7 +122,7 @@ class RecoveringWorkers:
         return await self.again_if_lost(self._group.model_files)
 
     def forget_before(self, global_steps: int) -> None:
-        """A checkpoint of that step is good: what was trained before it need not be trained again."""
+        """Drop the batches before `global_steps`, because a good checkpoint of that step exists."""
         self._trained = {step: batch for step, batch in self._trained.items() if step >= global_steps}
 
     def kill(self) -> None:
@@ -122,7 +132,7 @@ class RecoveringWorkers:
         return {"trainer/restarts": float(self._restarts)}
 
     async def again_if_lost(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Calls, and after a failure that a lost train worker explains, calls once more when all are back."""
+        """Await `call()`. If it fails because a train worker is lost, restart the workers and repeat it."""
         while True:
             await self._until_back()
             restarts = self._restarts
@@ -130,7 +140,7 @@ class RecoveringWorkers:
                 return await call()
             except Exception as error:
                 async with self._recovering:
-                    if self._restarts == restarts:  # else another call has found it out, and they are back
+                    if self._restarts == restarts:  # otherwise another call has restarted them already
                         await self._recover(error)
 
     async def _until_back(self) -> None:
@@ -138,7 +148,7 @@ class RecoveringWorkers:
             pass
 
     async def _recover(self, error: Exception) -> None:
-        """Raises `error` if no train worker is lost, and TrainWorkersLostError if they may not start again."""
+        """Restart the workers. Raise `error` if none is lost, TrainWorkersLostError if they cannot restart."""
         while True:
             lost = str(error) if isinstance(error, TimeoutError) else await self._group.find_lost()
             if lost is None:
@@ -160,7 +170,7 @@ class RecoveringWorkers:
 
     async def _restart(self) -> None:
         started = time.perf_counter()
-        async with self._store.busy:  # nothing is pruned meanwhile, and no batch forgotten
+        async with self._store.busy:  # keeps the checkpoint from being pruned, and batches from being dropped
             checkpoint = await asyncio.to_thread(self._store.newest_good, self._report) or self._resumed
             first = 0 if checkpoint is None else checkpoint.global_steps
             steps = range(first, self._next_step)
@@ -169,7 +179,7 @@ class RecoveringWorkers:
                 origin = "the first policy" if checkpoint is None else str(checkpoint.path)
                 reason = f"the train workers cannot go on from {origin} to step {self._next_step}"
                 raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
-            again = [(step, self._trained[step]) for step in steps]  # of which a save that waits may forget some
+            again = [(step, self._trained[step]) for step in steps]  # copied: a waiting save may drop some
             await self._group.start_again(None if checkpoint is None else checkpoint.train_folder)
         for step, batch in again:
             await self._take(batch, step)
@@ -181,8 +191,10 @@ class RecoveringWorkers:
 
 
 class RecoveringUpdater:
-    """The checkpoint manager, whose transactions are done again when a train worker was lost in one: nobody else but
-    this may publish, or a restart of the train workers would outlast the deadlines of an update."""
+    """The checkpoint manager, with updates that are repeated when a train worker is lost in one.
+
+    Only this class may publish: inside an update, a restart of the train workers would outlast its deadlines.
+    """
 
     def __init__(self, manager: WeightUpdater, workers: RecoveringWorkers):
         self._manager = manager

@@ -1,4 +1,4 @@
-"""One FSDP rank: forward and backward, optimizer step, publication of weights. `worker_group.py` puts it into Ray."""
+"""One FSDP rank: forward and backward, optimizer step, publication of weights. `worker_group.py` runs it in Ray."""
 
 import math
 import os
@@ -27,7 +27,14 @@ MakeSender = Callable[[int, int, torch.device], Sender]
 
 
 class TrainWorker:
-    """Calls come one at a time, so publishing can never overlap an optimizer step."""
+    """One FSDP rank of policy, reference and critic. Calls come one at a time: publishing never overlaps a step.
+
+    Example:
+        worker = TrainWorker(config=config, device="cpu", make_sender=make_sender)
+        worker.setup("Qwen/Qwen3-0.6B", rank=0, world_size=1, master="127.0.0.1:29500")
+        metrics = worker.train_step(micro_batches, global_steps=0)
+        publication = worker.publish(order)
+    """
 
     def __init__(self, *, config: Config, device: str, make_sender: MakeSender):
         self._config = config
@@ -35,10 +42,10 @@ class TrainWorker:
         self._make_sender = make_sender
         self._global_steps = 0
         self._writer = StateWriter(config.checkpoint.timeout_s)
-        self._is_finite = True  # loss and logprobs of the step so far
+        self._is_finite = True  # whether all losses and logprobs of the current step are
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
-        """Joins the process group at `master` (host:port), loads and shards the model. Returns its parameter count."""
+        """Join the process group at `master` (host:port), load and shard the model. Return its parameter count."""
         trainer = self._config.trainer
         self._rank, self._world_size = rank, world_size
         self._model_path = model_path
@@ -72,10 +79,11 @@ class TrainWorker:
         return num_parameters
 
     def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
-        """What the driver needs to know of the tokens before their advantages: per name, [T] per micro-batch.
+        """Compute what advantages may depend on. All ranks must call with equally many micro-batches.
 
-        reference_logprobs: log pi_ref. kl: the estimate of KL(mu || pi_ref) that may be taken off the rewards. values:
-        the critic's. All ranks must call with equally many micro-batches.
+        Returns:
+            By name, [T] per micro-batch. With a reference: `reference_logprobs`, log pi_ref, and `kl`, the estimate of
+            KL(mu || pi_ref) that can be subtracted from the rewards. With a critic: its `values`.
         """
         scores: dict[str, list[FloatArray]] = {}
         for batch in micro_batches:
@@ -93,9 +101,9 @@ class TrainWorker:
         return scores
 
     def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
-        """One optimizer step over this rank's micro-batches. `global_steps`: optimizer steps taken before it.
+        """Take an optimizer step over this rank's micro-batches, and return this rank's metrics.
 
-        Metrics are this rank's, to be merged over ranks. All ranks must call with equally many micro-batches.
+        All ranks must call with equally many micro-batches. `global_steps` were taken before.
         """
         started = time.perf_counter()
         parts = []
@@ -110,7 +118,7 @@ class TrainWorker:
         return merge_metrics(parts)
 
     def forward_backward(self, batch: MicroBatch) -> dict[str, Metric]:
-        """Accumulates the gradient of the micro-batch's share of the objective; over all ranks they add up to it."""
+        """Accumulate the gradient of the micro-batch's share of the objective. The shares of all ranks add up to it."""
         logprobs, entropy = self._policy(batch, self._device)
         loss, metrics = self._objective(logprobs, entropy, batch)
         self._is_finite &= bool(loss.isfinite() & logprobs.isfinite().all())
@@ -118,9 +126,9 @@ class TrainWorker:
         return metrics | {"perf/padded_tokens": Sum(float(batch.num_padded_tokens))}
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
-        """Clips the gradient, steps AdamW, clears the gradient; with a critic, its too.
+        """Clip the gradients of policy and critic, step, clear the gradients.
 
-        Where a loss, a logprob or a norm was NaN or infinite on any rank, no rank steps, and only the version goes up.
+        If a loss, a logprob or a norm was NaN or infinite on any rank, no rank steps: only the version goes up.
         """
         optimizers = {"actor": self._optimizer}
         if self._critic is not None:
@@ -140,18 +148,18 @@ class TrainWorker:
         return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
 
     def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        """Only the version goes up."""
+        """Count a step without taking it."""
         self._global_steps = global_steps + 1
         return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
 
     def _on_all_ranks(self, condition: bool) -> bool:
-        """Whether it holds on every rank."""
+        """Whether the condition holds on every rank."""
         count = torch.tensor(float(condition), device=self._device)
         dist.all_reduce(count)
         return count.item() == self._world_size
 
     def publish(self, order: PublishOrder) -> Publication:
-        """Offers this rank's rows of every parameter, without gathering any."""
+        """Offer this rank's rows of every parameter, without gathering any."""
         specs = parameter_specs(self._policy, self._rollout_dtype)
         return self._sender.publish(specs, self._shards, order)
 
@@ -159,27 +167,27 @@ class TrainWorker:
         return self._sender.send(self._shards, manifest)
 
     def stop_sending(self, manifest: Manifest) -> None:
-        """Lets `send` fail. May run beside it."""
+        """Make a running `send` fail. May run concurrently with it."""
         self._sender.stop(manifest)
 
-    def stage_checkpoint(self, folder: str) -> None:
-        """Copies all that training needs to go on from here into host memory, and begins to write it. All ranks call.
+    def stage_checkpoint(self, folder: Path) -> None:
+        """Copy the training state into host memory and begin to write it. All ranks must call.
 
-        The reference is not in it: it is the first policy, which `setup` loads.
+        The reference is not part of it: it is the first policy, which `setup` loads.
         """
-        self._writer.stage(Path(folder), self._trained, self._global_steps)
+        self._writer.stage(folder, self._trained, self._global_steps)
 
     def finish_checkpoint(self) -> None:
-        """Waits until all ranks have written what is staged. May run beside the others."""
+        """Wait until all ranks have written what is staged. May run concurrently with other calls."""
         self._writer.finish()
 
-    def load_checkpoint(self, folder: str) -> int:
-        """Returns its global_steps. All ranks must call; it does not matter how many wrote it."""
-        self._global_steps = load(Path(folder), self._trained)
+    def load_checkpoint(self, folder: Path) -> int:
+        """Load the state that any number of ranks wrote. Return its global_steps. All ranks must call."""
+        self._global_steps = load(folder, self._trained)
         return self._global_steps
 
     def model_files(self) -> dict[str, bytes]:
-        """Config and tokenizer of the policy, by file name."""
+        """Return config and tokenizer of the policy, by file name."""
         return model_files(self._model_path)
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,7 +203,7 @@ class TrainWorker:
         return _torch_dtype(self._config.rollout.dtype.value)
 
     def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
-        """The first policy: to train, or to keep as the reference."""
+        """Load the first policy: to train it, or to keep it as the reference."""
         trainer, algorithm = self._config.trainer, self._config.algorithm
         policy = load_policy(
             model_path,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -125,26 +125,6 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the reduced value of every metric, as the sinks want them."""
     return {key: float(metric.value) for key, metric in metrics.items()}
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the `q`-th percentile, q in [0, 100], linear between the two nearest ranks; NaN if any value is NaN.
-
-    Raises:
-        ValueError: `values` is empty or `q` is outside [0, 100].
-    """
-    if not values:
-        raise ValueError("percentile of no values")
-    if not 0 <= q <= 100:
-        raise ValueError(f"q must be in [0, 100], got {q}")
-    if any(math.isnan(value) for value in values):
-        return math.nan
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * q / 100
-    low = math.floor(rank)
-    below, above = ordered[low], ordered[math.ceil(rank)]
-    # Equal neighbours are returned as they are: infinity minus infinity would be NaN.
-    return below if below == above else below + (above - below) * (rank - low)
 
 
 @contextmanager

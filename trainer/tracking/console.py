@@ -91,7 +91,6 @@ class PlainConsole:
         self._stage, self._stage_written = text, self._clock()
 
     def step(self, global_steps: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of one step."""
         accuracy = "-" if math.isnan(self._accuracy) else f"{self._accuracy:.2f}"
 
         def show(key: str, spec: str) -> str:
@@ -110,13 +109,11 @@ class PlainConsole:
         self._write("  ".join(fields))
 
     def evaluation(self, global_steps: int, accuracy: float) -> None:
-        """Write the accuracy and the one before."""
         before = "" if math.isnan(self._accuracy) else f" (was {self._accuracy:.3f})"
         self._accuracy = accuracy
         self._write(f"eval {self._position(global_steps)}  held-out accuracy {accuracy:.3f}{before}")
 
     def message(self, text: str) -> None:
-        """Write `text` as it is."""
         self._write(text)
 
     def close(self) -> None:
@@ -171,7 +168,6 @@ class LiveConsole:
         self._live.start()
 
     def stage(self, text: str) -> None:
-        """Show `text` in the panel's first line."""
         self._stage = text
 
     def step(self, global_steps: int, metrics: Mapping[str, float]) -> None:
@@ -181,15 +177,12 @@ class LiveConsole:
             self._rewards.append(metrics["critic/rewards/mean"])
 
     def evaluation(self, global_steps: int, accuracy: float) -> None:
-        """Show the accuracy next to the first one."""
         self._accuracies.append(accuracy)
 
     def message(self, text: str) -> None:
-        """Print `text` above the panel."""
         self._target.print(Text(text))
 
     def close(self) -> None:
-        """Draw once more and give the terminal back."""
         self._live.stop()
 
     def panel(self) -> Panel:

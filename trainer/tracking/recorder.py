@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rollout.types import FloatArray, Trajectory, TrajectoryGroup
-from trainer.metrics import percentile
 from trainer.tracking.bad_batches import bad_batch
 from trainer.tracking.console import Console
 from trainer.tracking.sinks import METRICS_FILE, Tracker, cut_metrics, write_atomically
@@ -171,8 +172,8 @@ class RunRecorder:
             "spanning_trajectories": counts.spanning_trajectories,
             "max_token_staleness": int(counts.max_token_staleness),
             "samples_per_second": round(counts.trajectories / counts.training_seconds, 2),
-            "pause_ms_p50": round(percentile(counts.pause_ms, 50), 3),
-            "pause_ms_p99": round(percentile(counts.pause_ms, 99), 3),
+            "pause_ms_p50": round(float(np.percentile(counts.pause_ms, 50)), 3),
+            "pause_ms_p99": round(float(np.percentile(counts.pause_ms, 99)), 3),
             "skipped_steps": counts.skipped_steps,
             **more,
             "failed_writes": dict(self._failed.counts),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-import numpy as np
 import pytest
 
 from trainer.metrics import (
@@ -16,7 +15,6 @@ from trainer.metrics import (
     Metric,
     Sum,
     merge_metrics,
-    percentile,
     timed,
     to_floats,
 )
@@ -71,24 +69,6 @@ def test_parts_may_lack_keys_and_are_left_unchanged() -> None:
 def test_one_key_with_two_types_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"'staleness/max' is both Max and Mean"):
         merge_metrics([{"staleness/max": Max(1.0)}, {"staleness/max": Mean(1.0, 1)}])
-
-
-@pytest.mark.parametrize("q", [0, 12.5, 50, 90, 99, 100])
-@pytest.mark.parametrize("values", [[7.0], [3.0, 1.0], [5.0, -1.0, 2.0, 2.0, 9.5]])
-def test_percentile_agrees_with_numpy(values: list[float], q: float) -> None:
-    assert percentile(values, q) == pytest.approx(np.percentile(values, q))
-
-
-def test_percentile_leaves_its_input_alone_and_says_what_is_wrong() -> None:
-    values = [3.0, 1.0, 2.0]
-    assert percentile(values, 50) == 2.0
-    assert values == [3.0, 1.0, 2.0]
-    assert math.isnan(percentile([1.0, math.nan, 2.0], 0))
-    assert percentile([1.0, math.inf, math.inf], 75) == math.inf
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-    with pytest.raises(ValueError, match=r"\[0, 100\], got 101"):
-        percentile([1.0], 101)
 
 
 def test_timed_accumulates_seconds_also_of_a_block_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,7 @@ def test_the_export_loads_in_vllm_and_generates_what_transformers_does(exported:
 
     os.environ.update(engine_env(replace(engine_spec, model_path=str(exported))))
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     prompt_ids = AutoTokenizer.from_pretrained(exported)("Question: Tom has 3 pens.\nAnswer:")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -242,6 +243,7 @@ def test_the_export_loads_in_vllm_and_generates_what_transformers_does(exported:
         [TokensPrompt(prompt_token_ids=prompt_ids)], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False
     )
     assert list(answer.outputs[0].token_ids) == tokens.tolist()
+    cleanup_dist_env_and_memory()  # its process group would be in the way of train workers in this process
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

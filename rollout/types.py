@@ -134,6 +134,9 @@ class Completion:
         )
 
 
+EMPTY = Completion(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=(), finish_reason="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One request of an episode to a replica: token ids in, token ids out."""

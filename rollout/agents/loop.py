@@ -30,15 +30,12 @@ class EpisodeTask:
     """One episode to run."""
 
     request_id: RequestId
-    """Of its first turn; `at_turn` makes those of the others."""
+    """Of its first turn."""
     prompt: Prompt
     index: int
     """Place in the prompt's group."""
     sampling: SamplingParams
     """`max_tokens` bounds the whole response: all turns, and what the environment says."""
-
-    def at_turn(self, turn: int) -> RequestId:
-        return replace(self.request_id, turn=turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,7 +70,17 @@ class SingleTurn:
             GenerationRequest(request_id=task.request_id, prompt_ids=task.prompt.token_ids, sampling=task.sampling)
             for task in tasks
         ]
-        return [as_episode(completion) for completion in await generate(requests)]
+        return [
+            Episode(
+                response_ids=completion.token_ids,
+                loss_mask=np.ones(completion.num_tokens, np.bool_),
+                rollout_logprobs=completion.logprobs,
+                spans=completion.spans,
+                finish_reason=completion.finish_reason,
+                cached_tokens=completion.cached_tokens,
+            )
+            for completion in await generate(requests)
+        ]
 
 
 def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
@@ -85,17 +92,6 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
     if not isinstance(loop, AgentLoop):
         raise ValueError(f"rollout.agent_loop={name}: gave {loop!r:.100}, which has no run(tasks, generate)")
     return loop
-
-
-def as_episode(completion: Completion) -> Episode:
-    return Episode(
-        response_ids=completion.token_ids,
-        loss_mask=np.ones(completion.num_tokens, np.bool_),
-        rollout_logprobs=completion.logprobs,
-        spans=completion.spans,
-        finish_reason=completion.finish_reason,
-        cached_tokens=completion.cached_tokens,
-    )
 
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:

@@ -3,26 +3,16 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from configs.runtime.deadline import within
-from rollout.agents.environment import Environment, Step
+from rollout.agents.environment import Environment
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.rewards.base import RewardResult
-from rollout.types import (
-    BoolArray,
-    Completion,
-    FloatArray,
-    GenerationRequest,
-    IntArray,
-    Prompt,
-    VersionSpan,
-    merge_spans,
-    shift_spans,
-)
+from rollout.types import EMPTY, BoolArray, Completion, GenerationRequest, IntArray, Prompt, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +62,20 @@ class MultiTurn:
         return [episode.finished() for episode in episodes]
 
     async def _take_turn(self, episode: "_Episode", completion: Completion, is_last: bool) -> None:
-        episode.add_completion(completion)
+        episode.add(completion, is_policy=True)
         if completion.finish_reason != "stop":  # the environment must not answer half a turn
             episode.finish_reason = completion.finish_reason
             return
         try:
             async with within(self._step_timeout_s, "step_timeout_s", "a step of the environment"):
-                step = await self._step(episode, completion)
+                if episode.environment is None:
+                    episode.environment = self._make_environment(episode.task.prompt)
+                text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                step = await episode.environment.step(text)
             observation = np.array(self._tokenizer(step.observation, add_special_tokens=False)["input_ids"], np.int32)
         except Exception as error:
             logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)
-            episode.fail(error)
+            episode.finish_reason, episode.error = "stop", f"{type(error).__name__}: {error}"
             return
         if step.reward is not None:
             episode.reward = (episode.reward or 0.0) + step.reward
@@ -93,76 +86,54 @@ class MultiTurn:
         else:
             episode.add_observation(observation)
 
-    async def _step(self, episode: "_Episode", completion: Completion) -> Step:
-        if episode.environment is None:
-            episode.environment = self._make_environment(episode.task.prompt)
-        return await episode.environment.step(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
-
+@dataclass
 class _Episode:
-    """An episode under way: the tokens of its turns and observations, in order."""
+    """An episode under way."""
 
-    def __init__(self, task: EpisodeTask):
-        self.task = task
-        self.environment: Environment | None = None
-        self.finish_reason = ""
-        """"" while it is open."""
-        self.reward: float | None = None
-        self._error: str | None = None
-        self._ids: list[IntArray] = []
-        self._masks: list[BoolArray] = []
-        self._logprobs: list[FloatArray] = []
-        self._spans: tuple[VersionSpan, ...] = ()
-        self._cached_tokens = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self._spans[-1].end if self._spans else 0
+    task: EpisodeTask
+    environment: Environment | None = None
+    finish_reason: str = ""
+    """"" while it is open."""
+    reward: float | None = None
+    error: str | None = None
+    response: Completion = EMPTY
+    """All turns and observations."""
+    masks: list[BoolArray] = field(default_factory=list)
+    cached_tokens: int = 0
 
     @property
     def room(self) -> int:
         """How many tokens the response may still have."""
-        return self.task.sampling.max_tokens - self.num_tokens
+        return self.task.sampling.max_tokens - self.response.num_tokens
 
     def request(self, turn: int) -> GenerationRequest:
-        response = tuple(int(token) for ids in self._ids for token in ids)
         return GenerationRequest(
-            request_id=self.task.at_turn(turn),
-            prompt_ids=(*self.task.prompt.token_ids, *response),
+            request_id=replace(self.task.request_id, turn=turn),
+            prompt_ids=(*self.task.prompt.token_ids, *self.response.token_ids.tolist()),
             sampling=replace(self.task.sampling.reseeded(turn), max_tokens=self.room),
         )
 
-    def add_completion(self, completion: Completion) -> None:
-        self._add(completion.token_ids, completion.logprobs, completion.spans, is_policy=True)
-        self._cached_tokens += completion.cached_tokens
+    def add(self, completion: Completion, *, is_policy: bool) -> None:
+        self.response = Completion.concatenate([self.response, completion])
+        self.masks.append(np.full(completion.num_tokens, is_policy))
+        self.cached_tokens += completion.cached_tokens
 
     def add_observation(self, token_ids: IntArray) -> None:
         """Tokens that no policy sampled: no loss, logprob 0, and the version of the turn before."""
-        num_tokens = len(token_ids)
-        if num_tokens:
-            spans = (VersionSpan(0, num_tokens, self._spans[-1].global_steps),)
-            self._add(token_ids, np.zeros(num_tokens, np.float32), spans, is_policy=False)
-
-    def fail(self, error: Exception) -> None:
-        self.finish_reason = "stop"
-        self._error = f"{type(error).__name__}: {error}"
+        if num_tokens := len(token_ids):
+            spans = (VersionSpan(0, num_tokens, self.response.spans[-1].global_steps),)
+            logprobs = np.zeros(num_tokens, np.float32)
+            self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=""), is_policy=False)
 
     def finished(self) -> Episode:
-        has_result = self.reward is not None or self._error is not None
+        has_result = self.reward is not None or self.error is not None
         return Episode(
-            response_ids=np.concatenate(self._ids),
-            loss_mask=np.concatenate(self._masks),
-            rollout_logprobs=np.concatenate(self._logprobs),
-            spans=self._spans,
+            response_ids=self.response.token_ids,
+            loss_mask=np.concatenate(self.masks),
+            rollout_logprobs=self.response.logprobs,
+            spans=self.response.spans,
             finish_reason=self.finish_reason,
-            cached_tokens=self._cached_tokens,
-            result=RewardResult(reward=self.reward or 0.0, error=self._error) if has_result else None,
+            cached_tokens=self.cached_tokens,
+            result=RewardResult(reward=self.reward or 0.0, error=self.error) if has_result else None,
         )
-
-    def _add(
-        self, token_ids: IntArray, logprobs: FloatArray, spans: tuple[VersionSpan, ...], *, is_policy: bool
-    ) -> None:
-        self._spans = merge_spans((*self._spans, *shift_spans(spans, self.num_tokens)))
-        self._ids.append(token_ids)
-        self._masks.append(np.full(len(token_ids), is_policy))
-        self._logprobs.append(logprobs)

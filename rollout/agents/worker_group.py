@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
+from rollout.agents.encoding import encode
 from rollout.agents.loop import AgentLoop, load_agent_loop
 from rollout.agents.worker import AgentWorker, EvaluationPart
 from rollout.errors import AgentWorkerLostError
@@ -45,22 +46,19 @@ class AgentWorkerActor:
             replicas={},
         )
 
-    async def ready(self) -> None:
-        """Answers once the constructor has returned."""
-
     async def encode(self, rows: list[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
-        return self._worker.encode(rows, template, chat_template, max_tokens)
+        return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> PackedGroup:
-        self._worker.connect(replica.name, replica.generate_group)
+        self._worker.replicas[replica.name] = replica.generate_group
         return pack_group(await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt))
 
     async def evaluate(
         self, prompts: list[Prompt], replica: ReplicaClient, sampling: SamplingParams, num_samples: int, attempt: int
     ) -> EvaluationPart:
-        self._worker.connect(replica.name, replica.generate_group)
+        self._worker.replicas[replica.name] = replica.generate_group
         return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
 
 
@@ -153,7 +151,7 @@ class AgentWorkerGroup:
         async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
             return await placed(
                 lambda: self._start(lost.name),
-                lambda worker: worker.actor.ready.remote(),
+                lambda worker: worker.actor.__ray_ready__.remote(),
                 lambda worker: ray.kill(worker.actor),
                 lambda text: logger.info("%s %s", lost.name, text),
             )
@@ -181,10 +179,6 @@ class Rotation(Generic[W]):
         self._replace = replace
         self._replacing: set[asyncio.Task[None]] = set()
         self._error: Exception | None = None
-
-    @property
-    def serving(self) -> list[W]:
-        return list(self._serving)
 
     async def next(self) -> W:
         """Waits until a worker serves. Raises NoWorkerLeftError."""

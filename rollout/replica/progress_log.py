@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from rollout.progress import TokenDelta, prompt_checksum
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest
+from rollout.types import EMPTY, Completion, GenerationRequest
 
 REPORTS_OF_AN_END = 2
 """A report may get lost, so a finished request is in more than one."""
-NOTHING = Completion(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=(), finish_reason="")
 
 
 @dataclass(slots=True)
@@ -88,7 +85,7 @@ class ProgressLog:
             start = known.get(request_id, 0)
             tokens = self._tokens_after(start, entry, sampled.get(entry.part))
             if tokens is None:
-                tokens, start = NOTHING, 0  # it waits for a seat
+                tokens, start = EMPTY, 0  # it waits for a seat
             if entry.final is not None:
                 entry.times_reported += 1
                 if entry.times_reported == REPORTS_OF_AN_END:

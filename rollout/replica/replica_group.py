@@ -3,28 +3,27 @@
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import wraps
+from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayTaskError
 
 from configs.runtime.environment import QUIET_NCCL
-from configs.schema import PauseMode, WeightSyncConfig
+from configs.schema import WeightSyncConfig
 from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
-from rollout.progress import ProgressReport
 from rollout.replica.processes import ProcessId, end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import RolloutReplica
-from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest
 from rollout.wire import Columns, pack_completions
-from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
+from weight_sync.protocol import Manifest
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ControlCall = Callable[Concatenate["ReplicaActor", P], Coroutine[Any, Any, R]]
+ReplicaMethod = Callable[Concatenate[RolloutReplica, P], Coroutine[Any, Any, R]]
 LOOPBACK = "127.0.0.1"
 MAX_REQUESTS = 8192
 """Groups that may wait in one replica's actor."""
@@ -40,16 +39,29 @@ CPU_ENV = {
 EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def control(method: ControlCall[P, R]) -> ControlCall[P, R]:
-    """A control call. Ray runs it on the event loop of another concurrency group, so that it never queues behind
-    generations; from there it hops to the loop on which the engine lives."""
+def control(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaActor, P], CoroutineType[Any, Any, R]]":
+    """Makes a method of `ReplicaActor` of one of its replica. Ray runs it on the event loop of another concurrency
+    group, so that it never queues behind generations; from there it hops to the loop on which the engine lives."""
 
-    @wraps(method)
     async def on_engine_loop(self: "ReplicaActor", *args: P.args, **kwargs: P.kwargs) -> R:
-        call = method(self, *args, **kwargs)
+        call = method(self._replica, *args, **kwargs)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
 
-    return ray.method(concurrency_group="control")(on_engine_loop)  # pyright: ignore[reportReturnType]
+    return ray.method(concurrency_group="control")(wraps(method)(on_engine_loop))  # pyright: ignore[reportReturnType]
+
+
+def to_actor(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaHandle, P], CoroutineType[Any, Any, R]]":
+    """Makes a method of `ReplicaHandle` that calls `method` of the replica in its actor."""
+
+    async def call(self: "ReplicaHandle", *args: P.args, **kwargs: P.kwargs) -> R:
+        positional = [manifests.ref(arg) if isinstance(arg, Manifest) else arg for arg in args]
+        try:
+            return await getattr(self.actor, method.__name__).remote(*positional, **kwargs)
+        except RayTaskError as error:
+            error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
+            raise error.cause from None
+
+    return wraps(method)(call)
 
 
 class ReplicaActor:
@@ -91,61 +103,28 @@ class ReplicaActor:
         """Callers use `ReplicaClient.generate_group`."""
         return pack_completions(await self._replica.generate_group(requests))
 
-    @control
-    async def tag_loaded(self, global_steps: int) -> None:
-        await self._replica.tag_loaded(global_steps)
-
-    @control
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self._replica.pause(mode, clear_cache)
-
-    @control
-    async def resume(self) -> float:
-        return await self._replica.resume()
-
-    @control
-    async def abort(self, names: Collection[str] | None) -> list[str]:
-        return await self._replica.abort(names)
-
-    @control
-    async def status(self) -> ReplicaStatus:
-        return await self._replica.status()
-
-    @control
-    async def stage(self, manifest: Manifest) -> None:
-        await self._replica.stage(manifest)
-
-    @control
-    async def commit(self, tag: WeightTag) -> CommitReport:
-        return await self._replica.commit(tag)
-
-    @control
-    async def receive(self, manifest: Manifest) -> CommitReport:
-        return await self._replica.receive(manifest)
-
-    @control
-    async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
-        return await self._replica.progress(known)
-
-    @control
-    async def stats(self) -> dict[str, float]:
-        return await self._replica.stats()
-
-    @control
-    async def wait_dead(self) -> BaseException:
-        return await self._replica.wait_dead()
+    tag_loaded = control(RolloutReplica.tag_loaded)
+    pause = control(RolloutReplica.pause)
+    resume = control(RolloutReplica.resume)
+    abort = control(RolloutReplica.abort)
+    status = control(RolloutReplica.status)
+    stage = control(RolloutReplica.stage)
+    commit = control(RolloutReplica.commit)
+    receive = control(RolloutReplica.receive)
+    progress = control(RolloutReplica.progress)
+    stats = control(RolloutReplica.stats)
+    wait_dead = control(RolloutReplica.wait_dead)
 
 
-class _Shared:
-    """Puts what all replicas get into Ray's object store once. To pickle the manifest of a large model takes the driver
+class _Manifests:
+    """Puts the manifest that all replicas get into Ray's object store once: to pickle a large model's takes the driver
     0.2 to 20 ms."""
 
-    def __init__(self) -> None:
-        self._last: tuple[Any, ray.ObjectRef] | None = None
+    _last: tuple[Manifest, ray.ObjectRef] | None = None
 
-    def ref(self, value: Any) -> "ray.ObjectRef":
-        if self._last is None or self._last[0] is not value:
-            self._last = (value, ray.put(value))
+    def ref(self, manifest: Manifest) -> ray.ObjectRef:
+        if self._last is None or self._last[0] is not manifest:
+            self._last = (manifest, ray.put(manifest))
         return self._last[1]
 
     def forget(self) -> None:
@@ -153,7 +132,7 @@ class _Shared:
         self._last = None
 
 
-manifests = _Shared()
+manifests = _Manifests()
 
 
 class ReplicaHandle:
@@ -189,45 +168,17 @@ class ReplicaHandle:
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
         return await self.actor.serve.remote(on_loopback, token, chat_template)
 
-    async def tag_loaded(self, global_steps: int) -> None:
-        await self._result(self.actor.tag_loaded.remote(global_steps))
-
-    async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
-        await self._result(self.actor.pause.remote(mode, clear_cache))
-
-    async def resume(self) -> float:
-        return await self._result(self.actor.resume.remote())
-
-    async def abort(self, names: Collection[str] | None = None) -> list[str]:
-        return await self._result(self.actor.abort.remote(names))
-
-    async def status(self) -> ReplicaStatus:
-        return await self._result(self.actor.status.remote())
-
-    async def stage(self, manifest: Manifest) -> None:
-        await self._result(self.actor.stage.remote(manifests.ref(manifest)))
-
-    async def commit(self, tag: WeightTag) -> CommitReport:
-        return await self._result(self.actor.commit.remote(tag))
-
-    async def receive(self, manifest: Manifest) -> CommitReport:
-        return await self._result(self.actor.receive.remote(manifests.ref(manifest)))
-
-    async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
-        return await self._result(self.actor.progress.remote(known))
-
-    async def stats(self) -> dict[str, float]:
-        return await self._result(self.actor.stats.remote())
-
-    async def wait_dead(self) -> BaseException:
-        return await self._result(self.actor.wait_dead.remote())
-
-    async def _result(self, call: Awaitable[Any]) -> Any:
-        try:
-            return await call
-        except RayTaskError as error:
-            error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
-            raise error.cause from None
+    tag_loaded = to_actor(RolloutReplica.tag_loaded)
+    pause = to_actor(RolloutReplica.pause)
+    resume = to_actor(RolloutReplica.resume)
+    abort = to_actor(RolloutReplica.abort)
+    status = to_actor(RolloutReplica.status)
+    stage = to_actor(RolloutReplica.stage)
+    commit = to_actor(RolloutReplica.commit)
+    receive = to_actor(RolloutReplica.receive)
+    progress = to_actor(RolloutReplica.progress)
+    stats = to_actor(RolloutReplica.stats)
+    wait_dead = to_actor(RolloutReplica.wait_dead)
 
     def kill(self) -> None:
         """End the actor and the engine's processes, stopped ones too. Ray kills all processes of an actor that does not

@@ -232,7 +232,7 @@ class Job:
     async def _start(self, name: str) -> FaultyReplica:
         await asyncio.sleep(50 * self._token_s)
         replica = self._make(name)
-        self._agents.connect(name, replica.generate_group)
+        self._agents.replicas[name] = replica.generate_group
         self.replicas.append(replica)
         return replica
 

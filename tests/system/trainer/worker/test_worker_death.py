@@ -20,10 +20,10 @@ from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
 from rollout.engines.base import EngineSpec
 from tests.support import batches
+from tests.support.actors import no_redirect
 from tests.support.fakes import make_order
 from tests.support.paths import ROOT
 from tests.support.reference import double, random_groups
-from tests.system.rollout.replica.test_replica_actor import no_redirect
 from trainer.batch import StepBatch
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import CheckpointStore

@@ -1,13 +1,13 @@
-"""Replicas of a running run that come and go.
+"""Adds replicas to a running run, or takes them away.
 
 python -m scripts.fleet [--run FOLDER] add [N] | drain NAME | remove NAME | status        (default: runs/latest)
 
     add       starts N more replicas; each serves once it has the current weights
-    drain     no new work goes to the replica; it ends when it has finished what it has
-    remove    the replica ends now; what it was generating goes on elsewhere
-    status    a line per replica
+    drain     the replica gets no new work, and ends when it has finished what it has
+    remove    the replica ends now; what it was generating continues on others
+    status    one line per replica
 
-To be called on the machine on which the run was started.
+Call it on the machine on which the run was started.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 
 SOCKET_FILE = "fleet.sock"
-TIMEOUT_S = 60.0
 COLUMNS = {
     "name": "name",
     "state": "state",
@@ -30,7 +29,7 @@ COLUMNS = {
 
 
 class FleetError(RuntimeError):
-    """Nothing was done. The message says why."""
+    """The command was refused or did not reach the run. The message says why."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts.fleet", description="Replicas of a running run.")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the run's answer [60]")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="folder of the run [runs/latest]")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("add", help="start N more replicas").add_argument("count", nargs="?", type=int, default=1)
@@ -52,12 +52,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> str:
-    """What is to be told. Raises FleetError."""
+    """Returns the text for the console. Raises FleetError."""
     link = options.run / SOCKET_FILE
     if not link.is_symlink():
         raise FleetError(f"--run {options.run}: no {SOCKET_FILE} there: the run has ended, or is not training yet")
     with httpx.Client(
-        transport=httpx.HTTPTransport(uds=str(link.resolve())), base_url="http://fleet", timeout=TIMEOUT_S
+        transport=httpx.HTTPTransport(uds=str(link.resolve())), base_url="http://fleet", timeout=options.timeout
     ) as client:
         match options.command:
             case "add":
@@ -85,7 +85,7 @@ def _call(client: httpx.Client, method: str, path: str, **query: Any) -> Any:
     except httpx.ConnectError as error:
         raise FleetError(f"the run does not answer, so it has ended: {error}") from None
     except httpx.TimeoutException:
-        raise FleetError(f"the run did not answer within {TIMEOUT_S:g} s") from None
+        raise FleetError(f"the run did not answer within --timeout={client.timeout.read:g} s") from None
     if answer.status_code == httpx.codes.CONFLICT:
         raise FleetError(answer.json()["error"])
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:

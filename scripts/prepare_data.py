@@ -1,4 +1,4 @@
-"""Turns public data sets into parquet files of one schema, verl's.
+"""Turns public data sets into parquet files in verl's schema.
 
 python -m scripts.prepare_data gsm8k|dapo_math|aime_2024|all [--source PATH] [--folder data]
 
@@ -26,18 +26,18 @@ MATH_PROMPT = (
 """What DAPO-Math-17k's prompts say; given to AIME's problems too, so that the test asks as the training does."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "Problem")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "label", "answer", "Answer", "solution")
-"""As the published sets name them. The first that is there is taken."""
+"""Names of the columns in the published sets; the first that a set has is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """A public data set, and what becomes of it."""
+    """A public data set, and how it is converted."""
 
     splits: dict[str, str]
-    """File to write -> where it comes from on the hub."""
+    """Maps the file to write to its source on the hub."""
     data_source: str
     prompt: str
-    """Around a bare question. A list of messages is taken as it is."""
+    """Template for a bare question. A list of messages is taken as it is."""
     style: str
 
 
@@ -65,17 +65,17 @@ DATA_SETS = {
 
 @dataclass(slots=True)
 class Counts:
-    """What `prepared` saw."""
+    """What `prepared` has counted."""
 
     read: int = 0
     repeated: int = 0
-    """Left out: the prompt has been there before. DAPO-Math-17k has each about 100 times."""
+    """Rows left out because their prompt came before. DAPO-Math-17k has each about 100 times."""
     contradictory: int = 0
-    """Of those, with another answer than the first time."""
+    """Repeated rows with another answer than the first time."""
 
 
 def prepared(source: DataSource, data_set: DataSet, split: str, counts: Counts) -> Iterator[Record]:
-    """The distinct prompts of `source` in their order, in the schema. Advances `counts`. Raises DataError."""
+    """Yields the distinct prompts of `source` in order, in the schema, and advances `counts`. Raises DataError."""
     answers: dict[str, str] = {}
     columns: Columns | None = None
     for place, record in records(source):
@@ -100,12 +100,12 @@ def prepared(source: DataSource, data_set: DataSet, split: str, counts: Counts) 
 
 
 def canonical(answer: str) -> str:
-    """AIME's answers are integers of three digits, written "073" or 73."""
+    """Writes integers without leading zeros: AIME's answers are "073" in some sets and 73 in others."""
     return str(int(answer)) if answer.lstrip("-").isascii() and answer.lstrip("-").isdigit() else answer
 
 
 def _columns(record: Record, place: str) -> Columns:
-    """Those of the record that hold the prompt and the answer."""
+    """Returns the columns of the record that hold the prompt and the answer."""
     prompts = [column for column in PROMPT_COLUMNS if column in record]
     answers = [column for column in ANSWER_COLUMNS if _has(record, column)]
     if not prompts or not answers:
@@ -128,13 +128,14 @@ def _messages(row: Row, record: Record, columns: Columns, template: str) -> list
 
 
 def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
-    """Writes `folder`/`name`/`split`.parquet and yields a line about each.
+    """Writes `folder`/`name`/`split`.parquet and yields a line about each. Raises DataError.
 
-    `source`: instead of the hub, a local file or a data set by name, for a set of one split; or a folder that has
-    `split`.parquet or `split`.jsonl for every split. Raises DataError.
+    Args:
+        source: replaces the hub: a local file or a data set by name, for a set of one split; or a folder that has
+            `split`.parquet or `split`.jsonl for every split.
     """
-    import pyarrow  # noqa: PLC0415  (a second to import)
-    import pyarrow.parquet  # noqa: PLC0415
+    import pyarrow  # takes a second to import
+    import pyarrow.parquet
 
     data_set = DATA_SETS[name]
     for split, on_hub in data_set.splits.items():

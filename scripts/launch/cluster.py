@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, what it must offer, and where the output of its processes goes."""
+"""The Ray cluster of a run, the resources it must offer, and the log files of its processes."""
 
 import asyncio
 import math
@@ -20,12 +20,15 @@ from rollout.replica.replica_group import manifests
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
 LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
-"""A cluster that lives as long as the run has no dashboard, so nobody would read what these collect."""
+"""A cluster that lives as long as the run has no dashboard, which alone would read what these collect."""
 
 
 def resolve_device(config: Config) -> str:
-    """ "cpu" or "cuda". Raises ConfigError for device=cuda without a GPU, and for sizes that need one; not under
-    dry_run, which plans for another machine."""
+    """Returns "cpu" or "cuda".
+
+    Raises ConfigError for device=cuda without a GPU and for sizes that need one, except under dry_run, which may plan
+    for another machine.
+    """
     device = config.device.value
     if config.device is Device.auto and config.ray.address is None:
         planned_for_gpus = config.dry_run and config.rollout.kv_cache_mb is None
@@ -45,12 +48,12 @@ def without_trainer(config: Config) -> Config:
 
 
 def needed_resources(config: Config, device: str) -> dict[str, int]:
-    """What the actors claim, and one CPU for preparing tasks."""
+    """What the actors of a run claim, and one CPU for the tasks that make models."""
     rollout, trainer = config.rollout, config.trainer
     gpus = 0
     if device == "cuda":
         per_replica = rollout.tensor_parallel_size * rollout.data_parallel_size
-        per_gpu = math.floor(1 / config.gpu_share)  # none of those who share is on two
+        per_gpu = math.floor(1 / config.gpu_share)  # no process of a shared GPU is on two GPUs
         gpus = math.ceil((rollout.num_replicas * per_replica + trainer.num_ranks) / per_gpu)
     cpus = rollout.num_replicas + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
     return {"CPU": cpus, "GPU": gpus}
@@ -58,10 +61,13 @@ def needed_resources(config: Config, device: str) -> dict[str, int]:
 
 @asynccontextmanager
 async def cluster(config: Config, device: str) -> AsyncIterator[None]:
-    """Ray, connected or started, and shut down on the way out, which ends every actor of this run.
+    """Connects to Ray or starts it, and shuts it down on exit, which ends every actor of this run.
 
-    A local cluster is told that it has the CPUs the actors claim: two cores can run three busy processes. Raises
-    ConfigError when the cluster lacks GPUs or CPUs, TimeoutError past ray.start_timeout_s.
+    A local cluster claims to have as many CPUs as the actors need, because two cores can run three busy processes.
+
+    Raises:
+        ConfigError: the cluster lacks GPUs or CPUs.
+        TimeoutError: past ray.start_timeout_s.
     """
     needed = needed_resources(config, device)
     local = {}
@@ -96,7 +102,7 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
 
 
 def output_to(run_dir: Path) -> Callable[[str], Callable[[], None]]:
-    """name -> what a process calls first: its output, and that of its children, goes to logs/<name>.log."""
+    """Maps a name to what a process calls first, so that its output and its children's go to logs/<name>.log."""
     return lambda name: partial(_redirect_output, run_dir / "logs" / f"{name}.log")
 
 
@@ -109,7 +115,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether nvidia-smi lists one on this machine."""
+    """Whether nvidia-smi lists a GPU on this machine."""
     if shutil.which("nvidia-smi") is None:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)

@@ -1,4 +1,4 @@
-"""The rows of a run, from files or made here, and their prompts."""
+"""The rows of a run, from files or generated, and their prompts."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -22,7 +22,7 @@ class Screen(Protocol):
 
 
 def load_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """(train, held-out). Raises DataError for data that cannot be read."""
+    """Returns (train, held-out). Raises DataError for data that cannot be read."""
     if config.data.train_files is None:
         train = [_as_row(problem) for problem in arithmetic_problems(config)[0]]
     else:
@@ -40,9 +40,10 @@ def held_out_rows(config: Config) -> list[Row]:
 
 
 async def encode_rows(config: Config, encoder: Encoder, name: str, rows: list[Row], screen: Screen) -> list[EncodedRow]:
-    """The prompts of the rows of `name`; how many are too long is shown.
+    """Encodes the prompts of the rows, and reports how many are too long.
 
-    Raises ValueError when one is and data.overlong_prompts=refuse, or when none is left.
+    Raises:
+        ValueError: one is too long and data.overlong_prompts=refuse, or none is left.
     """
     data = config.data
     kept = await encoder.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Where a run goes on from."""
+"""Finds and reads the checkpoint that a run continues from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStor
 from trainer.tracking.sinks import METRICS_FILE
 
 ROLLOUTS, RECORDER = "rollouts", "recorder"
-"""Snapshots in a checkpoint."""
+"""Names of the snapshots in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Resumed:
 
 
 def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """What `resume` asks for; None: start from the beginning. Raises ConfigError where it cannot be done.
+    """Returns the checkpoint that the key `resume` asks for, or None to start from the beginning.
 
-    A checkpoint that is not what was written is reported, and the one before it is taken.
+    A damaged checkpoint is reported, and the one before it is taken. Raises ConfigError if there is none to take.
     """
     if config.resume == "never":
         if (run_dir / METRICS_FILE).exists():

@@ -12,6 +12,8 @@ from rollout.fleet.health import HealthMonitor
 from rollout.fleet.monitor import FleetMonitor
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor
+from tests.support.fakes import make_manifest, make_tag
+from weight_sync.protocol import Manifest, PublishOrder
 
 SPEC = EngineSpec(
     model_path="",
@@ -46,6 +48,18 @@ class NoAgents:
 
     def connect(self, replica: ReplicaClient) -> None:
         self.connected.append(replica.name)
+
+
+class Source:
+    """Publishes the weights of simulated engines."""
+
+    global_steps = 3
+
+    async def publish(self, order: PublishOrder) -> Manifest:
+        return make_manifest(order.global_steps)
+
+    async def send(self, manifest: Manifest) -> int:
+        return make_tag(manifest.global_steps).checksum
 
 
 def no_redirect(_name: str) -> Any:

@@ -20,10 +20,10 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.actors import no_redirect
 from tests.support.dumps import check_dump, dump_parameters
 from tests.support.fakes import make_request
 from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
-from tests.system.rollout.replica.test_replica_actor import no_redirect
 from trainer.tiny.model import build_model, build_tokenizer, write_model_directory
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager

@@ -24,8 +24,8 @@ from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
+from tests.support.actors import SPEC, Source, no_redirect
 from tests.support.fakes import make_request
-from tests.system.rollout.fleet.test_cluster import SPEC, Source, no_redirect
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import Manifest, ReplicaStatus, WeightTag
 

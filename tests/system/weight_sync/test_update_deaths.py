@@ -15,8 +15,8 @@ import pytest
 
 from configs.schema import Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
+from tests.support.actors import monitor_of
 from tests.support.real_fleet import Scene, change_all, kept_busy, started
-from tests.system.rollout.replica.test_replica_actor import monitor_of
 from weight_sync.checkpoint_manager import CheckpointManager, UpdateReport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,66 +9,20 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from configs.schema import Config, RolloutConfig, WeightSyncConfig
-from rollout.actor_group import ReplicaClient
-from rollout.engines.base import EngineSpec
-from rollout.engines.simulated import SimulatedEngine
+from configs.schema import Config, RolloutConfig
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaHandle, create_replicas
 from rollout.types import Completion
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
 from scripts.launch.start import ReplicaStarter
-from tests.support.fakes import make_manifest, make_request, make_tag
-from tests.system.rollout.replica.test_replica_actor import no_redirect
+from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, no_redirect
+from tests.support.fakes import make_request
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import Manifest, PublishOrder
 
 pytestmark = pytest.mark.slow
 
 CONFIG = Config(rollout=RolloutConfig(num_replicas=2, max_num_seqs=8, progress_interval_s=0.2, replica_timeout_s=20))
 DEADLINE_S = 60
-SPEC = EngineSpec(
-    model_path="",
-    device="cpu",
-    dtype="float32",
-    max_model_len=128,
-    max_num_seqs=8,
-    kv_cache_bytes=None,
-    gpu_memory_utilization=0.5,
-    tensor_parallel_size=1,
-    enforce_eager=True,
-)
-
-
-class SimulatedActor(ReplicaActor):
-    """A real actor in a real process, without a model."""
-
-    async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
-        self._home = asyncio.get_running_loop()
-        self._engine = SimulatedEngine(length_of=lambda request: 20, step_s=0.01, max_num_seqs=spec.max_num_seqs)
-        self._replica = RolloutReplica(self._name, self._engine, config)
-        return 1
-
-
-class NoAgents:
-    """In place of the agent workers: notes who is made known to them."""
-
-    def __init__(self) -> None:
-        self.connected: list[str] = []
-
-    def connect(self, replica: ReplicaClient) -> None:
-        self.connected.append(replica.name)
-
-
-class Source:
-    global_steps = 3
-
-    async def publish(self, order: PublishOrder) -> Manifest:
-        return make_manifest(order.global_steps)
-
-    async def send(self, manifest: Manifest) -> int:
-        return make_tag(manifest.global_steps).checksum
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion
+from tests.support.actors import monitor_of
 from tests.support.real_fleet import (
     BUCKET_BYTES,
     CONFIG,
@@ -29,7 +30,6 @@ from tests.support.real_fleet import (
     started,
 )
 from tests.support.weights import FIRST_TOKEN
-from tests.system.rollout.replica.test_replica_actor import monitor_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

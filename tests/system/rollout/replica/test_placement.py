@@ -13,7 +13,7 @@ from configs.schema import Config
 from rollout.actor_group import PLACEMENTS
 from rollout.replica.replica_group import ReplicaHandle
 from scripts.launch.start import ReplicaStarter
-from tests.system.rollout.fleet.test_cluster import SPEC, NoAgents, SimulatedActor
+from tests.support.actors import SPEC, NoAgents, SimulatedActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,12 +12,11 @@ from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.errors import ReplicaLostError, TooFewReplicasError
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.health import HealthMonitor
-from rollout.fleet.monitor import FleetMonitor
 from rollout.replica.replica_group import ReplicaHandle, create_replicas
 from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
+from tests.support.actors import monitor_of, no_redirect
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import Manifest, PublishOrder
@@ -43,14 +41,6 @@ class EmittingSource:
         return tag_of(manifest).checksum
 
 
-def no_redirect(_name: str) -> Any:
-    return nothing
-
-
-def nothing() -> None:
-    pass
-
-
 def group(number: int) -> list[GenerationRequest]:
     sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     return [
@@ -63,10 +53,6 @@ def group(number: int) -> list[GenerationRequest]:
 
 def fleet_of(replica: ReplicaHandle) -> ReplicaFleet:
     return ReplicaFleet([replica], ReplicaRouter([replica.name], 8), min_replicas=1, report=lambda text: None)
-
-
-def monitor_of(fleet: ReplicaFleet) -> FleetMonitor:
-    return FleetMonitor(fleet, HealthMonitor(timeout_s=60, slow_factor=None), interval_s=1.0)
 
 
 async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:

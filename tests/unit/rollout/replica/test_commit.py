@@ -1,7 +1,6 @@
 """A replica's own transaction: freeze, swap, verify, go on. It ends on whole weights, or frozen; never in between."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,69 +20,44 @@ from tests.support.fakes import (
     start_group,
     update,
 )
+from tests.support.replicas import assert_serves, on_replica
 from weight_sync.protocol import Manifest, WeightTag
-
-
-def on_replica(
-    test: Callable[[RolloutReplica, ClockedEngine], Awaitable[None]], max_num_seqs: int = 8, **config: Any
-) -> None:
-    """On a replica that serves version 0, with no events yet."""
-
-    async def main() -> None:
-        engine = ClockedEngine(max_num_seqs)
-        replica = make_replica("replica-3", engine, **config)
-        await update(replica, 0)
-        engine.events.clear()
-        await test(replica, engine)
-
-    run_virtual(main())
-
-
-async def assert_serves(replica: RolloutReplica, version: int) -> None:
-    status = await replica.status()
-    assert (status.global_steps, status.torn, status.pause_mode) == (version, False, None)
-    assert not replica.is_paused()
-    [completion] = await start_group(replica, 2, prefix="later ")
-    assert completion.spans == (VersionSpan(0, 2, version),)
-
 
 # -- whole -------------------------------------------------------------------------------------------------------------
 
 
-def test_it_freezes_swaps_and_goes_on_and_reports_its_seconds() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 5)
-        await asyncio.sleep(1.5)
-        await replica.stage(make_manifest(1))
-        engine.seconds["swap"] = 7
-        report = await replica.commit(make_tag(1))
-        assert engine.events == ["stage 1", "freeze", "swap 1", "thaw"]
-        assert (report.pause_s, now()) == (7, 9), "frozen at 2, between two steps"
-        [completion] = await group
-        assert completion.spans == (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))
-        await assert_serves(replica, 1)
-
-    on_replica(test)
-
-
-def test_it_generates_while_it_stages() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        engine.seconds["stage"] = 20
-        staging = asyncio.create_task(replica.stage(make_manifest(1)))
-        [completion] = await start_group(replica, 5)
-        assert completion.spans == (VersionSpan(0, 5, 0),) and now() == 5 and not staging.done()
-        await staging
-
-    on_replica(test)
+@on_replica()
+async def test_it_freezes_swaps_and_goes_on_and_reports_its_seconds(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 5)
+    await asyncio.sleep(1.5)
+    await replica.stage(make_manifest(1))
+    engine.seconds["swap"] = 7
+    report = await replica.commit(make_tag(1))
+    assert engine.events == ["stage 1", "freeze", "swap 1", "thaw"]
+    assert (report.pause_s, now()) == (7, 9), "frozen at 2, between two steps"
+    [completion] = await group
+    assert completion.spans == (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))
+    await assert_serves(replica, 1)
 
 
-def test_without_staging_the_engine_loads_inside_the_pause() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        report = await replica.receive(make_manifest(1))
-        assert engine.events == ["freeze", "load 1", "thaw"] and report.pause_s == 0
-        await assert_serves(replica, 1)
+@on_replica()
+async def test_it_generates_while_it_stages(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    engine.seconds["stage"] = 20
+    staging = asyncio.create_task(replica.stage(make_manifest(1)))
+    [completion] = await start_group(replica, 5)
+    assert completion.spans == (VersionSpan(0, 5, 0),) and now() == 5 and not staging.done()
+    await staging
 
-    on_replica(test, staging=Staging.none)
+
+@on_replica(staging=Staging.none)
+async def test_without_staging_the_engine_loads_inside_the_pause(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    report = await replica.receive(make_manifest(1))
+    assert engine.events == ["freeze", "load 1", "thaw"] and report.pause_s == 0
+    await assert_serves(replica, 1)
 
 
 @pytest.mark.parametrize(("in_flight_kv", "prefilled"), [(InFlightKv.keep, 2), (InFlightKv.recompute, 2 + 3)])
@@ -95,75 +69,71 @@ def test_kv_of_requests_in_flight_is_kept_or_computed_again(in_flight_kv: InFlig
         assert engine.gauges()["prefilled_tokens"] == prefilled
         assert [answer(completion) for completion in await group] == [(5, "stop")]
 
-    on_replica(test, in_flight_kv=in_flight_kv)
+    on_replica(in_flight_kv=in_flight_kv)(test)()
 
 
-def test_it_runs_to_its_end_when_its_caller_goes_away() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 5)
-        await asyncio.sleep(0.5)
-        engine.seconds["swap"] = 20
-        await replica.stage(make_manifest(1))
-        driver = asyncio.create_task(replica.commit(make_tag(1)))
-        await asyncio.sleep(10)
-        driver.cancel()
-        await asyncio.wait([driver])
-        assert driver.cancelled() and (await replica.status()).global_steps == 0
-        [completion] = await group
-        assert completion.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 5, 1)) and now() == 25
-        await assert_serves(replica, 1)
-
-    on_replica(test)
+@on_replica()
+async def test_it_runs_to_its_end_when_its_caller_goes_away(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    group = start_group(replica, 5)
+    await asyncio.sleep(0.5)
+    engine.seconds["swap"] = 20
+    await replica.stage(make_manifest(1))
+    driver = asyncio.create_task(replica.commit(make_tag(1)))
+    await asyncio.sleep(10)
+    driver.cancel()
+    await asyncio.wait([driver])
+    assert driver.cancelled() and (await replica.status()).global_steps == 0
+    [completion] = await group
+    assert completion.spans == (VersionSpan(0, 1, 0), VersionSpan(1, 5, 1)) and now() == 25
+    await assert_serves(replica, 1)
 
 
-def test_one_at_a_time() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        engine.seconds["swap"] = 20
-        await replica.stage(make_manifest(1))
-        first = asyncio.create_task(replica.commit(make_tag(1)))
-        await asyncio.sleep(1)
-        with pytest.raises(RuntimeError, match="replica replica-3 is in the midst of an update"):
-            await replica.commit(make_tag(1))
-        await first
-        await update(replica, 2)
-        await assert_serves(replica, 2)
-
-    on_replica(test)
+@on_replica()
+async def test_one_at_a_time(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    engine.seconds["swap"] = 20
+    await replica.stage(make_manifest(1))
+    first = asyncio.create_task(replica.commit(make_tag(1)))
+    await asyncio.sleep(1)
+    with pytest.raises(RuntimeError, match="replica replica-3 is in the midst of an update"):
+        await replica.commit(make_tag(1))
+    await first
+    await update(replica, 2)
+    await assert_serves(replica, 2)
 
 
-def test_a_client_that_keeps_it_paused_finds_the_new_weights_at_the_resume() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 4)
-        await asyncio.sleep(1.5)
-        await replica.pause(PauseMode.keep)
-        await replica.stage(make_manifest(1))
-        report = await replica.commit(make_tag(1))
-        await asyncio.sleep(100)
-        status = await replica.status()
-        assert (report.pause_s, status.global_steps, status.pause_mode) == (0, 1, "keep")
-        assert not group.done() and engine.events[-1] != "thaw"
-        await replica.resume()
-        assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
+@on_replica()
+async def test_a_client_that_keeps_it_paused_finds_the_new_weights_at_the_resume(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 4)
+    await asyncio.sleep(1.5)
+    await replica.pause(PauseMode.keep)
+    await replica.stage(make_manifest(1))
+    report = await replica.commit(make_tag(1))
+    await asyncio.sleep(100)
+    status = await replica.status()
+    assert (report.pause_s, status.global_steps, status.pause_mode) == (0, 1, "keep")
+    assert not group.done() and engine.events[-1] != "thaw"
+    await replica.resume()
+    assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
 
-    on_replica(test)
 
-
-def test_one_that_cannot_be_told_to_go_on_says_so_until_it_can() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 4)
-        await asyncio.sleep(1.5)
-        engine.seconds["thaw"] = 1e6
-        with pytest.raises(TimeoutError, match=r"resuming took longer than weight_sync\.pause_timeout_s=10"):
-            await update(replica, 1)
-        status = await replica.status()
-        assert (status.frozen, status.torn, status.pause_mode, status.global_steps) == (True, False, None, 1)
-        del engine.seconds["thaw"]
-        await update(replica, 2)
-        assert not (await replica.status()).frozen
-        assert [answer(completion) for completion in await group] == [(4, "stop")]
-        await assert_serves(replica, 2)
-
-    on_replica(test)
+@on_replica()
+async def test_one_that_cannot_be_told_to_go_on_says_so_until_it_can(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 4)
+    await asyncio.sleep(1.5)
+    engine.seconds["thaw"] = 1e6
+    with pytest.raises(TimeoutError, match=r"resuming took longer than weight_sync\.pause_timeout_s=10"):
+        await update(replica, 1)
+    status = await replica.status()
+    assert (status.frozen, status.torn, status.pause_mode, status.global_steps) == (True, False, None, 1)
+    del engine.seconds["thaw"]
+    await update(replica, 2)
+    assert not (await replica.status()).frozen
+    assert [answer(completion) for completion in await group] == [(4, "stop")]
+    await assert_serves(replica, 2)
 
 
 # -- torn --------------------------------------------------------------------------------------------------------------
@@ -212,7 +182,7 @@ def test_a_replica_that_is_not_verified_stays_frozen(what: str, staging: Staging
         engine.workers = 1
         await assert_torn_until_the_next_update(replica, engine, group)
 
-    on_replica(test, staging=staging)
+    on_replica(staging=staging)(test)()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -229,17 +199,15 @@ def test_a_swap_that_fails_or_hangs_leaves_it_frozen(staging: Staging, hangs: bo
             await update(replica, 1)
         await assert_torn_until_the_next_update(replica, engine, group)
 
-    on_replica(test, staging=staging)
+    on_replica(staging=staging)(test)()
 
 
-def test_what_was_not_staged_is_not_committed() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await replica.stage(make_manifest(1))
-        with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
-            await replica.commit(make_tag(2))
-        assert (await replica.status()).torn
-
-    on_replica(test)
+@on_replica()
+async def test_what_was_not_staged_is_not_committed(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    await replica.stage(make_manifest(1))
+    with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
+        await replica.commit(make_tag(2))
+    assert (await replica.status()).torn
 
 
 @pytest.mark.parametrize("checksums", [[8, 8], [8, 9]])
@@ -263,15 +231,15 @@ def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(checksums:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_freeze_that_fails_costs_nothing_but_the_update(hangs: bool) -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 30)
-        engine.errors["freeze"], engine.seconds["freeze"] = OSError("no answer"), 1e6 if hangs else 0
-        reason = r"pausing took longer than weight_sync\.pause_timeout_s=10" if hangs else "no answer"
-        with pytest.raises(TimeoutError if hangs else OSError, match=reason):
-            await update(replica, 1)
-        assert "swap 1" not in engine.events
-        await assert_serves(replica, 0)
-        assert (await group)[0].spans == (VersionSpan(0, 30, 0),)
-
-    on_replica(test)
+@on_replica()
+async def test_a_freeze_that_fails_costs_nothing_but_the_update(
+    replica: RolloutReplica, engine: ClockedEngine, hangs: bool
+) -> None:
+    group = start_group(replica, 30)
+    engine.errors["freeze"], engine.seconds["freeze"] = OSError("no answer"), 1e6 if hangs else 0
+    reason = r"pausing took longer than weight_sync\.pause_timeout_s=10" if hangs else "no answer"
+    with pytest.raises(TimeoutError if hangs else OSError, match=reason):
+        await update(replica, 1)
+    assert "swap 1" not in engine.events
+    await assert_serves(replica, 0)
+    assert (await group)[0].spans == (VersionSpan(0, 30, 0),)

@@ -1,7 +1,6 @@
 """A replica: groups in, completions out, counters that add up. Updates of its weights are in test_commit."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,99 +11,83 @@ from rollout.engines.base import EngineDiedError
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
 from tests.support.fakes import ClockedEngine, answer, make_replica, run_virtual, settle, start_group, update
+from tests.support.replicas import on_replica
 from weight_sync.protocol import ReplicaStatus
 
 
-def on_replica(
-    test: Callable[[RolloutReplica, ClockedEngine], Awaitable[None]],
-    max_num_seqs: int = 8,
-    first_version: int | None = 0,
+@on_replica()
+async def test_a_group_runs_side_by_side_and_comes_back_in_order(
+    replica: RolloutReplica, engine: ClockedEngine
 ) -> None:
-    async def main() -> None:
-        engine = ClockedEngine(max_num_seqs)
-        replica = make_replica("replica-3", engine)
-        if first_version is not None:
-            await update(replica, first_version)
-        await test(replica, engine)
-
-    run_virtual(main())
+    completions = await start_group(replica, 3, 1, 2)
+    assert [len(completion.token_ids) for completion in completions] == [3, 1, 2]
+    assert asyncio.get_running_loop().time() == 3
 
 
-def test_a_group_runs_side_by_side_and_comes_back_in_order() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        completions = await start_group(replica, 3, 1, 2)
-        assert [len(completion.token_ids) for completion in completions] == [3, 1, 2]
-        assert asyncio.get_running_loop().time() == 3
-
-    on_replica(test)
-
-
-def test_an_update_of_the_weights_under_way_costs_no_trajectory_anything() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 5, 2)
-        await asyncio.sleep(1.5)
-        engine.seconds["swap"] = 40
-        await update(replica, 1)
-        long, short = await group
-        assert long.spans == (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))
-        assert short.spans == (VersionSpan(0, 2, 0),)
-        stats = await replica.stats()
-        assert (stats["engine_requests"], stats["trajectories"], stats["aborted"]) == (2, 2, 0)
-
-    on_replica(test)
+@on_replica()
+async def test_an_update_of_the_weights_under_way_costs_no_trajectory_anything(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 5, 2)
+    await asyncio.sleep(1.5)
+    engine.seconds["swap"] = 40
+    await update(replica, 1)
+    long, short = await group
+    assert long.spans == (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))
+    assert short.spans == (VersionSpan(0, 2, 0),)
+    stats = await replica.stats()
+    assert (stats["engine_requests"], stats["trajectories"], stats["aborted"]) == (2, 2, 0)
 
 
-def test_without_weights_nothing_is_generated() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        assert replica.global_steps == -1
-        with pytest.raises(RuntimeError, match="replica-3 has no weights yet: update_weights comes first"):
-            await start_group(replica, 1)
-        assert engine.gauges()["engine_requests"] == (await replica.stats())["trajectories"] == 0
-        await update(replica, 4)
-        [completion] = await start_group(replica, 1)
-        assert completion.spans == (VersionSpan(0, 1, 4),)
-
-    on_replica(test, first_version=None)
+@on_replica(first_version=None)
+async def test_without_weights_nothing_is_generated(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    assert replica.global_steps == -1
+    with pytest.raises(RuntimeError, match="replica-3 has no weights yet: update_weights comes first"):
+        await start_group(replica, 1)
+    assert engine.gauges()["engine_requests"] == (await replica.stats())["trajectories"] == 0
+    await update(replica, 4)
+    [completion] = await start_group(replica, 1)
+    assert completion.spans == (VersionSpan(0, 1, 4),)
 
 
-def test_the_weights_it_was_started_with_can_be_given_a_version() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await replica.tag_loaded(12)
-        assert (await replica.status()).global_steps == 12
-        [completion] = await start_group(replica, 2)
-        assert completion.spans == (VersionSpan(0, 2, 12),)
-
-    on_replica(test, first_version=None)
+@on_replica(first_version=None)
+async def test_the_weights_it_was_started_with_can_be_given_a_version(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    await replica.tag_loaded(12)
+    assert (await replica.status()).global_steps == 12
+    [completion] = await start_group(replica, 2)
+    assert completion.spans == (VersionSpan(0, 2, 12),)
 
 
 # -- control: the states are in test_pause ---------------------------------------------------------------------------
 
 
-def test_any_client_that_asks_sees_whether_it_is_paused_how_and_on_which_version() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        is_open = ReplicaStatus(name="replica-3", global_steps=0, pause_mode=None, torn=False, frozen=False)
-        assert await replica.status() == is_open
-        for mode in PauseMode:
-            await replica.pause(mode)
-            assert replica.is_paused()
-            assert await replica.status() == replace(is_open, pause_mode=mode.value, frozen=True)
-        await replica.resume()
-        assert not replica.is_paused() and await replica.status() == is_open
+@on_replica()
+async def test_any_client_that_asks_sees_whether_it_is_paused_how_and_on_which_version(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    is_open = ReplicaStatus(name="replica-3", global_steps=0, pause_mode=None, torn=False, frozen=False)
+    assert await replica.status() == is_open
+    for mode in PauseMode:
+        await replica.pause(mode)
+        assert replica.is_paused()
+        assert await replica.status() == replace(is_open, pause_mode=mode.value, frozen=True)
+    await replica.resume()
+    assert not replica.is_paused() and await replica.status() == is_open
 
-    on_replica(test)
 
-
-def test_an_aborted_trajectory_is_an_answer_with_what_it_has() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        group = start_group(replica, 9, 9, 9)
-        await asyncio.sleep(2.5)
-        assert sorted(await replica.abort({"0-1", "0-2", "unknown"})) == ["0-1", "0-2"]
-        assert [answer(completion) for completion in await group] == [(9, "stop"), (2, "abort"), (0, "abort")]
-        stats = await replica.stats()
-        assert (stats["trajectories"], stats["aborted"], stats["continued"]) == (3, 2, 0)
-        assert await replica.abort() == []
-
-    on_replica(test, max_num_seqs=2)
+@on_replica(max_num_seqs=2)
+async def test_an_aborted_trajectory_is_an_answer_with_what_it_has(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    group = start_group(replica, 9, 9, 9)
+    await asyncio.sleep(2.5)
+    assert sorted(await replica.abort({"0-1", "0-2", "unknown"})) == ["0-1", "0-2"]
+    assert [answer(completion) for completion in await group] == [(9, "stop"), (2, "abort"), (0, "abort")]
+    stats = await replica.stats()
+    assert (stats["trajectories"], stats["aborted"], stats["continued"]) == (3, 2, 0)
+    assert await replica.abort() == []
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------
@@ -114,70 +97,68 @@ async def counters(replica: RolloutReplica) -> dict[str, Any]:
     return {key: value for key, value in (await replica.stats()).items() if key != "busy_s"}
 
 
-def test_counters_add_up() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await start_group(replica, 3, 1)
-        group = start_group(replica, 5, 5, 5)
-        await asyncio.sleep(1.5)
-        assert await counters(replica) == {
-            "global_steps": 0,
-            "trajectories": 5,
-            "aborted": 0,
-            "continued": 0,
-            "running": 3,
-            "tokens": 4 + 3,
-            "prompt_tokens": 4,
-            "cached_tokens": 0,
-            "engine_requests": 5,
-            "prefilled_tokens": 10,
-            "running_requests": 3,
-            "waiting_requests": 0,
-        }
-        group.cancel()
-        await asyncio.wait([group])
-        assert (await counters(replica))["aborted"] == 3
-        assert (await counters(replica))["running"] == 0
-        await start_group(replica, 2)
-        assert (await counters(replica))["tokens"] == 4 + 3 + 2, "also those of whom nobody waited for"
-
-    on_replica(test)
+@on_replica()
+async def test_counters_add_up(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    await start_group(replica, 3, 1)
+    group = start_group(replica, 5, 5, 5)
+    await asyncio.sleep(1.5)
+    assert await counters(replica) == {
+        "global_steps": 0,
+        "trajectories": 5,
+        "aborted": 0,
+        "continued": 0,
+        "running": 3,
+        "tokens": 4 + 3,
+        "prompt_tokens": 4,
+        "cached_tokens": 0,
+        "engine_requests": 5,
+        "prefilled_tokens": 10,
+        "running_requests": 3,
+        "waiting_requests": 0,
+    }
+    group.cancel()
+    await asyncio.wait([group])
+    assert (await counters(replica))["aborted"] == 3
+    assert (await counters(replica))["running"] == 0
+    await start_group(replica, 2)
+    assert (await counters(replica))["tokens"] == 4 + 3 + 2, "also those of whom nobody waited for"
 
 
-def test_a_replica_is_busy_from_its_first_request_to_its_last() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        await asyncio.sleep(10)
-        assert (await replica.stats())["busy_s"] == 0
-        group = start_group(replica, 4, 2)
-        await asyncio.sleep(3.5)
-        assert (await replica.stats())["busy_s"] == 3.5
-        await group
-        await asyncio.sleep(10)
-        assert (await replica.stats())["busy_s"] == 4
-        await start_group(replica, 1)
-        assert (await replica.stats())["busy_s"] == 5
-        report = await replica.progress({})
-        assert (report.busy_s, report.request_s) == (5, 4 + 2 + 1)
-
-    on_replica(test)
+@on_replica()
+async def test_a_replica_is_busy_from_its_first_request_to_its_last(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    await asyncio.sleep(10)
+    assert (await replica.stats())["busy_s"] == 0
+    group = start_group(replica, 4, 2)
+    await asyncio.sleep(3.5)
+    assert (await replica.stats())["busy_s"] == 3.5
+    await group
+    await asyncio.sleep(10)
+    assert (await replica.stats())["busy_s"] == 4
+    await start_group(replica, 1)
+    assert (await replica.stats())["busy_s"] == 5
+    report = await replica.progress({})
+    assert (report.busy_s, report.request_s) == (5, 4 + 2 + 1)
 
 
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_death_of_the_engine_ends_all_groups_and_is_told() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        watcher = asyncio.create_task(replica.wait_dead())
-        group = start_group(replica, 9, 9)
-        await asyncio.sleep(1.5)
-        assert not watcher.done()
-        engine.kill()
-        assert isinstance(await watcher, EngineDiedError)
-        with pytest.raises(EngineDiedError):
-            await group
-        await settle()
-        assert (await counters(replica))["running"] == 0
-
-    on_replica(test)
+@on_replica()
+async def test_the_death_of_the_engine_ends_all_groups_and_is_told(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    watcher = asyncio.create_task(replica.wait_dead())
+    group = start_group(replica, 9, 9)
+    await asyncio.sleep(1.5)
+    assert not watcher.done()
+    engine.kill()
+    assert isinstance(await watcher, EngineDiedError)
+    with pytest.raises(EngineDiedError):
+        await group
+    await settle()
+    assert (await counters(replica))["running"] == 0
 
 
 def test_one_failed_request_ends_its_group_and_no_other() -> None:
@@ -201,13 +182,13 @@ def test_one_failed_request_ends_its_group_and_no_other() -> None:
     run_virtual(main())
 
 
-def test_a_watcher_that_gives_up_does_not_end_the_watch_of_others() -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
-        first, second = (asyncio.create_task(replica.wait_dead()) for _ in range(2))
-        await settle()
-        first.cancel()
-        await settle()
-        engine.kill()
-        assert isinstance(await second, EngineDiedError)
-
-    on_replica(test)
+@on_replica()
+async def test_a_watcher_that_gives_up_does_not_end_the_watch_of_others(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    first, second = (asyncio.create_task(replica.wait_dead()) for _ in range(2))
+    await settle()
+    first.cancel()
+    await settle()
+    engine.kill()
+    assert isinstance(await second, EngineDiedError)

@@ -17,8 +17,7 @@ from rollout.types import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenDelta:
-    """The tokens of one request after the first `start`, which were reported before. A request without a token is
-    reported once, so that the driver knows it is there."""
+    """The tokens of one request after the first `start`. One without a token is reported once, to make it known."""
 
     request_id: RequestId
     prompt_checksum: int
@@ -49,22 +48,18 @@ class PartialCompletion:
     """What is known of one request, finished or not."""
 
     prompt_checksum: int
-    """Of the prompt's tokens. A request with another prompt cannot continue from here."""
+    """A request with another prompt cannot continue from here."""
     completion: Completion
-    """finish_reason is "" while the request runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try at a group. The first has nothing to continue from."""
+    """One try at a group."""
 
     number: int = 0
     partials: Mapping[InGroup, PartialCompletion] = field(default_factory=dict)
     alone: bool = False
     """Run it in a process of its own: it may be why the agent workers that ran it have died."""
-
-
-FIRST = Attempt()
 
 
 def prompt_checksum(prompt_ids: Sequence[int]) -> int:
@@ -110,7 +105,7 @@ class Progress:
     """The reported tokens of all groups under way.
 
     Example:
-        progress.begin(17, FIRST, "replica-0")
+        progress.begin(17, Attempt(), "replica-0")
         progress.take("replica-0", report)  # again and again
         attempt = Attempt(number=1, partials=progress.partials(17))  # replica-0 is lost
         progress.begin(17, attempt, "replica-1")

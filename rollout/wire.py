@@ -31,7 +31,6 @@ def pack_completions(completions: Sequence[Completion]) -> Columns:
 
 
 def unpack_completions(columns: Columns) -> list[Completion]:
-    """Returns the completions in the order in which they were packed."""
     return _unpack(Completion, columns)
 
 
@@ -61,8 +60,11 @@ def _pack(of: type[T], objects: Sequence[T]) -> Columns:
 
 def _unpack(of: type[T], columns: Columns) -> list[T]:
     spans = [tuple(VersionSpan(*span) for span in spans) for spans in columns["spans"]]
-    values = {name: _split(*column) if name in ARRAYS else column for name, column in columns.items()}
-    rows = zip(*(values | {"spans": spans}).values(), strict=True)
+    values = columns | {"spans": spans}
+    for name in ARRAYS & columns.keys():
+        joined, bounds = columns[name]
+        values[name] = [joined[start:end] for start, end in bounds]
+    rows = zip(*values.values(), strict=True)
     return [of(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
@@ -74,7 +76,3 @@ def _join(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray | None, list[tuple[i
     if all(array is arrays[0] for array in arrays):
         return arrays[0], [(0, len(arrays[0]))] * len(arrays)
     return np.concatenate(arrays), list(pairwise([0, *accumulate(map(len, arrays))]))
-
-
-def _split(joined: np.ndarray, bounds: list[tuple[int, int]]) -> list[np.ndarray]:
-    return [joined[start:end] for start, end in bounds]

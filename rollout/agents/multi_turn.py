@@ -39,8 +39,7 @@ class MultiTurn:
         """
         Args:
             max_turns: of the policy. An episode that needs more ends with "length".
-            step_timeout_s: deadline of each step of the environment. No config key, because the environment's author
-                passes it, who knows how long a step takes.
+            step_timeout_s: of each step of the environment. Its author, who knows how long one takes, passes it.
         """
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: must be at least 1")

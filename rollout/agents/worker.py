@@ -9,7 +9,7 @@ import numpy as np
 from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, resume_from
 from rollout.evaluation.scores import EvaluatedSample
-from rollout.progress import FIRST, Attempt
+from rollout.progress import Attempt
 from rollout.request_ids import RequestId
 from rollout.rewards.base import Reward, RewardResult, WeightedSum
 from rollout.rewards.dapo import overlong_penalty
@@ -35,7 +35,7 @@ class AgentWorker:
 
     Example:
         worker.replicas["replica-3"] = generate
-        group = await worker.run_group(prompt, "replica-3", sampling, group_size=8)
+        group = await worker.run_group(prompt, "replica-3", sampling, 8, Attempt())
     """
 
     config: Config
@@ -50,13 +50,13 @@ class AgentWorker:
         self._scorer = RewardScorer(self.reward, self.config.rollout.reward_timeout_s)
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
-        """Run all episodes of the prompt on one replica, and score them; with remax a greedy one besides.
+        """Run and score all episodes of the prompt on one replica; with remax a greedy one besides.
 
-        A later attempt runs the agent loop from its beginning, too. Its requests are answered with what was sampled
-        before, so an environment gets back into its state by hearing the same turns again. Where it answers
-        otherwise, the trajectory is sampled anew from there.
+        A later attempt runs the agent loop from its beginning, and its requests are answered with what was sampled
+        before: an environment gets back into its state by hearing the same turns. Where it answers otherwise, the
+        trajectory is sampled anew from there.
         """
         sampling = self._with_stop(sampling)
         every = [sampling.reseeded(prompt.ordinal, index) for index in range(group_size)]
@@ -75,8 +75,7 @@ class AgentWorker:
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
-        """Run `num_samples` episodes per prompt, all at once on one replica, and score them. `attempt`: another number
-        in each call, since requests of a lost one may still run."""
+        """Run `num_samples` episodes per prompt. `attempt`: differs in each call, since a lost one may still run."""
         sampling = self._with_stop(sampling)
         tasks: list[EpisodeTask] = []
         for prompt in prompts:

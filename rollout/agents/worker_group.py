@@ -17,7 +17,7 @@ from rollout.agents.encoding import encode
 from rollout.agents.loop import AgentLoop, load_agent_loop
 from rollout.agents.worker import AgentWorker, EvaluationPart
 from rollout.errors import AgentWorkerLostError
-from rollout.progress import FIRST, Attempt
+from rollout.progress import Attempt
 from rollout.prompts import EncodedRow, Row
 from rollout.rewards.registry import load_reward
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
@@ -75,7 +75,7 @@ class AgentWorkerGroup:
     Example:
         group = AgentWorkerGroup(config=config, tokenizer_path=path, replicas=clients, on_start=on_start)
         rows = await group.encode(rows, template, chat_template, max_tokens)
-        trajectories = await group.run_group(prompt, "replica-3", sampling, group_size=8)
+        trajectories = await group.run_group(prompt, "replica-3", sampling, 8, Attempt())
     """
 
     def __init__(
@@ -107,23 +107,21 @@ class AgentWorkerGroup:
         return await worker.actor.encode.remote(list(rows), template, chat_template, max_tokens)
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt = FIRST
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
-        def run(worker: _Worker) -> Any:
-            return worker.actor.run_group.remote(prompt, self._replicas[replica], sampling, group_size, attempt)
+        arguments = (prompt, self._replicas[replica], sampling, group_size, attempt)
 
-        packed = await (self._alone(prompt.ordinal, run) if attempt.alone else self._in_turn(run))
-        return unpack_group(packed)
+        def run(worker: _Worker) -> Any:
+            return worker.actor.run_group.remote(*arguments)
+
+        return unpack_group(await (self._alone(prompt.ordinal, run) if attempt.alone else self._in_turn(run)))
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
         """Raises AgentWorkerLostError. The next call must have another `attempt`."""
-        return await self._in_turn(
-            lambda worker: worker.actor.evaluate.remote(
-                list(prompts), self._replicas[replica], sampling, num_samples, attempt
-            )
-        )
+        arguments = (list(prompts), self._replicas[replica], sampling, num_samples, attempt)
+        return await self._in_turn(lambda worker: worker.actor.evaluate.remote(*arguments))
 
     async def _in_turn(self, call: Callable[[_Worker], Any]) -> Any:
         worker = await self._rotation.next()
@@ -171,10 +169,9 @@ class NoWorkerLeftError(RuntimeError):
 
 
 class Rotation(Generic[W]):
-    """Workers that take turns. A lost one is replaced while the others continue."""
+    """Workers that take turns. A lost one is replaced, by `replace(lost)`, while the others continue."""
 
     def __init__(self, workers: Iterable[W], replace: Callable[[W], Awaitable[W]]):
-        """`replace(lost)`: starts a worker in its place."""
         self._serving = deque(workers)
         self._replace = replace
         self._replacing: set[asyncio.Task[None]] = set()

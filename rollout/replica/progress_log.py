@@ -30,8 +30,7 @@ class _Entry:
 
 
 class ProgressLog:
-    """The requests of one replica, and what the driver does not know of them yet. A finished request is kept until its
-    end has been reported, if the driver asks for reports at all.
+    """The requests of one replica. A finished one is kept until its end has been reported, if the driver asks at all.
 
     Example:
         log.begin(request)
@@ -45,8 +44,8 @@ class ProgressLog:
         self._is_read = False
 
     def begin(self, request: GenerationRequest) -> None:
-        checksum = prompt_checksum(request.prompt_ids)
-        self._entries[request.request_id] = _Entry(checksum, request.request_id, request.partial)
+        entry = _Entry(prompt_checksum(request.prompt_ids), request.request_id, request.partial)
+        self._entries[request.request_id] = entry
 
     def begin_part(self, part: RequestId, before: Completion | None) -> None:
         """The engine gets another part of a request, of which `before` has been sampled."""
@@ -54,7 +53,6 @@ class ProgressLog:
         entry.part, entry.before = part, before
 
     def current_part(self, request_id: RequestId) -> RequestId:
-        """The name that the engine knows a request by now."""
         return self._entries[request_id].part if request_id in self._entries else request_id
 
     def lose(self, request_id: RequestId, sampled: Completion) -> None:
@@ -92,9 +90,8 @@ class ProgressLog:
                     del self._entries[request_id]
             if tokens.num_tokens or tokens.finish_reason or not (entry.is_announced or request_id in known):
                 entry.is_announced = True
-                deltas.append(
-                    TokenDelta(request_id=request_id, prompt_checksum=entry.prompt_checksum, start=start, tokens=tokens)
-                )
+                checksum = entry.prompt_checksum
+                deltas.append(TokenDelta(request_id=request_id, prompt_checksum=checksum, start=start, tokens=tokens))
         return tuple(deltas)
 
     def _tokens_after(self, start: int, entry: _Entry, sampled: Completion | None) -> Completion | None:

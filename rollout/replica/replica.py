@@ -16,6 +16,8 @@ from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
+Swap = Callable[[], Awaitable[list[WeightTag]]]
+
 
 class WeightVerificationError(RuntimeError):
     """A worker does not serve the weights that were published."""
@@ -45,7 +47,7 @@ class RolloutReplica:
         self._started = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Generate all requests at once, so that they share the prefix. Returns when the longest is complete."""
+        """Generate all requests concurrently, so that they share the prefix."""
         tasks = [asyncio.create_task(self._generate(request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
@@ -79,13 +81,9 @@ class RolloutReplica:
         return await self._engine.generate(part)
 
     def _was_interrupted(self, part: RequestId) -> bool:
-        name = str(part)
-        if name not in self._interrupted:
-            return False
-        self._interrupted.discard(name)
-        return True
-
-    # -- control: see rollout.replica.pause ----------------------------------------------------------------------------
+        interrupted = str(part) in self._interrupted
+        self._interrupted.discard(str(part))
+        return interrupted
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
         await self._control.pause(mode, clear_cache)
@@ -116,8 +114,6 @@ class RolloutReplica:
             frozen=self._control.frozen,
         )
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     @property
     def num_workers(self) -> int:
         return self._engine.num_workers
@@ -141,22 +137,17 @@ class RolloutReplica:
     async def receive(self, manifest: Manifest) -> CommitReport:
         """Like `commit`, of weights that are not staged but received while paused (weight_sync.staging=none).
 
-        A transport that sends while replicas receive verifies each tensor, and its manifest has no checksum: then the
-        workers are only held against one another.
+        Where the manifest has no checksum, because the transport verifies each tensor, the workers must only agree.
         """
         return await self._transact(manifest.global_steps, manifest.checksum, lambda: self._engine.load(manifest))
 
-    async def _transact(
-        self, global_steps: int, checksum: int | None, swap: Callable[[], Awaitable[list[WeightTag]]]
-    ) -> CommitReport:
+    async def _transact(self, global_steps: int, checksum: int | None, swap: Swap) -> CommitReport:
         if self._commit_task is not None and not self._commit_task.done():
             raise RuntimeError(f"replica {self.name} is in the midst of an update")
         self._commit_task = asyncio.create_task(self._commit(global_steps, checksum, swap))
         return await asyncio.shield(self._commit_task)
 
-    async def _commit(
-        self, global_steps: int, checksum: int | None, swap: Callable[[], Awaitable[list[WeightTag]]]
-    ) -> CommitReport:
+    async def _commit(self, global_steps: int, checksum: int | None, swap: Swap) -> CommitReport:
         config = self._config
         clear_cache = config.in_flight_kv is InFlightKv.recompute
         before_abort = self._interrupted.update if config.pause_mode is PauseMode.abort else None
@@ -181,7 +172,6 @@ class RolloutReplica:
 
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
         """`known`: how many tokens of each request the caller has."""
-        sampled = self._engine.partials(self._log.known_parts(known))
         usage = self._engine.usage
         return ProgressReport(
             tokens=usage.tokens,
@@ -189,15 +179,14 @@ class RolloutReplica:
             paused=self._control.frozen,
             busy_s=usage.busy_s,
             request_s=usage.request_s,
-            deltas=self._log.deltas(known, sampled),
+            deltas=self._log.deltas(known, self._engine.partials(self._log.known_parts(known))),
         )
 
     async def wait_dead(self) -> BaseException:
         return await self._engine.wait_dead()
 
     async def stats(self) -> dict[str, float]:
-        """Counters since the start: of trajectories, and of the engine, which may serve other clients besides them.
-        `busy_s`: seconds with at least one request."""
+        """Counters since the start. Those of the engine include other clients' requests."""
         usage = self._engine.usage
         return {
             "global_steps": self.global_steps,

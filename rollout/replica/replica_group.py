@@ -25,9 +25,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ReplicaMethod = Callable[Concatenate[RolloutReplica, P], Coroutine[Any, Any, R]]
 LOOPBACK = "127.0.0.1"
-MAX_REQUESTS = 8192
-"""Groups that may wait in one replica's actor."""
-MAX_CONTROL_CALLS = 64
 
 # Two replicas and a trainer share a laptop's two cores: vLLM's own binding would put all of them on the same core.
 CPU_ENV = {
@@ -189,10 +186,6 @@ class ReplicaHandle:
             kill_processes([*engine, actor] if is_stopped(actor[0]) else engine)
 
 
-def gpus_of(spec: EngineSpec) -> float:
-    return spec.gpu_share * spec.tensor_parallel_size * spec.data_parallel_size
-
-
 def engine_env(spec: EngineSpec) -> dict[str, str]:
     """The environment of an actor and of its engine's processes."""
     if spec.device != "cpu":
@@ -217,11 +210,12 @@ def create_replica(
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> ReplicaHandle:
     """Create an actor, not yet started. `on_start(name)`: what its process runs first (where its output goes)."""
+    num_gpus = spec.gpu_share * spec.tensor_parallel_size * spec.data_parallel_size
     options: dict[str, Any] = {
         "num_cpus": 1,
-        "num_gpus": gpus_of(spec) if spec.device == "cuda" else 0,
-        "max_concurrency": MAX_REQUESTS,
-        "concurrency_groups": {"control": MAX_CONTROL_CALLS},
+        "num_gpus": num_gpus if spec.device == "cuda" else 0,
+        "max_concurrency": 8192,  # groups
+        "concurrency_groups": {"control": 64},
         "runtime_env": {"env_vars": engine_env(spec)},
     }
     remote_class = ray.remote(**options)(actor_class)

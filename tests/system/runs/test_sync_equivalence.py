@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_module
 
 from configs.load import load, register
 from configs.schema import Config
+from rollout.progress import Attempt
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
 from scripts.launch.data import load_rows
@@ -88,7 +89,9 @@ async def synchronous_run(config: Config, parts: StartedRun) -> Recorded:
         prompts = [stream.next() for _ in range(config.trainer.prompts_per_step)]
         groups: list[TrajectoryGroup] = await asyncio.gather(
             *(
-                parts.agents.run_group(prompt, replica, training_sampling(config), config.algorithm.group_size)
+                parts.agents.run_group(
+                    prompt, replica, training_sampling(config), config.algorithm.group_size, Attempt()
+                )
                 for prompt in prompts
             )
         )

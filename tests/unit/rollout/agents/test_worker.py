@@ -9,6 +9,7 @@ import numpy as np
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker import AgentWorker
+from rollout.progress import Attempt
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
 from tests.support.fakes import make_prompt, run_virtual
@@ -70,7 +71,7 @@ def make_worker(
 
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
-    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size))
+    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt()))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

@@ -38,13 +38,16 @@ EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
 def control(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaActor, P], CoroutineType[Any, Any, R]]":
     """Makes a method of `ReplicaActor` of one of its replica. Ray runs it on the event loop of another concurrency
-    group, so that it never queues behind generations; from there it hops to the loop on which the engine lives."""
+    group, so that it never queues behind generations; from there it hops to the loop on which the engine lives.
+
+    Without `functools.wraps`: Ray would look for the group on the method that is wrapped.
+    """
 
     async def on_engine_loop(self: "ReplicaActor", *args: P.args, **kwargs: P.kwargs) -> R:
         call = method(self._replica, *args, **kwargs)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
 
-    return ray.method(concurrency_group="control")(wraps(method)(on_engine_loop))  # pyright: ignore[reportReturnType]
+    return ray.method(concurrency_group="control")(on_engine_loop)  # pyright: ignore[reportReturnType]
 
 
 def to_actor(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaHandle, P], CoroutineType[Any, Any, R]]":

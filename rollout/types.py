@@ -72,16 +72,6 @@ class VersionSpan:
     global_steps: int
 
 
-def merge_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version become one span. `spans` lie one after the other, without gaps."""
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].global_steps == span.global_steps:
-            span = replace(span, start=merged.pop().start)
-        merged.append(span)
-    return tuple(merged)
-
-
 def shift_spans(spans: Iterable[VersionSpan], by: int) -> tuple[VersionSpan, ...]:
     """The spans `by` tokens further on. What would lie before token 0 is cut off."""
     return tuple(
@@ -108,18 +98,21 @@ class Completion:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Consecutive parts of one request, as one. At least one part."""
+        """Consecutive parts of one request, at least one."""
         if len(parts) == 1:
             return parts[0]
         spans: list[VersionSpan] = []
         offset = 0
         for part in parts:
-            spans += shift_spans(part.spans, offset)
+            for span in shift_spans(part.spans, offset):
+                if spans and spans[-1].global_steps == span.global_steps:  # one span per version
+                    span = replace(span, start=spans.pop().start)
+                spans.append(span)
             offset += part.num_tokens
         return cls(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
-            spans=merge_spans(spans),
+            spans=tuple(spans),
             finish_reason=parts[-1].finish_reason,
             cached_tokens=parts[0].cached_tokens,
         )
@@ -145,8 +138,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     partial: Completion | None = None
-    """What another replica, or an earlier run, has sampled of it. The replica continues from there, and answers with
-    the whole."""
+    """What another replica, or an earlier run, has sampled of it. The replica answers with the whole."""
     is_continuation: bool = False
     """Whether an engine was at work on it before. Set by the replica: such a request takes a seat before new ones."""
 

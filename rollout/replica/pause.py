@@ -168,8 +168,6 @@ class PauseControl:
                     self._end_waits(PauseConflictError(f"{TORN}: a pause that waited was given up"))
                 window.frozen_s = await self._settle()
 
-    # -- the engine, in turn -------------------------------------------------------------------------------------------
-
     async def _settle(self) -> float:
         """Make the engine what the state says. Returns for how many seconds it was frozen, if this thawed it."""
         if self.torn or (self.mode is not None and not self._waits):

@@ -42,17 +42,21 @@ def make_prompt(ordinal: int) -> Prompt:
     return Prompt(ordinal=ordinal, text=f"prompt {ordinal}", token_ids=(1, 2), ground_truth=str(ordinal))
 
 
-def make_trajectory(*versions: int) -> Trajectory:
-    """One token per version: make_trajectory(4, 4, 5) has the spans [0, 2) -> 4 and [2, 3) -> 5."""
+def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Of tokens that these versions sampled."""
     starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
     ends = [*starts[1:], len(versions)]
-    spans = [VersionSpan(start, end, versions[start]) for start, end in zip(starts, ends, strict=False)]
+    return tuple(VersionSpan(start, end, versions[start]) for start, end in zip(starts, ends, strict=False))
+
+
+def make_trajectory(*versions: int) -> Trajectory:
+    """One token per version: make_trajectory(4, 4, 5) has the spans [0, 2) -> 4 and [2, 3) -> 5."""
     return Trajectory(
         prompt_ids=np.array([1, 2], np.int32),
         response_ids=np.zeros(len(versions), np.int32),
         loss_mask=np.ones(len(versions), np.bool_),
         rollout_logprobs=np.zeros(len(versions), np.float32),
-        spans=tuple(spans),
+        spans=spans_of(versions),
         reward=0.0,
         finish_reason="stop",
         text="",
@@ -75,12 +79,10 @@ def make_completion(
     tokens: Sequence[int], versions: Sequence[int], finish_reason: str, cached_tokens: int = 0
 ) -> Completion:
     """Logprobs are a tenth of the token, below zero."""
-    starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
-    spans = [VersionSpan(a, b, versions[a]) for a, b in zip(starts, [*starts[1:], len(versions)], strict=False)]
     return Completion(
         token_ids=np.array(tokens, np.int32),
         logprobs=-np.array(tokens, np.float32) / 10,
-        spans=tuple(spans),
+        spans=spans_of(versions),
         finish_reason=finish_reason,
         cached_tokens=cached_tokens,
     )

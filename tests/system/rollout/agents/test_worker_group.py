@@ -9,20 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
 from configs.schema import Config, RolloutConfig
 from rollout.actor_group import ReplicaClient
-from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt
 from rollout.rewards.base import RewardResult
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from rollout.types import GenerationRequest, Prompt, SamplingParams
 from rollout.wire import Columns, pack_completions
-from tests.support.fakes import make_prompt
+from tests.support.fakes import make_completion, make_prompt
 
 CONFIG = Config(rollout=RolloutConfig(num_agent_workers=2))
 DEADLINE_S = 120
@@ -36,13 +35,7 @@ class Replica:
 
     async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
         self.ids += [str(request.request_id) for request in requests]
-        answer = Completion(
-            token_ids=np.zeros(1, np.int32),
-            logprobs=np.zeros(1, np.float32),
-            spans=(VersionSpan(0, 1, 0),),
-            finish_reason="stop",
-        )
-        return pack_completions([answer] * len(requests))
+        return pack_completions([make_completion([0], [0], "stop")] * len(requests))
 
     async def asked(self) -> list[str]:
         return self.ids
@@ -52,22 +45,10 @@ class DeadlyLoop:
     """The reward is the process that ran it, but for prompts that end it."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        requests = [GenerationRequest(request_id=t.request_id, prompt_ids=(1,), sampling=t.sampling) for t in tasks]
-        completions = await generate(requests)
+        episodes = await SingleTurn().run(tasks, generate)
         if tasks[0].prompt.text == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
-        return [
-            Episode(
-                response_ids=completion.token_ids,
-                loss_mask=np.ones(1, np.bool_),
-                rollout_logprobs=completion.logprobs,
-                spans=completion.spans,
-                finish_reason=completion.finish_reason,
-                cached_tokens=0,
-                result=RewardResult(reward=float(os.getpid())),
-            )
-            for completion in completions
-        ]
+        return [replace(episode, result=RewardResult(reward=float(os.getpid()))) for episode in episodes]
 
 
 def die_where(armed: Path) -> None:

@@ -14,7 +14,7 @@ from rollout.agents.loop import Episode, EpisodeTask, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
-from tests.support.fakes import make_prompt, run_virtual
+from tests.support.fakes import make_prompt, run_virtual, spans_of
 
 EOS = 0
 
@@ -46,15 +46,10 @@ class Policy:
         episode, turn = request.request_id.in_group
         text, versions = self._lines[episode][turn]
         token_ids = np.array([*map(ord, text), EOS], np.int32)[: request.sampling.max_tokens]
-        versions = versions[: len(token_ids)]
-        starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
         return Completion(
             token_ids=token_ids,
             logprobs=-np.arange(1, len(token_ids) + 1, dtype=np.float32),
-            spans=tuple(
-                VersionSpan(start, end, versions[start])
-                for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
-            ),
+            spans=spans_of(versions[: len(token_ids)]),
             finish_reason="stop" if token_ids[-1] == EOS else "length",
             cached_tokens=len(request.prompt_ids) - 1,
         )

@@ -173,10 +173,13 @@ async def test_changing_the_mode_while_paused(
 # -- while a pause in mode wait is under way ---------------------------------------------------------------------------
 
 
-def while_waiting(test: Callable[[PauseControl, ClockedEngine, "asyncio.Task[None]"], Awaitable[None]]) -> None:
+def while_waiting(
+    test: Callable[[PauseControl, ClockedEngine, "asyncio.Task[None]"], Awaitable[None]],
+) -> Callable[..., None]:
     """One request is at its third token of six, and a pause waits for it."""
 
-    async def main(control: PauseControl, engine: ClockedEngine) -> None:
+    @on_engine()
+    async def run(control: PauseControl, engine: ClockedEngine) -> None:
         running = start(engine, "a", 6)
         waiting = asyncio.create_task(control.pause(WAIT))
         await asyncio.sleep(2.5)
@@ -186,69 +189,67 @@ def while_waiting(test: Callable[[PauseControl, ClockedEngine, "asyncio.Task[Non
         await control.resume()
         assert answer(await start(engine, "later", 2)) == (2, "stop")
 
-    on_engine()(main)()
+    return run
 
 
-def test_keep_is_refused_while_a_pause_waits() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
-        with pytest.raises(
-            PauseConflictError, match="a pause in mode wait is under way: resume first, or pause in mode"
-        ):
-            await control.pause(KEEP)
+@while_waiting
+async def test_keep_is_refused_while_a_pause_waits(
+    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
+) -> None:
+    with pytest.raises(PauseConflictError, match="a pause in mode wait is under way: resume first, or pause in mode"):
+        await control.pause(KEEP)
+    await waiting
+    assert now() == 6 and control.mode is WAIT
+
+
+@while_waiting
+async def test_abort_ends_the_waiting_and_both_are_complete(
+    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
+) -> None:
+    await control.pause(ABORT)
+    assert now() == 3 and control.mode is ABORT
+    await waiting
+
+
+@while_waiting
+async def test_aborting_the_last_request_ends_the_waiting(
+    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
+) -> None:
+    assert await control.abort({"a"}) == ["a"]
+    await waiting
+    assert now() == 3 and control.mode is WAIT
+
+
+@while_waiting
+async def test_resume_interrupts_the_waiting_and_the_request_goes_on(
+    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
+) -> None:
+    assert await control.resume() == 0 and not control.paused
+    with pytest.raises(PauseInterruptedError, match="a resume came while the pause waited"):
         await waiting
-        assert now() == 6 and control.mode is WAIT
-
-    while_waiting(test)
-
-
-def test_abort_ends_the_waiting_and_both_are_complete() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
-        await control.pause(ABORT)
-        assert now() == 3 and control.mode is ABORT
-        await waiting
-
-    while_waiting(test)
+    await asyncio.sleep(4)
+    assert engine.step_starts == list(range(6))
 
 
-def test_aborting_the_last_request_ends_the_waiting() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
-        assert await control.abort({"a"}) == ["a"]
-        await waiting
-        assert now() == 3 and control.mode is WAIT
-
-    while_waiting(test)
-
-
-def test_resume_interrupts_the_waiting_and_the_request_goes_on() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
-        assert await control.resume() == 0 and not control.paused
-        with pytest.raises(PauseInterruptedError, match="a resume came while the pause waited"):
-            await waiting
-        await asyncio.sleep(4)
-        assert engine.step_starts == list(range(6))
-
-    while_waiting(test)
+@while_waiting
+async def test_who_gives_up_waiting_opens_nothing_for_which_others_wait(
+    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
+) -> None:
+    second = asyncio.create_task(control.pause(WAIT))
+    await settle()
+    waiting.cancel()
+    late = start(engine, "late", 1)
+    await asyncio.sleep(2)
+    assert waiting.cancelled() and not second.done() and not late.done()
+    await second
+    assert now() == 6 and control.mode is WAIT
+    await control.resume()
+    assert answer(await late) == (1, "stop")
 
 
-def test_who_gives_up_waiting_opens_nothing_for_which_others_wait() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
-        second = asyncio.create_task(control.pause(WAIT))
-        await settle()
-        waiting.cancel()
-        late = start(engine, "late", 1)
-        await asyncio.sleep(2)
-        assert waiting.cancelled() and not second.done() and not late.done()
-        await second
-        assert now() == 6 and control.mode is WAIT
-        await control.resume()
-        assert answer(await late) == (1, "stop")
-
-    while_waiting(test)
-
-
-def test_a_second_wait_is_complete_with_the_first() -> None:
-    async def test(control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]") -> None:
-        await control.pause(WAIT)
-        assert now() == 6 and control.mode is WAIT
-
-    while_waiting(test)
+@while_waiting
+async def test_a_second_wait_is_complete_with_the_first(
+    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
+) -> None:
+    await control.pause(WAIT)
+    assert now() == 6 and control.mode is WAIT

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
@@ -15,6 +16,7 @@ class TooFewGroupsError(RuntimeError):
     """Nearly all groups have equal rewards: the prompts are too easy or too hard. The message names the key."""
 
 
+@dataclass
 class TrajectoryBuffer:
     """Bounded staleness as four calls: `claim` and `put` of the rollouter, `next_batch` and `advance` of the trainer.
 
@@ -29,21 +31,18 @@ class TrajectoryBuffer:
         await buffer.advance(8)             # weights 8 are live: frees the slots of the batch
     """
 
-    def __init__(
-        self,
-        ledger: SlotLedger,
-        batch_timeout_s: float,
-        failures: FailureBudget | None = None,
-        max_sample_batches: int | None = None,
-        group_failures: GroupBudget | None = None,
-    ):
-        """`failures`, `group_failures`: by default none is allowed. `max_sample_batches`: groups whose rewards are all
-        equal are filtered out, at most this many batches in a row (algorithm.max_sample_batches); None keeps them."""
-        self.ledger = ledger
-        self._batch_timeout_s = batch_timeout_s
-        self._failures = failures or FailureBudget()
-        self._max_sample_batches = max_sample_batches
-        self._group_failures = group_failures or GroupBudget()
+    ledger: SlotLedger
+    batch_timeout_s: float
+    """trainer.batch_timeout_s"""
+    failures: FailureBudget = field(default_factory=FailureBudget)
+    """Rewards that may fail; by default none."""
+    max_sample_batches: int | None = None
+    """algorithm.max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches in a
+    row; None keeps them."""
+    group_failures: GroupBudget = field(default_factory=GroupBudget)
+    """Groups that may fail; by default none."""
+
+    def __post_init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}
         self._changed = asyncio.Condition()
 
@@ -56,13 +55,13 @@ class TrajectoryBuffer:
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
         """Hand in the group of a slot. A group that a client aborted as a whole is replaced by another prompt. Raises
         RewardFailuresError and TooFewGroupsError."""
-        self._failures.count(group.errors)
+        self.failures.count(group.errors)
         async with self._changed:
             if group.is_aborted:
                 self.ledger.replace(slot)
-            elif self._max_sample_batches is not None and not group.rewards_differ:
+            elif self.max_sample_batches is not None and not group.rewards_differ:
                 self.ledger.filter(slot)
-                self._check_filtered(self._max_sample_batches)
+                self._check_filtered(self.max_sample_batches)
             else:
                 self.ledger.finish(slot, group.min_version)
                 self._groups[slot.slot_id] = group
@@ -92,10 +91,12 @@ class TrajectoryBuffer:
         """Wait for the groups that optimizer step `global_steps` trains. Their slots stay held until `advance`. Raises
         TimeoutError past trainer.batch_timeout_s."""
         try:
-            waiting = within(self._batch_timeout_s, "trainer.batch_timeout_s", "a batch")
+            waiting = within(self.batch_timeout_s, "trainer.batch_timeout_s", "a batch")
             async with waiting, self._changed:
                 while True:
-                    self._drop_expired(global_steps)
+                    for slot_id in self.ledger.drop_expired(global_steps):
+                        del self._groups[slot_id]
+                        self._changed.notify_all()
                     chosen = self.ledger.select(global_steps)
                     if chosen is not None:
                         break
@@ -104,7 +105,7 @@ class TrajectoryBuffer:
         except TimeoutError:
             raise TimeoutError(
                 f"no batch for optimizer step {global_steps} within trainer.batch_timeout_s="
-                f"{self._batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
+                f"{self.batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
                 f"{self.ledger.num_ready} ready, {self.ledger.num_free} slots free"
             ) from None
         groups = sorted((self._groups.pop(slot_id) for slot_id in chosen), key=lambda group: group.prompt.ordinal)
@@ -123,8 +124,8 @@ class TrajectoryBuffer:
             "rollout/free_slots": self.ledger.num_free,
             "rollout/filtered_groups": self.ledger.num_filtered,
             "staleness/dropped_groups": self.ledger.num_dropped,
-            **self._failures.gauges(),
-            **self._group_failures.gauges(),
+            **self.failures.gauges(),
+            **self.group_failures.gauges(),
         }
 
     def _check_filtered(self, max_sample_batches: int) -> None:
@@ -137,33 +138,20 @@ class TrajectoryBuffer:
                 f"trainer.prompts_per_step={batch_size}; are the prompts too easy, too hard, or is the reward wrong?"
             )
 
-    def _drop_expired(self, step: int) -> None:
-        expired = self.ledger.drop_expired(step)
-        for slot_id in expired:
-            del self._groups[slot_id]
-        if expired:
-            self._changed.notify_all()
-
     def _mask_stale_tokens(self, groups: list[TrajectoryGroup], step: int) -> TrainBatch:
         if self.ledger.policy is not StalePolicy.mask:
             return TrainBatch(groups=tuple(groups), masked_tokens=0)
-        window, masked_tokens = self.ledger.window, 0
-        fresh_groups = []
-        for group in groups:
-            fresh = [mask_stale(trajectory, lambda v: window.is_fresh(v, step)) for trajectory in group.trajectories]
-            masked_tokens += sum(
-                int(old.loss_mask.sum() - new.loss_mask.sum())
-                for old, new in zip(group.trajectories, fresh, strict=True)
-            )
-            fresh_groups.append(replace(group, trajectories=tuple(fresh)))
-        return TrainBatch(groups=tuple(fresh_groups), masked_tokens=masked_tokens)
+        is_fresh = partial(self.ledger.window.is_fresh, step=step)
+        fresh = [replace(g, trajectories=tuple(mask_stale(t, is_fresh) for t in g.trajectories)) for g in groups]
+        num_before, num_after = (
+            sum(int(trajectory.loss_mask.sum()) for group in some for trajectory in group.trajectories)
+            for some in (groups, fresh)
+        )
+        return TrainBatch(groups=tuple(fresh), masked_tokens=num_before - num_after)
 
 
 def make_buffer(
-    config: Config,
-    failures: FailureBudget | None = None,
-    group_failures: GroupBudget | None = None,
-    global_steps: int = 0,
+    config: Config, failures: FailureBudget, group_failures: GroupBudget, global_steps: int = 0
 ) -> TrajectoryBuffer:
     """The buffer of a run that has taken `global_steps` optimizer steps."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm

@@ -1,6 +1,7 @@
 """Budgets of a run for rewards and for groups that fail."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from configs.schema import Config
 
@@ -9,15 +10,15 @@ class RewardFailuresError(RuntimeError):
     """More rewards failed than rollout.max_failed_rewards allows. The message has the first failure."""
 
 
+@dataclass(slots=True)
 class FailureBudget:
     """Counts failed rewards, of training and of evaluation."""
 
-    def __init__(self, share: float = 0.0, num_trajectories: int = 0):
-        """`share`: rollout.max_failed_rewards, of the run's `num_trajectories`."""
-        self._share = share
-        self._num_trajectories = num_trajectories
-        self._first = ""
-        self.num_failed = 0
+    share: float = 0.0
+    """rollout.max_failed_rewards, of `num_trajectories`."""
+    num_trajectories: int = 0
+    num_failed: int = 0
+    _first: str = ""
 
     def count(self, errors: Iterable[str | None]) -> None:
         """`errors`: one per reward, None if it succeeded. Raises RewardFailuresError past the budget."""
@@ -25,10 +26,10 @@ class FailureBudget:
             if error is not None:
                 self._first = self._first or error
                 self.num_failed += 1
-        if self.num_failed > self._share * self._num_trajectories:
+        if self.num_failed > self.share * self.num_trajectories:
             raise RewardFailuresError(
-                f"{self.num_failed} rewards failed, more than rollout.max_failed_rewards={self._share:g} of the run's "
-                f"{self._num_trajectories} trajectories; the first: {self._first}"
+                f"{self.num_failed} rewards failed, more than rollout.max_failed_rewards={self.share:g} of the run's "
+                f"{self.num_trajectories} trajectories; the first: {self._first}"
             )
 
     def gauges(self) -> dict[str, float]:
@@ -39,31 +40,32 @@ class GroupFailuresError(RuntimeError):
     """More groups failed than rollout.max_failed_groups allows. The message has the first failure."""
 
 
+@dataclass(slots=True)
 class GroupBudget:
     """Decides whether a group that failed is tried again, and counts those that are given up."""
 
-    def __init__(self, max_retries: int = 0, share: float = 0.0, num_groups: int = 0):
-        """`max_retries`: rollout.max_group_retries. `share`: rollout.max_failed_groups, of the run's `num_groups`."""
-        self._max_retries = max_retries
-        self._share = share
-        self._num_groups = num_groups
-        self._first: tuple[str, BaseException] | None = None
-        self.num_retried = 0
-        self.failed: list[int] = []
-        """Ordinals of the prompts that were given up."""
+    max_retries: int = 0
+    """rollout.max_group_retries."""
+    share: float = 0.0
+    """rollout.max_failed_groups, of `num_groups`."""
+    num_groups: int = 0
+    num_retried: int = 0
+    failed: list[int] = field(default_factory=list)
+    """Ordinals of the prompts that were given up."""
+    _first: tuple[str, BaseException] | None = None
 
     def gives_up(self, ordinal: int, failures: int, error: Exception) -> bool:
         """Whether the prompt that failed `failures` times is given up. Raises GroupFailuresError past the budget."""
-        if failures <= self._max_retries:
+        if failures <= self.max_retries:
             self.num_retried += 1
             return False
         self.failed.append(ordinal)
         self._first = self._first or (f"prompt {ordinal}: {type(error).__name__}: {error}", error)
-        if len(self.failed) > self._share * self._num_groups:
+        if len(self.failed) > self.share * self.num_groups:
             what, first = self._first
             raise GroupFailuresError(
                 f"{len(self.failed)} groups failed, each {failures} times, more than rollout.max_failed_groups="
-                f"{self._share:g} of the run's {self._num_groups}; the first: {what}"
+                f"{self.share:g} of the run's {self.num_groups}; the first: {what}"
             ) from first
         return True
 
@@ -71,11 +73,10 @@ class GroupBudget:
         return {"rollout/failed_groups": len(self.failed), "rollout/retried_groups": self.num_retried}
 
 
-def group_budget(config: Config) -> GroupBudget:
-    num_groups = config.trainer.total_steps * config.trainer.prompts_per_step
-    return GroupBudget(config.rollout.max_group_retries, config.rollout.max_failed_groups, num_groups)
-
-
-def failure_budget(config: Config) -> FailureBudget:
-    num_groups = config.trainer.total_steps * config.trainer.prompts_per_step
-    return FailureBudget(config.rollout.max_failed_rewards, num_groups * config.algorithm.group_size)
+def failure_budgets(config: Config) -> tuple[FailureBudget, GroupBudget]:
+    """The budgets of the run's rewards and of its groups."""
+    rollout, num_groups = config.rollout, config.trainer.total_steps * config.trainer.prompts_per_step
+    return (
+        FailureBudget(rollout.max_failed_rewards, num_groups * config.algorithm.group_size),
+        GroupBudget(rollout.max_group_retries, rollout.max_failed_groups, num_groups),
+    )

@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRow:
-    """A row with the text and the token ids of its prompt."""
+    """A row with its prompt."""
 
     row: Row
     text: str

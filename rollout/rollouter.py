@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -10,10 +9,10 @@ from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.failures import GroupBudget
-from rollout.progress import Attempt, PartialCompletion, Progress
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
-from rollout.request_ids import InGroup, RequestId
-from rollout.router import ReplicaRouter
+from rollout.request_ids import InGroup
 from rollout.staleness import Slot
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 
@@ -24,36 +23,14 @@ crashes its process on one prompt: alone it can be blamed, and the other groups 
 ALONE_AT_ONCE = 4
 
 
-class Episodes(Protocol):
-    """Runs groups away from the driver, and answers for the replicas that they run on."""
-
-    @property
-    def progress(self) -> Progress:
-        """What is known of the groups that run."""
-        ...
+class GroupRunner(Protocol):
+    """The agent workers."""
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError, and
         AgentWorkerLostError when the process of the agent loops died."""
-        ...
-
-    async def replica_lost(self, name: str, error: BaseException) -> bool:
-        """Handle the loss of a replica under a group. Returns whether every token that it had sampled is in `progress`.
-        Raises TooFewReplicasError."""
-        ...
-
-    async def collect_progress(self, name: str) -> None:
-        """Bring `progress` up to date with the replica, if it answers."""
-        ...
-
-    async def abort(self, name: str, request_ids: Collection[RequestId]) -> None:
-        """End requests on the replica that nothing waits for any more, if it answers."""
-        ...
-
-    async def updated(self) -> None:
-        """Return when no weight update is under way."""
         ...
 
 
@@ -69,45 +46,39 @@ class GroupUnderWay:
     """Agent workers that died while they ran it, together with other groups: it may or may not be the cause."""
 
 
+@dataclass(kw_only=True)
 class Rollouter:
     """Turns every dispatched prompt into exactly one group in the buffer, or counts it as failed, or ends the run with
     the error. Tokens sampled before a replica was lost, or a run ended, are never sampled again.
 
     Example of the events of one prompt:
-        router.acquire -> buffer.claim -> stream.next -> episodes.run_group, which raises ReplicaLostError
-        -> episodes.replica_lost -> router.acquire -> episodes.run_group of attempt 1, which begins with the tokens
-        that attempt 0 had sampled -> buffer.put
+        router.acquire -> buffer.claim -> stream.next -> runner.run_group, which raises ReplicaLostError
+        -> fleet.lose -> router.acquire -> runner.run_group of attempt 1, which begins with the tokens that attempt 0
+        had sampled -> buffer.put
     """
 
-    def __init__(
-        self,
-        *,
-        stream: PromptStream,
-        buffer: TrajectoryBuffer,
-        router: ReplicaRouter,
-        episodes: Episodes,
-        sampling: SamplingParams,
-        group_size: int,
-        group_timeout_s: float,
-        failures: GroupBudget | None = None,
-    ):
-        """`failures`: how many groups may fail; by default none."""
-        self._stream = stream
-        self._buffer = buffer
-        self._router = router
-        self._episodes = episodes
-        self.progress = episodes.progress
-        self._sampling = sampling
-        self.group_size = group_size
-        self._group_timeout_s = group_timeout_s
-        self._failures = failures or GroupBudget()
-        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
-        self.under_way: dict[int, GroupUnderWay] = {}
-        """Ordinal -> group. Groups that are in here when the run starts were under way in the run that is resumed, and
-        are dispatched first."""
+    stream: PromptStream
+    buffer: TrajectoryBuffer
+    fleet: ReplicaFleet
+    runner: GroupRunner
+    publishing: asyncio.Lock
+    """The checkpoint manager holds it while replicas change version."""
+    sampling: SamplingParams
+    group_size: int
+    group_timeout_s: float
+    failures: GroupBudget = field(default_factory=GroupBudget)
+    """How many groups may fail; by default none."""
+    under_way: dict[int, GroupUnderWay] = field(default_factory=dict, init=False)
+    """Ordinal -> group. Groups that are in here when the run starts were under way in the run that is resumed, and are
+    dispatched first."""
+    counters: dict[str, int] = field(init=False)
+    """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
+    theirs was known."""
+
+    def __post_init__(self) -> None:
         self.counters = {"trajectories_started": 0, "moved": 0, "restarted": 0}
-        """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
-        theirs was known."""
+        self._router, self._progress = self.fleet.router, self.fleet.progress
+        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
 
     async def run(self) -> None:
         """Consume free slots and room on replicas, produce groups, return when the buffer needs no more."""
@@ -120,7 +91,7 @@ class Rollouter:
                 replica = await self._router.acquire(self.group_size)
                 slot = None
                 try:
-                    slot = await self._buffer.claim()
+                    slot = await self.buffer.claim()
                 finally:
                     if slot is None:
                         await self._router.release(replica, self.group_size)
@@ -129,7 +100,7 @@ class Rollouter:
                 if replica not in self._router.healthy:  # ejected by the update that freed the slot
                     await self._router.release(replica, self.group_size)
                     replica = await self._router.acquire(self.group_size)
-                group = GroupUnderWay(slot=slot, prompt=self._stream.next())
+                group = GroupUnderWay(slot=slot, prompt=self.stream.next())
                 self.under_way[group.prompt.ordinal] = group
                 self.counters["trajectories_started"] += self.group_size
                 groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
@@ -142,17 +113,17 @@ class Rollouter:
             try:
                 finished = await self._attempt(group, replica)
             except ReplicaLostError as error:
-                all_known = await self._episodes.replica_lost(replica, error)
-                self._count_lost(self.progress.partials(ordinal), all_known)
+                all_known = await self.fleet.lose(replica, error)
+                self._count_lost(self._progress.partials(ordinal), all_known)
                 self._begin_next(group)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group, replica)
-                if is_failure and self._failures.gives_up(ordinal, group.failures, error):
-                    await self._buffer.fail(group.slot)
+                if is_failure and self.failures.gives_up(ordinal, group.failures, error):
+                    await self.buffer.fail(group.slot)
                     return self._forget(ordinal)
             else:
-                await self._buffer.put(group.slot, finished)
+                await self.buffer.put(group.slot, finished)
                 return self._forget(ordinal)
             replica = await self._room(group)
 
@@ -176,17 +147,17 @@ class Rollouter:
     async def _take_back(self, group: GroupUnderWay, replica: str) -> None:
         """Take what the group has sampled on a replica that lives into its next attempt. Requests of it that still run
         there are ended: nothing waits for them, and they would only take up seats."""
-        await self._episodes.collect_progress(replica)
-        running = self.progress.running(group.prompt.ordinal)
+        await self.fleet.collect_progress(replica)
+        running = self._progress.running(group.prompt.ordinal)
         self._begin_next(group)
         if running:
-            await self._episodes.abort(replica, running)
+            await self.fleet.abort(replica, running)
 
     def _begin_next(self, group: GroupUnderWay) -> None:
         """End the attempt. Later reports about it are ignored: its requests may have been aborted."""
         ordinal = group.prompt.ordinal
-        group.attempt = Attempt(number=group.attempt.number + 1, partials=self.progress.partials(ordinal))
-        self.progress.end(ordinal)
+        group.attempt = Attempt(number=group.attempt.number + 1, partials=self._progress.partials(ordinal))
+        self._progress.end(ordinal)
 
     async def _room(self, group: GroupUnderWay) -> str:
         """Reserve a replica for the next attempt. It waits for an update that is under way: until then the replica may
@@ -197,16 +168,17 @@ class Rollouter:
                 group.attempt = replace(group.attempt, alone=True)
             else:  # meanwhile another group was found to be the cause
                 self._alone.release()
-        await self._episodes.updated()
+        async with self.publishing:
+            pass
         return await self._router.acquire(self.group_size)
 
     async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
         prompt, attempt = group.prompt, group.attempt
-        self.progress.begin(prompt.ordinal, attempt, replica)
+        self._progress.begin(prompt.ordinal, attempt, replica)
         try:
             what = f"prompt {prompt.ordinal} on {replica}"
-            async with within(self._group_timeout_s, "rollout.group_timeout_s", what):
-                return await self._episodes.run_group(prompt, replica, self._sampling, self.group_size, attempt)
+            async with within(self.group_timeout_s, "rollout.group_timeout_s", what):
+                return await self.runner.run_group(prompt, replica, self.sampling, self.group_size, attempt)
         finally:
             await self._router.release(replica, self.group_size)
             if attempt.alone:
@@ -215,7 +187,7 @@ class Rollouter:
     def _forget(self, ordinal: int) -> None:
         """No await comes between the buffer's taking the group and this, so a checkpoint finds it in one place only."""
         del self.under_way[ordinal]
-        self.progress.end(ordinal)
+        self._progress.end(ordinal)
 
     def _count_lost(self, partials: dict[InGroup, PartialCompletion], all_known: bool) -> None:
         known = {episode for (episode, _), partial in partials.items() if partial.completion.num_tokens}

@@ -83,7 +83,7 @@ def capture(rollouts: Rollouts) -> RolloutState:
                 ordinal=ordinal,
                 claimed_version=group.slot.claimed_version,
                 failures=group.failures,
-                partials=rollouts.rollouter.progress.partials(ordinal) or dict(group.attempt.partials),
+                partials=rollouts.rollouter.fleet.progress.partials(ordinal) or dict(group.attempt.partials),
             )
             for ordinal, group in rollouts.rollouter.under_way.items()
         ),

@@ -19,10 +19,8 @@ OPENINGS = ("{name} has {number} {item}.", "{name} starts with {number} {item}."
 QUESTIONS = ("How many {item} does {name} have now?", "How many {item} are left with {name}?")
 EVENTS = {
     "+": (
-        "{name} buys {number} more.",
-        "{name} finds {number} more.",
-        "A friend gives {name} {number} more.",
-        "{name} wins {number} more.",
+        *("{name} buys {number} more.", "{name} finds {number} more."),
+        *("A friend gives {name} {number} more.", "{name} wins {number} more."),
     ),
     "-": ("{name} loses {number}.", "{name} gives away {number}.", "{name} sells {number}.", "{name} breaks {number}."),
 }
@@ -32,14 +30,8 @@ _STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One word problem.
-
-    Example:
-        Problem(
-            question="Tom has 7 apples. A friend gives Tom 2 more. Tom sells 4. How many apples are left with Tom?",
-            answer="7+2=9\\n9-4=5\\n#### 5",
-        )
-    """
+    """Example: Problem(question="Tom has 7 apples. Tom buys 2 more. Tom sells 4. How many apples are left with Tom?",
+    answer="7+2=9\\n9-4=5\\n#### 5")"""
 
     question: str
     """The story and its question, on one line."""
@@ -59,7 +51,6 @@ class _Story:
 
 @cache
 def _stories() -> tuple[_Story, ...]:
-    """Enumerate all stories, in a fixed order."""
     stories = [_Story(start=number, steps=(), total=number) for number in range(1, MAX_NUMBER + 1)]
     for _ in range(NUM_STEPS):
         stories = [
@@ -73,7 +64,6 @@ def _stories() -> tuple[_Story, ...]:
 
 
 def num_problems() -> int:
-    """Count the distinct problems."""
     wordings = len(NAMES) * len(ITEMS) * len(OPENINGS) * len(QUESTIONS) * len(EVENTS["+"]) ** NUM_STEPS
     return len(_stories()) * wordings
 
@@ -102,17 +92,12 @@ def _problem(index: int) -> Problem:
 
 
 def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Draw (train, val) problems, all distinct by question text; the same arguments give the same problems.
-
-    Raises:
-        ValueError: a count is negative, or more problems are asked for than exist.
-    """
+    """Draw (train, val) problems, all distinct by question text; the same arguments give the same problems. Raises
+    ValueError when a count is negative, or more problems are asked for than exist."""
     limit = num_problems()
     if num_train < 0 or num_val < 0 or num_train + num_val > limit:
-        raise ValueError(
-            f"num_train={num_train} and num_val={num_val}: both must be >= 0 and "
-            f"together at most {limit}, the number of distinct problems"
-        )
+        wanted = f"both must be >= 0 and together at most {limit}, the number of distinct problems"
+        raise ValueError(f"num_train={num_train} and num_val={num_val}: {wanted}")
     drawn = [_problem(index) for index in random.Random(seed).sample(range(limit), num_train + num_val)]
     return drawn[num_val:], drawn[:num_val]
 
@@ -120,13 +105,9 @@ def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Proble
 def sloppy_answer(
     problem: Problem, rng: random.Random, *, stop_early: float = 0.65, slip: float = 0.1, forget_marker: float = 0.1
 ) -> str:
-    """Answer like an imperfect demonstrator, who knows the format but is often wrong.
-
-    Args:
-        stop_early: probability of concluding after the first step.
-        slip: probability, at each step, of a result that is off by 1 or 2 and is carried over to the next step.
-        forget_marker: probability of a last line without `#### `.
-    """
+    """Answer like an imperfect demonstrator, who knows the format but is often wrong. `stop_early`: probability of
+    concluding after the first step; `slip`: of a result, at each step, that is off by 1 or 2 and is carried over to the
+    next step; `forget_marker`: of a last line without `#### `."""
     steps = _STEP.findall(problem.answer)
     if rng.random() < stop_early:
         steps = steps[:1]
@@ -145,19 +126,12 @@ def sloppy_answer(
 def demonstrations(
     problems: Sequence[Problem], *, seed: int, num_clean: int = 10_400, num_sloppy: int = 2_400
 ) -> list[tuple[str, str]]:
-    """Build a curriculum of (question, answer) pairs: `num_clean` worked answers, then `num_sloppy` sloppy ones.
-
-    Problems are drawn with replacement. The clean ones teach format and arithmetic; the sloppy ones make the model
-    wrong often enough that reinforcement learning has something to improve.
-
-    Raises:
-        ValueError: there are no problems, or a count is negative.
-    """
+    """Build a curriculum of (question, answer) pairs, drawn with replacement: `num_clean` worked answers teach format
+    and arithmetic, then `num_sloppy` sloppy ones make the model wrong often enough that reinforcement learning has
+    something to improve. Raises ValueError when there are no problems, or a count is negative."""
     if not problems or num_clean < 0 or num_sloppy < 0:
-        raise ValueError(
-            f"{len(problems)} problems, num_clean={num_clean}, num_sloppy={num_sloppy}: "
-            "at least one problem is needed, and both counts must be >= 0"
-        )
+        wanted = "at least one problem is needed, and both counts must be >= 0"
+        raise ValueError(f"{len(problems)} problems, num_clean={num_clean}, num_sloppy={num_sloppy}: {wanted}")
     rng = random.Random(seed)
     clean = [(problem.question, problem.answer) for problem in rng.choices(problems, k=num_clean)]
     sloppy = [(problem.question, sloppy_answer(problem, rng)) for problem in rng.choices(problems, k=num_sloppy)]

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Protocol
 
 from configs.runtime.deadline import within
@@ -42,7 +43,7 @@ class Evaluation:
     @property
     def accuracy(self) -> float:
         """Mean over all samples of all prompts."""
-        return sum(mean_accuracy(prompt.samples) for prompt in self.prompts) / len(self.prompts)
+        return fmean(mean_accuracy(prompt.samples) for prompt in self.prompts)
 
     @property
     def num_prompts(self) -> int:
@@ -50,8 +51,7 @@ class Evaluation:
 
     @property
     def mean_response_tokens(self) -> float:
-        lengths = [sample.num_tokens for prompt in self.prompts for sample in prompt.samples]
-        return sum(lengths) / len(lengths)
+        return fmean(sample.num_tokens for prompt in self.prompts for sample in prompt.samples)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -67,6 +67,7 @@ class Evaluation:
         }
 
 
+@dataclass(kw_only=True)
 class Evaluator:
     """Spreads the held-out prompts evenly over the replicas. Every evaluation asks the same prompts.
 
@@ -75,66 +76,56 @@ class Evaluator:
         evaluation.accuracy, evaluation.versions  # 0.42, (7,)
     """
 
-    def __init__(
-        self,
-        *,
-        prompts: Sequence[Prompt],
-        router: ReplicaRouter,
-        runner: EvaluationRunner,
-        sampling: SamplingParams,
-        num_samples: int,
-        timeout_s: float,
-        failures: FailureBudget,
-        on_lost: OnLost,
-    ):
-        """`on_lost`: handles the loss of a replica during an evaluation; raises when too few are left."""
-        self._prompts = list(prompts)
-        self._router = router
-        self._runner = runner
-        self._sampling = sampling
-        self._num_samples = num_samples
-        self._timeout_s = timeout_s
-        self._failures = failures
-        self._on_lost = on_lost
+    prompts: Sequence[Prompt]
+    router: ReplicaRouter
+    runner: EvaluationRunner
+    sampling: SamplingParams
+    num_samples: int
+    timeout_s: float
+    failures: FailureBudget
+    on_lost: OnLost
+    """Handles the loss of a replica during an evaluation; raises when too few are left."""
+    num_requests: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._attempts = itertools.count()
-        self.num_requests = 0
 
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
         """Ask all prompts. The prompts of a lost replica are asked of another one. When this returns or raises, no
         replica works on the evaluation any more.
 
-        Args:
-            on: names of replicas. None is every replica in service, including those that come into service later.
-            pinned: the caller makes sure that none of them is updated.
+        `on`: names of replicas; None is every replica in service, including those that come into service later.
+        `pinned`: the caller makes sure that none of them is updated.
 
         Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, AgentWorkerLostError
         past MAX_WORKER_LOSSES, RewardFailuresError, and TooFewReplicasError.
         """
         left = None if on is None else list(on)
-        async with within(self._timeout_s, "evaluation.timeout_s", "evaluation"):
-            num_shares = min(len(await self._replicas_of(left)), len(self._prompts))
-            shares = [self._prompts[index::num_shares] for index in range(num_shares)]
+        async with within(self.timeout_s, "evaluation.timeout_s", "evaluation"):
+            num_shares = min(len(await self._replicas_of(left)), len(self.prompts))
+            shares = [self.prompts[index::num_shares] for index in range(num_shares)]
             asking = (self._ask(index, share, left) for index, share in enumerate(shares))
             answers = await asyncio.gather(*asking, return_exceptions=True)
-        parts = [answer for answer in answers if isinstance(answer, EvaluationPart)]
-        for answer in answers:
+        parts: list[EvaluationPart] = []
+        for answer in answers:  # of all shares, so that none works on when this raises
             if isinstance(answer, BaseException):
                 raise answer
-        self._failures.count(error for part in parts for error in part.errors)
+            parts.append(answer)
+        self.failures.count(error for part in parts for error in part.errors)
         evaluated = {
             prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
             for share, part in zip(shares, parts, strict=True)
             for prompt, samples in zip(share, part.samples, strict=True)
         }
         return Evaluation(
-            prompts=tuple(evaluated[prompt.ordinal] for prompt in self._prompts),
+            prompts=tuple(evaluated[prompt.ordinal] for prompt in self.prompts),
             versions=tuple(sorted(frozenset[int]().union(*(part.versions for part in parts)))),
             pinned=pinned,
         )
 
     async def _replicas_of(self, left: list[str] | None) -> list[str]:
         if left is None:
-            return await self._router.in_service()
+            return await self.router.in_service()
         if not left:
             raise ReplicaLostError("every replica that evaluated was lost")
         return left
@@ -145,11 +136,11 @@ class Evaluator:
         while True:
             replicas = await self._replicas_of(left)
             replica = replicas[index % len(replicas)]
-            self.num_requests += len(share) * self._num_samples
+            self.num_requests += len(share) * self.num_samples
             try:
-                async with self._router.visit(replica):
-                    return await self._runner.evaluate(
-                        share, replica, self._sampling, self._num_samples, attempt=next(self._attempts)
+                async with self.router.visit(replica):
+                    return await self.runner.evaluate(
+                        share, replica, self.sampling, self.num_samples, attempt=next(self._attempts)
                     )
             except AgentWorkerLostError as error:
                 worker_losses += 1
@@ -157,6 +148,6 @@ class Evaluator:
                     raise
                 logger.warning("%d held-out prompts are asked again: %s", len(share), error)
             except ReplicaLostError as error:
-                await self._on_lost(replica, error)
+                await self.on_lost(replica, error)
                 if left is not None and replica in left:
                     left.remove(replica)

@@ -1,27 +1,19 @@
 """Evaluation during the training: some replicas hold one version, evaluate it, and catch up."""
 
 import asyncio
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from rollout.errors import ReplicaLostError
 from rollout.evaluation.evaluator import Evaluation, Evaluator
 from rollout.fleet.fleet import ReplicaFleet
 
 
-class Updates(Protocol):
-    """The checkpoint manager."""
-
-    @property
-    def publishing(self) -> asyncio.Lock: ...
-
-    async def catch_up(self, names: Collection[str]) -> Any: ...
-
-
 class MixedVersionsError(RuntimeError):
     """Pinned replicas answered with tokens of several versions."""
 
 
+@dataclass(kw_only=True)
 class PinnedEvaluator:
     """Pins some replicas for as long as an evaluation lasts, where two or more are in service: nothing new is routed to
     them, updates leave them out, and their training trajectories in flight continue. A single replica is shared with
@@ -31,37 +23,33 @@ class PinnedEvaluator:
         fleet.pin -> evaluator.evaluate(pinned) -> fleet.unpin -> manager.catch_up(pinned)
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        fleet: ReplicaFleet,
-        manager: Updates,
-        num_replicas: int,
-        report: Callable[[str], None],
-    ):
-        """`num_replicas`: evaluation.replicas. `report`: called with a sentence when an evaluation starts again."""
-        self._evaluator = evaluator
-        self._fleet = fleet
-        self._manager = manager
-        self._num_replicas = num_replicas
-        self._report = report
+    evaluator: Evaluator
+    fleet: ReplicaFleet
+    publishing: asyncio.Lock
+    """The checkpoint manager holds it while replicas change version."""
+    catch_up: Callable[[Collection[str]], Awaitable[object]]
+    """Brings replicas to the current weights and admits them."""
+    num_replicas: int
+    """evaluation.replicas"""
+    report: Callable[[str], None]
+    """Called with a sentence when an evaluation starts again."""
 
     async def evaluate(self) -> Evaluation:
         """Return when the replicas are back in service. When all pinned replicas are lost, evaluate again on others, at
         their version. Raises what `Evaluator.evaluate` raises."""
         while True:
-            async with self._manager.publishing:
-                pinned = await self._fleet.pin(self._num_replicas, "it evaluates")
+            async with self.publishing:
+                pinned = await self.fleet.pin(self.num_replicas, "it evaluates")
             if not pinned:
-                return await self._evaluator.evaluate(pinned=False)
+                return await self.evaluator.evaluate(pinned=False)
             try:
-                evaluation = await self._evaluator.evaluate(pinned)
+                evaluation = await self.evaluator.evaluate(pinned)
             except ReplicaLostError as error:
-                self._report(f"evaluating again, on what is left: {error}")
+                self.report(f"evaluating again, on what is left: {error}")
                 continue
             finally:
-                self._fleet.unpin(pinned)
-            await self._manager.catch_up(pinned)
+                self.fleet.unpin(pinned)
+            await self.catch_up(pinned)
             if len(evaluation.versions) > 1:
                 names = ", ".join(pinned)
                 raise MixedVersionsError(f"{names} were pinned and answered with versions {evaluation.versions}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 RIGHT = 0.5
 """A sample is right when its accuracy is above this. Accuracies are 0 or 1, or fractions with some rewards."""
@@ -10,8 +11,6 @@ RIGHT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedSample:
-    """One response to a held-out prompt."""
-
     accuracy: float
     answer: str | None
     """The answer that the reward read, normalized so that equal answers are equal strings; None if it read none."""
@@ -20,8 +19,6 @@ class EvaluatedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedPrompt:
-    """A held-out prompt and all its samples."""
-
     ordinal: int
     data_source: str
     samples: tuple[EvaluatedSample, ...]
@@ -29,7 +26,7 @@ class EvaluatedPrompt:
 
 def mean_accuracy(samples: Sequence[EvaluatedSample]) -> float:
     """avg@k of one prompt."""
-    return sum(sample.accuracy for sample in samples) / len(samples)
+    return fmean(sample.accuracy for sample in samples)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -53,30 +50,23 @@ def majority_accuracy(samples: Sequence[EvaluatedSample]) -> float:
     if not votes:
         return 0.0
     most = max(len(accuracies) for accuracies in votes.values())
-    winners = [sum(accuracies) / most for accuracies in votes.values() if len(accuracies) == most]
-    return sum(winners) / len(winners)
+    return fmean(fmean(accuracies) for accuracies in votes.values() if len(accuracies) == most)
 
 
 def scores_by_source(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> Mapping[str, dict[str, float]]:
     """data_source -> {"avg@n", "pass@k" for k in ks, "maj@n"}, means over its prompts, each of which has n samples.
-
-    maj@n is left out where no sample has an answer: that reward reads none.
-    """
+    maj@n is left out where no sample has an answer: that reward reads none."""
     by_source: dict[str, list[EvaluatedPrompt]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.data_source, []).append(prompt)
-    return {source: _scores(some, ks) for source, some in by_source.items()}
+    return {source: _scores([prompt.samples for prompt in some], ks) for source, some in by_source.items()}
 
 
-def _scores(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> dict[str, float]:
-    n = len(prompts[0].samples)
-    num_right = [sum(sample.accuracy > RIGHT for sample in prompt.samples) for prompt in prompts]
-    scores = {f"avg@{n}": _mean([mean_accuracy(prompt.samples) for prompt in prompts])}
-    scores |= {f"pass@{k}": _mean([pass_at_k(n, right, k) for right in num_right]) for k in ks}
-    if any(sample.answer is not None for prompt in prompts for sample in prompt.samples):
-        scores[f"maj@{n}"] = _mean([majority_accuracy(prompt.samples) for prompt in prompts])
+def _scores(prompts: Sequence[Sequence[EvaluatedSample]], ks: Sequence[int]) -> dict[str, float]:
+    n = len(prompts[0])
+    num_right = [sum(sample.accuracy > RIGHT for sample in samples) for samples in prompts]
+    scores = {f"avg@{n}": fmean(map(mean_accuracy, prompts))}
+    scores |= {f"pass@{k}": fmean(pass_at_k(n, right, k) for right in num_right) for k in ks}
+    if any(sample.answer is not None for samples in prompts for sample in samples):
+        scores[f"maj@{n}"] = fmean(map(majority_accuracy, prompts))
     return scores
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -3,12 +3,12 @@
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Query
 
 from rollout.fleet.fleet import FleetRefusalError
 from rollout.fleet.lifecycle import IllegalTransitionError
 from rollout.fleet.operator import FleetOperator
+from rollout.http.control import answer_with
 
 MAX_ADDED = 1024
 
@@ -36,9 +36,5 @@ def fleet_app(operator: FleetOperator) -> FastAPI:
         await operator.remove(name)
 
     for refusal in (FleetRefusalError, IllegalTransitionError):
-        app.add_exception_handler(refusal, _refused)
+        app.add_exception_handler(refusal, answer_with(409))
     return app
-
-
-async def _refused(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": str(error)}, status_code=409)

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 class _Deadline:
     seconds: float
     key: str
-    """What the error calls it."""
 
 
 class FleetControl:
@@ -62,10 +61,9 @@ class FleetControl:
                 raise FleetPauseError(what, errors)
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
-        """Return when every replica is paused. Raises FleetPauseError when one is not: then the replicas that were not
-        paused before are resumed, unless another order came meanwhile, which stands.
-
-        `timeout_s`: deadline of each replica; by default weight_sync.pause_timeout_s."""
+        """Return when every replica is paused, within `timeout_s` each, by default weight_sync.pause_timeout_s. Raises
+        FleetPauseError when one is not: then the replicas that were not paused before are resumed, unless another order
+        came meanwhile, which stands."""
         before, modes = self._before = self._before or (self._mode, {})
         order = self._order(mode)  # replicas that are registered from here on are paused too
         deadline = self._pausing if timeout_s is None else _Deadline(timeout_s, "timeout_s")
@@ -134,7 +132,7 @@ class FleetControl:
         return None if self._fleet.router.healthy else "no replica is in service"
 
     async def statuses(self) -> list[ReplicaStatus]:
-        """Version and pause of each replica that answers."""
+        """The state of each replica that answers."""
         statuses, _ = await self._on_all(lambda r: r.status(), "reading the state", self._answering)
         return list(statuses.values())
 
@@ -167,10 +165,8 @@ class FleetControl:
         return {
             **self._fleet.router.gauges(),
             **self._fleet.gauges(),
+            **{f"rollout/{name}": totals[name] for name in ("engine_requests", "aborted", "continued")},
             "perf/replica_idle": max(0.0, idle),
-            "rollout/engine_requests": totals["engine_requests"],
-            "rollout/aborted": totals["aborted"],
-            "rollout/continued": totals["continued"],
             "rollout/prefix_hit_rate": totals["cached_tokens"] / max(1.0, totals["prompt_tokens"]),
         }
 
@@ -191,11 +187,6 @@ class FleetControl:
 
         chosen = self._fleet.running if replicas is None else replicas
         results = await asyncio.gather(*map(one, chosen), return_exceptions=True)
-        answers: dict[str, T] = {}
-        errors: dict[str, BaseException] = {}
-        for replica, result in zip(chosen, results, strict=True):
-            if isinstance(result, BaseException):
-                errors[replica.name] = result
-            else:
-                answers[replica.name] = result
-        return answers, errors
+        named = {replica.name: result for replica, result in zip(chosen, results, strict=True)}
+        errors = {name: result for name, result in named.items() if isinstance(result, BaseException)}
+        return {name: result for name, result in named.items() if not isinstance(result, BaseException)}, errors

@@ -9,6 +9,7 @@ from rollout.errors import TooFewReplicasError
 from rollout.fleet.lifecycle import Lifecycle, ReplicaState
 from rollout.fleet.member import FleetMember
 from rollout.progress import Progress, ProgressReport
+from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class ReplicaFleet:
         """Add a replica whose engine runs. Returns False when it was removed while it started."""
         if self._lives[replica.name].state is not ReplicaState.STARTING:
             return False
-        self._lives[replica.name].started()
+        self._lives[replica.name].enter(ReplicaState.SYNCING)
         self._replicas[replica.name] = replica
         self._asking[replica.name] = asyncio.Lock()
         return True
@@ -132,7 +133,7 @@ class ReplicaFleet:
             return  # it was lost, or began to drain, while it took the update
         before, was_new = life.state, life.global_steps < 0
         if before is not ReplicaState.SYNCING:
-            life.sync()
+            life.enter(ReplicaState.SYNCING)
         life.verified(global_steps)
         if name in self._lost_at:
             self._num_replaced += 1
@@ -150,7 +151,7 @@ class ReplicaFleet:
         """Route nothing more to the replica for now. Its requests in flight continue."""
         life = self._lives[name]
         if life.state in (ReplicaState.SYNCING, ReplicaState.READY):
-            life.miss()
+            life.enter(ReplicaState.STALE)
             self._report(f"{name} is out of service: {error}")
             await self.router.eject(name, error)
 
@@ -171,7 +172,7 @@ class ReplicaFleet:
         """Route nothing more to the replica, for good; it finishes its requests. Raises IllegalTransitionError, and
         FleetRefusalError when too few replicas would be left."""
         self._require_spare(name)
-        self._lives[name].drain()
+        self._lives[name].enter(ReplicaState.DRAINING)
         self._report(f"{name} drains")
         await self.router.eject(name, RuntimeError("draining"))
 
@@ -237,7 +238,7 @@ class ReplicaFleet:
             self._report(f"{replacement} is to replace {name}")
 
     def _end(self, name: str, text: str, error: BaseException) -> None:
-        self._lives[name].die()
+        self._lives[name].enter(ReplicaState.DEAD)
         self._report(text)
         self.router.expect(name, error)
         self._endings[name] = asyncio.create_task(self._shut_down(name, error), name=f"end-{name}")
@@ -282,6 +283,14 @@ class ReplicaFleet:
         for answer in await asyncio.gather(*asking, return_exceptions=True):
             if isinstance(answer, Exception) and not isinstance(answer, NoProgressError):
                 raise answer
+
+    async def abort(self, name: str, request_ids: Collection[RequestId]) -> None:
+        """End requests that nothing waits for any more, if the replica answers."""
+        try:
+            async with within(self.answer_timeout_s, "rollout.answer_timeout_s", f"abort on {name}"):
+                await self._replicas[name].abort([str(request_id) for request_id in request_ids])
+        except Exception as error:  # whether the replica is lost is for the monitor to decide
+            logger.info("%s may still run %d requests: %r", name, len(request_ids), error)
 
 
 def now() -> float:

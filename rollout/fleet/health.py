@@ -78,7 +78,8 @@ class HealthMonitor:
             if watch.silent_s >= self._timeout_s:
                 return f"no answer for {watch.silent_s:.0f} s (rollout.replica_timeout_s={self._timeout_s:g})"
             return None
-        is_stuck = _runs(report) and watch.report is not None and report.tokens == watch.report.tokens
+        before, runs = watch.report, report.running > 0 and not report.paused
+        is_stuck = runs and before is not None and report.tokens == before.tokens
         watch.stuck_s = watch.stuck_s + elapsed if is_stuck else 0.0
         self._measure(watch, report)
         watch.silent_s, watch.report = 0.0, report
@@ -108,13 +109,12 @@ class HealthMonitor:
         """Speed is measured over the time that the replica itself counts as busy: a replica that finishes its requests
         between two reports is as fast as it was meanwhile."""
         before = watch.report
-        if before is None or before.paused or report.paused:
+        if before is None or before.paused or report.paused or (seconds := report.busy_s - before.busy_s) <= 0:
             return
-        seconds, tokens = report.busy_s - before.busy_s, report.tokens - before.tokens
-        if seconds > 0:
-            watch.intervals.append(_Interval(seconds, tokens, report.request_s - before.request_s))
-            while sum(i.seconds for i in watch.intervals) - watch.intervals[0].seconds >= self._window_s:
-                watch.intervals.popleft()
+        interval = _Interval(seconds, report.tokens - before.tokens, report.request_s - before.request_s)
+        watch.intervals.append(interval)
+        while sum(i.seconds for i in watch.intervals) - watch.intervals[0].seconds >= self._window_s:
+            watch.intervals.popleft()
 
     def _slow(self, name: str) -> str | None:
         own = self.speed(name)
@@ -129,7 +129,3 @@ class HealthMonitor:
             f"{own.per_request:.2g} tokens/s per request, the median of the others is {per_request:.2g} "
             f"(rollout.slow_factor={self._slow_factor:g})"
         )
-
-
-def _runs(report: ProgressReport) -> bool:
-    return report.running > 0 and not report.paused

@@ -1,5 +1,6 @@
 """The states of one replica, and the allowed transitions between them."""
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -19,63 +20,46 @@ class ReplicaState(Enum):
 
 
 FROM = {
-    "started": (ReplicaState.STARTING,),
-    "sync": (ReplicaState.STALE, ReplicaState.READY),
-    "verified": (ReplicaState.SYNCING,),
-    "miss": (ReplicaState.SYNCING, ReplicaState.READY),
-    "drain": (ReplicaState.READY, ReplicaState.STALE),
-    "die": tuple(state for state in ReplicaState if state is not ReplicaState.DEAD),
+    ReplicaState.STARTING: (),
+    ReplicaState.SYNCING: (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.READY),
+    ReplicaState.READY: (ReplicaState.SYNCING,),
+    ReplicaState.STALE: (ReplicaState.SYNCING, ReplicaState.READY),
+    ReplicaState.DRAINING: (ReplicaState.READY, ReplicaState.STALE),
+    ReplicaState.DEAD: tuple(state for state in ReplicaState if state is not ReplicaState.DEAD),
 }
-"""Transition -> states in which it is allowed."""
+"""State -> states from which a replica may enter it."""
 
 
 class IllegalTransitionError(RuntimeError):
-    """The message names the replica, its state and the transition that was asked of it."""
+    """The message names the replica, its state and the state that was asked of it."""
 
 
+@dataclass(slots=True)
 class Lifecycle:
-    """State machine of one replica. Every method raises IllegalTransitionError where `FROM` does not allow it.
+    """State machine of one replica.
 
     Example:
-        STARTING -started-> SYNCING -verified-> READY -drain-> DRAINING -die-> DEAD
-        READY -miss-> STALE -sync-> SYNCING -verified-> READY
+        STARTING -> SYNCING -> READY -> DRAINING -> DEAD
+        READY -> STALE -> SYNCING -> READY
     """
 
-    def __init__(self, name: str):
-        self.name = name
-        self.state = ReplicaState.STARTING
-        self.global_steps = -1
-        """Tag of the weights that were verified last; -1 before the first."""
+    name: str
+    state: ReplicaState = ReplicaState.STARTING
+    global_steps: int = -1
+    """Tag of the weights that were verified last; -1 before the first."""
 
-    def started(self) -> None:
-        """The engine runs."""
-        self._go("started", ReplicaState.SYNCING)
-
-    def sync(self) -> None:
-        """The replica takes other weights than those it was verified with."""
-        self._go("sync", ReplicaState.SYNCING)
-
-    def verified(self, global_steps: int) -> None:
-        """Every worker of the replica holds exactly the weights that were published with this tag."""
-        if global_steps < 0:
-            raise ValueError(f"{self.name}: {global_steps} is no version of the weights; tags begin at 0")
-        self._go("verified", ReplicaState.READY)
-        self.global_steps = global_steps
-
-    def miss(self) -> None:
-        """The replica did not get an update, or is kept from it."""
-        self._go("miss", ReplicaState.STALE)
-
-    def drain(self) -> None:
-        self._go("drain", ReplicaState.DRAINING)
-
-    def die(self) -> None:
-        self._go("die", ReplicaState.DEAD)
-
-    def _go(self, transition: str, state: ReplicaState) -> None:
-        if self.state not in FROM[transition]:
-            allowed = " or ".join(allowed.value for allowed in FROM[transition])
+    def enter(self, state: ReplicaState) -> None:
+        """Raises IllegalTransitionError where `FROM` does not allow it."""
+        if self.state not in FROM[state]:
+            allowed = " or ".join(allowed.value for allowed in FROM[state])
             raise IllegalTransitionError(
-                f"{self.name} is {self.state.value}: cannot be {state.value} by {transition}(), which is from {allowed}"
+                f"{self.name} is {self.state.value}: cannot be {state.value}, which only {allowed} can become"
             )
         self.state = state
+
+    def verified(self, global_steps: int) -> None:
+        """Enter READY: every worker of the replica holds exactly the weights that were published with this tag."""
+        if global_steps < 0:
+            raise ValueError(f"{self.name}: {global_steps} is no version of the weights; tags begin at 0")
+        self.enter(ReplicaState.READY)
+        self.global_steps = global_steps

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.fleet.control import FleetControl
@@ -30,6 +30,7 @@ class ReplicaRow:
     """None before its engine runs."""
 
 
+@dataclass(kw_only=True)
 class FleetOperator:
     """Starts the replicas that the fleet wants, and brings each to the current weights before it serves.
 
@@ -37,33 +38,23 @@ class FleetOperator:
         fleet.wanted.get -> start(name) -> fleet.register -> control.align -> catch_up([name]) -> fleet.admit
     """
 
-    def __init__(
-        self,
-        *,
-        fleet: ReplicaFleet,
-        control: FleetControl,
-        health: HealthMonitor,
-        start: Callable[[str], Awaitable[FleetMember]],
-        catch_up: Callable[[Collection[str]], Awaitable[object]],
-        drain_timeout_s: float,
-    ):
-        """`start(name)`: returns a replica whose engine runs and which every agent worker knows; cancelled, it leaves
-        nothing behind. `catch_up(names)`: brings replicas to the current weights and admits them. `drain_timeout_s`:
-        rollout.group_timeout_s, in which every group ends or fails."""
-        self._fleet = fleet
-        self._control = control
-        self._health = health
-        self._start = start
-        self._catch_up = catch_up
-        self._drain_timeout_s = drain_timeout_s
-        self._starting: dict[str, asyncio.Task[None]] = {}
-        self._tasks: asyncio.TaskGroup | None = None
+    fleet: ReplicaFleet
+    control: FleetControl
+    health: HealthMonitor
+    start: Callable[[str], Awaitable[FleetMember]]
+    """Returns a replica whose engine runs and which every agent worker knows; cancelled, it leaves nothing behind."""
+    catch_up: Callable[[Collection[str]], Awaitable[object]]
+    """Brings replicas to the current weights and admits them."""
+    drain_timeout_s: float
+    """rollout.group_timeout_s, in which every group ends or fails."""
+    _starting: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Start replicas until cancelled. Raises TooFewReplicasError when replacements fail and too few are left."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
-                name = await self._fleet.wanted.get()
+                name = await self.fleet.wanted.get()
                 self._starting[name] = self._task(self._bring_up(name))
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -76,63 +67,65 @@ class FleetOperator:
         """Start one replica. A failure counts as a loss: another one is tried, within rollout.max_replacements."""
         error: BaseException = RuntimeError(f"{name} could not be brought to the current weights")
         try:
-            replica = await self._start(name)
-            if not self._fleet.register(replica):  # it was removed meanwhile
+            replica = await self.start(name)
+            if not self.fleet.register(replica):  # it was removed meanwhile
                 replica.kill()
                 return
-            await self._control.align(replica)
-            await self._catch_up([name])
+            await self.control.align(replica)
+            await self.catch_up([name])
         except Exception as failure:
             error = failure
         finally:
             self._starting.pop(name, None)
-        state = self._fleet.lives[name].state
+        state = self.fleet.lives[name].state
         if state in (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.STALE):
-            await self._fleet.lose(name, error)
+            await self.fleet.lose(name, error)
         else:
-            self._fleet.require_enough(error)
+            self.fleet.require_enough(error)
 
     # -- what an operator asks for -------------------------------------------------------------------------------------
 
     def add(self, count: int) -> list[str]:
         """Start `count` new replicas, each as soon as Ray has a place for it. Returns their names at once."""
-        return [self._fleet.want() for _ in range(count)]
+        return [self.fleet.want() for _ in range(count)]
 
     async def drain(self, name: str) -> None:
         """Route nothing more to the replica, and remove it when its requests are done, or after `drain_timeout_s`.
         Returns at once."""
-        await self._fleet.drain(name)
+        await self.fleet.drain(name)
         self._task(self._end_when_empty(name))
 
     async def remove(self, name: str) -> None:
         """Return when the replica has ended. Its trajectories continue elsewhere."""
-        if name in self._fleet.lives and self._fleet.lives[name].state is ReplicaState.DEAD:
+        if name in self.fleet.lives and self.fleet.lives[name].state is ReplicaState.DEAD:
             raise FleetRefusalError(f"{name} is DEAD: it has ended already")
-        await self._fleet.retire(name, "removed by the operator")
-        if name in self._starting and self._fleet.node_of(name) is None:
+        await self.fleet.retire(name, "removed by the operator")
+        if name in self._starting and self.fleet.node_of(name) is None:
             self._starting[name].cancel()
 
     async def _end_when_empty(self, name: str) -> None:
         why = "drained"
         try:
-            async with asyncio.timeout(self._drain_timeout_s):
-                await self._fleet.router.emptied(name)
+            async with asyncio.timeout(self.drain_timeout_s):
+                await self.fleet.router.emptied(name)
         except TimeoutError:
-            why = f"not drained within rollout.group_timeout_s={self._drain_timeout_s:g}"
-        await self._fleet.retire(name, why)
+            why = f"not drained within rollout.group_timeout_s={self.drain_timeout_s:g}"
+        await self.fleet.retire(name, why)
 
     def rows(self) -> list[ReplicaRow]:
         """All replicas that are not DEAD."""
-        return [self._row(name) for name, life in self._fleet.lives.items() if life.state is not ReplicaState.DEAD]
-
-    def _row(self, name: str) -> ReplicaRow:
-        report, speed = self._health.last(name), self._health.speed(name, SPEED_OVER_S)
-        life = self._fleet.lives[name]
-        return ReplicaRow(
-            name=name,
-            state=life.state.value,
-            global_steps=life.global_steps,
-            running=0 if report is None else report.running,
-            tokens_per_s=0.0 if speed is None else round(speed.total, 1),
-            node=self._fleet.node_of(name),
-        )
+        rows: list[ReplicaRow] = []
+        for name, life in self.fleet.lives.items():
+            if life.state is not ReplicaState.DEAD:
+                report, speed = self.health.last(name), self.health.speed(name, SPEED_OVER_S)
+                rows.append(
+                    ReplicaRow(
+                        name=name,
+                        state=life.state.value,
+                        global_steps=life.global_steps,
+                        running=0 if report is None else report.running,
+                        tokens_per_s=0.0 if speed is None else round(speed.total, 1),
+                        node=self.fleet.node_of(name),
+                    )
+                )
+        return rows

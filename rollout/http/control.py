@@ -1,26 +1,40 @@
-"""The control routes of vLLM and of FastDeploy, over one replica or the whole fleet."""
+"""The control routes of vLLM and of FastDeploy over one replica or the whole fleet, and their bearer token."""
 
-from collections.abc import Collection, Sequence
+import hmac
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
+from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Gauge, generate_latest
 from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
-from rollout.http.metrics import exposition
 from rollout.replica.pause import PauseConflictError, PauseInterruptedError
 from rollout.request_ids import ClientNames
 from weight_sync.protocol import ReplicaStatus
 
 OPEN_PATHS = ("/health", "/metrics", "/versions")
 """Routes that change nothing, so that probes and scrapers need no token."""
-
-
 PAUSE_TIMEOUT_S = 60.0
 """Default of the `timeout_s` of a pause."""
+STATE = {
+    "global_steps": "Version of the weights that the replica serves",
+    "paused": "1 while a client keeps the replica paused",
+    "torn": "1 while an update that failed half-way has not been made whole",
+}
+COUNTERS = {
+    "running_requests": "Requests inside the engine",
+    "waiting_requests": "Requests that wait for a seat in the engine, or for a resume",
+    "engine_requests": "Requests given to the engine since the start",
+    "trajectories": "Trajectories of agent loops since the start",
+    "aborted": "Trajectories that were aborted since the start",
+    "busy_s": "Seconds with at least one request since the start",
+}
+"""The entries of RolloutReplica.stats that are exported."""
 
 
 class Controlled(Protocol):
@@ -57,22 +71,29 @@ class AbortRequests(BaseModel):
 def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
     """An app with all control routes. The caller may add others."""
     app = FastAPI(title="slipstream")
-    app.include_router(_vllm_routes(controlled))
-    app.include_router(_fastdeploy_routes(controlled))
-    app.include_router(_state_routes(controlled, with_engine_metrics))
-    for error in (PauseConflictError, PauseInterruptedError):
-        app.add_exception_handler(error, _conflict)
+    _add_vllm_routes(app, controlled)
+    _add_fastdeploy_routes(app, controlled)
+    _add_state_routes(app, controlled, with_engine_metrics)
+    for error, status in ((PauseConflictError, 409), (PauseInterruptedError, 409), (TimeoutError, 504)):
+        app.add_exception_handler(error, answer_with(status))
     app.add_exception_handler(FleetPauseError, _fleet_error)
-    app.add_exception_handler(TimeoutError, _too_late)
     return app
 
 
-def _vllm_routes(controlled: Controlled) -> APIRouter:
+def answer_with(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """A handler that answers an exception with this status and its message."""
+
+    async def handle(_request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": str(error)}, status_code=status)
+
+    return handle
+
+
+def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
     """vLLM's `/pause`, `/resume`, `/is_paused`. Its `clear_cache` defaults to true; here to false, because the prefix
     cache is salted with the version: new requests never read what older weights computed."""
-    router = APIRouter()
 
-    @router.post("/pause")
+    @app.post("/pause")
     async def pause(
         mode: PauseMode = PauseMode.abort,
         clear_cache: bool = False,
@@ -82,37 +103,34 @@ def _vllm_routes(controlled: Controlled) -> APIRouter:
         await controlled.pause(mode, clear_cache, timeout_s)
         return {"status": "paused"}
 
-    @router.post("/resume")
+    @app.post("/resume")
     async def resume() -> dict[str, str]:
         await controlled.resume()
         return {"status": "resumed"}
 
-    @router.get("/is_paused")
+    @app.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": await controlled.is_paused()}
 
-    return router
 
-
-def _fastdeploy_routes(controlled: Controlled) -> APIRouter:
+def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
     """FastDeploy's control routes: its pause aborts, and every answer is `{"status": "success", "result": ...}`."""
-    router = APIRouter(prefix="/v1")
 
-    @router.post("/pause")
+    @app.post("/v1/pause")
     async def pause() -> dict[str, Any]:
         await controlled.pause(PauseMode.abort, False, PAUSE_TIMEOUT_S)
         return _success(None)
 
-    @router.post("/resume")
+    @app.post("/v1/resume")
     async def resume() -> dict[str, Any]:
         await controlled.resume()
         return _success(None)
 
-    @router.get("/is_paused")
+    @app.get("/v1/is_paused")
     async def is_paused() -> dict[str, Any]:
         return _success({"is_paused": await controlled.is_paused()})
 
-    @router.post("/abort_requests")
+    @app.post("/v1/abort_requests")
     async def abort_requests(body: AbortRequests) -> dict[str, Any]:
         """A request is named by the id of its response, or by the X-Request-Id that its client sent."""
         if not body.abort_all and not body.req_ids:
@@ -129,36 +147,27 @@ def _fastdeploy_routes(controlled: Controlled) -> APIRouter:
             }
         )
 
-    return router
 
+def _add_state_routes(app: FastAPI, controlled: Controlled, with_engine_metrics: bool) -> None:
 
-def _state_routes(controlled: Controlled, with_engine_metrics: bool) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
+    @app.get("/health")
     async def health() -> Response:
         reason = await controlled.out_of_service()
         return Response(status_code=200) if reason is None else JSONResponse({"error": reason}, status_code=503)
 
-    @router.get("/versions")
+    @app.get("/versions")
     async def versions() -> dict[str, int]:
         """The `global_steps` of the weights that each replica serves; -1 before its first."""
         return {status.name: status.global_steps for status in await controlled.statuses()}
 
-    @router.get("/metrics")
+    @app.get("/metrics")
     async def metrics() -> Response:
         text = exposition(await controlled.statuses(), await controlled.stats(), with_engine_metrics)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    return router
-
 
 def _success(result: Any) -> dict[str, Any]:
     return {"status": "success", "result": result}
-
-
-async def _conflict(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": str(error)}, status_code=409)
 
 
 async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
@@ -166,16 +175,50 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
     # Ray puts the remote traceback before the message, which is the last line.
     reasons = {name: str(reason).strip().rpartition("\n")[2] for name, reason in error.errors.items()}
     message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return JSONResponse({"error": message, "replicas": reasons}, status_code=_status_of(error.errors.values()))
+    # The status that a single replica would answer with, if all that failed agree.
+    statuses = {409: (PauseConflictError, PauseInterruptedError), 504: TimeoutError}
+    agreed = (status for status, kind in statuses.items() if all(isinstance(e, kind) for e in error.errors.values()))
+    return JSONResponse({"error": message, "replicas": reasons}, status_code=next(agreed, 500))
 
 
-def _status_of(errors: Collection[BaseException]) -> int:
-    """The status that a single replica would answer with, if all that failed agree."""
-    for kinds, status in (((PauseConflictError, PauseInterruptedError), 409), (TimeoutError, 504)):
-        if all(isinstance(error, kinds) for error in errors):
-            return status
-    return 500
+def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[str, float]], with_engine: bool) -> bytes:
+    """State and counters of replicas as Prometheus text, labelled with the replica's name. `with_engine`: also what the
+    engine in this process exports."""
+    registry = CollectorRegistry()
+    gauges = {
+        name: Gauge(f"slipstream_{name}", text, ["replica"], registry=registry)
+        for name, text in {**STATE, **COUNTERS}.items()
+    }
+    for status in statuses:
+        gauges["global_steps"].labels(status.name).set(status.global_steps)
+        gauges["paused"].labels(status.name).set(status.pause_mode is not None)
+        gauges["torn"].labels(status.name).set(status.torn)
+    for replica, counters in stats.items():
+        for name in COUNTERS:
+            gauges[name].labels(replica).set(counters[name])
+    return generate_latest(registry) + (generate_latest(REGISTRY) if with_engine else b"")
 
 
-async def _too_late(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": str(error)}, status_code=504)
+class RequireToken:
+    """ASGI middleware: every path outside `open_paths` needs `Authorization: Bearer <token>`, and answers 401 without.
+
+    Paths are closed by default, so that a new route is not open by mistake.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str]):
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] in self._open_paths:
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("authorization", "").encode()
+        if hmac.compare_digest(given, self._expected):  # takes as long for a good guess as for a bad one
+            return await self._app(scope, receive, send)
+        answer = JSONResponse(
+            {"error": f"{scope['path']} needs 'Authorization: Bearer <serve.token>'"},
+            status_code=401,
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await answer(scope, receive, send)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import httpx
 from fastapi import FastAPI
@@ -11,8 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.runtime.deadline import within
 from rollout.errors import NoReplicaLeftError
-from rollout.http.auth import RequireToken
-from rollout.http.control import OPEN_PATHS, Controlled, control_app
+from rollout.http.control import OPEN_PATHS, Controlled, RequireToken, control_app
 from rollout.router import ReplicaRouter
 
 PROXIED = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET"}
@@ -41,17 +41,16 @@ def upstream_client(token: str | None, route_timeout_s: float) -> httpx.AsyncCli
     )
 
 
+@dataclass
 class Proxy:
     """ASGI endpoint that sends a request to one replica, and streams its answer back byte by byte."""
 
-    def __init__(
-        self, client: httpx.AsyncClient, router: ReplicaRouter, urls: Mapping[str, str], route_timeout_s: float
-    ):
-        """`urls`: replica -> URL. `route_timeout_s`: serve.route_timeout_s."""
-        self._client = client
-        self._router = router
-        self._urls = urls
-        self._route_timeout_s = route_timeout_s
+    client: httpx.AsyncClient
+    router: ReplicaRouter
+    urls: Mapping[str, str]
+    """Replica -> URL."""
+    route_timeout_s: float
+    """serve.route_timeout_s"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -72,21 +71,21 @@ class Proxy:
 
     async def _relay(self, request: Request, body: bytes, send: Send) -> None:
         try:
-            async with within(self._route_timeout_s, "serve.route_timeout_s", "waiting for a replica in service"):
-                name = await self._router.acquire(1)
+            async with within(self.route_timeout_s, "serve.route_timeout_s", "waiting for a replica in service"):
+                name = await self.router.acquire(1)
         except (TimeoutError, NoReplicaLeftError) as error:
             return await _answer(request, send, 503, str(error))
         try:
             await self._relay_to(name, request, body, send)
         finally:
-            await self._router.release(name, 1)
+            await self.router.release(name, 1)
 
     async def _relay_to(self, name: str, request: Request, body: bytes, send: Send) -> None:
-        url = httpx.URL(self._urls[name]).copy_with(path=request.url.path, query=request.url.query.encode())
+        url = httpx.URL(self.urls[name]).copy_with(path=request.url.path, query=request.url.query.encode())
         headers = [(key, value) for key, value in request.headers.raw if key not in NOT_PASSED_UP]
         started = False
         try:
-            async with self._client.stream(request.method, url, content=body, headers=headers) as upstream:
+            async with self.client.stream(request.method, url, content=body, headers=headers) as upstream:
                 kept = [(key, value) for key, value in upstream.headers.raw if key.lower() not in NOT_PASSED_ON]
                 await send({"type": "http.response.start", "status": upstream.status_code, "headers": kept})
                 started = True

@@ -1,9 +1,12 @@
 """Serves an ASGI app on the running event loop, together with the other tasks of that loop."""
 
 import asyncio
+import shutil
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -65,3 +68,24 @@ async def served(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         serving = group.create_task(serve(app, listener))
         yield
         serving.cancel()
+
+
+@contextmanager
+def linked_socket(link: Path) -> Iterator[socket.socket]:
+    """Listen on a Unix socket that only this user can use, and make `link` point to it. Both are removed afterwards.
+
+    The path of a socket has at most 107 bytes, so it lies in a private folder under /tmp.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            path = folder / "socket"
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen()
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+            yield listener
+        finally:
+            link.unlink(missing_ok=True)
+            shutil.rmtree(folder)

@@ -7,8 +7,7 @@ from starlette.types import ASGIApp
 
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
-from rollout.http.auth import RequireToken
-from rollout.http.control import control_app
+from rollout.http.control import RequireToken, control_app
 from rollout.replica.replica import RolloutReplica
 from weight_sync.protocol import ReplicaStatus
 

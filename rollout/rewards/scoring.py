@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 from typing import SupportsFloat, cast
 
 from rollout.rewards.base import Reward, RewardResult, WeightedSum
@@ -21,8 +20,6 @@ PATIENCE_S = 0.05
 """Synchronous rewards that have not begun after this time get a thread each."""
 MAX_THREADS = 256
 """Synchronous rewards of one call that run concurrently."""
-MAX_IDLE = 8
-"""Threads kept for the next call."""
 
 Call = Callable[[], object]
 
@@ -44,7 +41,6 @@ class RewardScorer:
         """`timeout_s`: rollout.reward_timeout_s, for all responses of one call together."""
         self._reward = reward
         self._timeout_s = timeout_s
-        self._threads = _Threads()
 
     async def score(self, responses: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
         """Score (prompt, text) pairs: one result each, in order.
@@ -97,12 +93,12 @@ class RewardScorer:
                     if len(ended) == len(calls):
                         loop.call_soon_threadsafe(all_ended.set)
 
-        def work_in_threads(count: int) -> None:
-            for _ in range(count):
-                self._threads.run(work)
+        def start_threads(count: int) -> None:
+            for _ in range(count):  # daemons: a call that never returns must not keep the process alive
+                threading.Thread(target=work, name="reward", daemon=True).start()
 
-        work_in_threads(1)
-        patience = loop.call_later(PATIENCE_S, lambda: work_in_threads(len(waiting)))
+        start_threads(1)
+        patience = loop.call_later(PATIENCE_S, lambda: start_threads(len(waiting)))
         try:
             async with asyncio.timeout(self._timeout_s):
                 await all_ended.wait()
@@ -115,30 +111,6 @@ class RewardScorer:
 
     def _late(self) -> object:
         return _Raised(TimeoutError(f"took longer than rollout.reward_timeout_s={self._timeout_s:g}"))
-
-
-class _Threads:
-    """Threads that are reused, since starting one costs more than a simple reward. Work never queues behind a busy
-    thread, but gets another. Daemons, so that work that never returns does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self._idle: deque[SimpleQueue[Callable[[], None]]] = deque()  # the inbox of each idle thread
-
-    def run(self, work: Callable[[], None]) -> None:
-        """`work` must not raise."""
-        try:
-            inbox = self._idle.pop()
-        except IndexError:
-            inbox = SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), name="reward", daemon=True).start()
-        inbox.put(work)
-
-    def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            inbox.get()()
-            if len(self._idle) >= MAX_IDLE:
-                return
-            self._idle.append(inbox)
 
 
 def _called(call: Call, loop: asyncio.AbstractEventLoop) -> object:

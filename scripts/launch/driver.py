@@ -1,22 +1,20 @@
 """The components of a run that live in the driver, over replicas and workers of any kind: real or simulated ones."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from configs.schema import Config
 from rollout.buffer import make_buffer
 from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
-from rollout.evaluation.pinned import Updates
-from rollout.failures import FailureBudget, failure_budget, group_budget
+from rollout.failures import FailureBudget, failure_budgets
 from rollout.fleet.control import FleetControl
-from rollout.fleet.episodes import FleetEpisodes, GroupRunner
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.member import FleetMember
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.prompts import EncodedRow, PromptStream, as_prompt
-from rollout.rollouter import Rollouter
+from rollout.rollouter import GroupRunner, Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.snapshot import Rollouts
 from rollout.types import SamplingParams
@@ -51,21 +49,17 @@ def make_monitor_and_operator(
     *,
     fleet: ReplicaFleet,
     control: FleetControl,
-    manager: Updates,
+    catch_up: Callable[[Collection[str]], Awaitable[object]],
     start: Callable[[str], Awaitable[FleetMember]],
 ) -> tuple[FleetMonitor, FleetOperator]:
-    """The loops that keep the fleet whole.
-
-    Args:
-        start: starts a replica of the given name, for a replacement or an addition.
-    """
+    """The loops that keep the fleet whole. `start`, `catch_up`: see FleetOperator."""
     monitor, health = make_monitor(config, fleet)
     operator = FleetOperator(
         fleet=fleet,
         control=control,
         health=health,
         start=start,
-        catch_up=manager.catch_up,
+        catch_up=catch_up,
         drain_timeout_s=config.rollout.group_timeout_s,
     )
     return monitor, operator
@@ -85,14 +79,15 @@ def make_rollouts(
     Args:
         publishing: held while replicas change their version.
     """
-    failed_rewards, failed_groups = failure_budget(config), group_budget(config)
+    failed_rewards, failed_groups = failure_budgets(config)
     stream = PromptStream(rows, config.seed)
     buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
     rollouter = Rollouter(
         stream=stream,
         buffer=buffer,
-        router=fleet.router,
-        episodes=FleetEpisodes(runner, fleet, publishing),
+        fleet=fleet,
+        runner=runner,
+        publishing=publishing,
         sampling=training_sampling(config),
         group_size=config.algorithm.group_size,
         group_timeout_s=config.rollout.group_timeout_s,

@@ -10,8 +10,7 @@ from configs.schema import Config
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.fleet.app import fleet_app
 from rollout.http.gateway import gateway_app
-from rollout.http.server import listen, served, url_of
-from rollout.http.unix_socket import linked_socket
+from rollout.http.server import linked_socket, listen, served, url_of
 from rollout.snapshot import OtherPromptsError, capture, encode, restore
 from scripts.fleet import SOCKET_FILE
 from scripts.launch.cluster import cluster
@@ -114,7 +113,12 @@ class Training:
             workers=started.workers,
             manager=started.manager,
             held_out=PinnedEvaluator(
-                self._evaluator, started.fleet, started.manager, config.evaluation.replicas, console.message
+                evaluator=self._evaluator,
+                fleet=started.fleet,
+                publishing=started.manager.publishing,
+                catch_up=started.manager.catch_up,
+                num_replicas=config.evaluation.replicas,
+                report=console.message,
             ),
             fleet=started.control,
             recorder=recorder,

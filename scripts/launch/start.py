@@ -94,7 +94,7 @@ async def start(
         config=config, spec=spec, agents=agents, on_start=on_start, actor_class=actor_class, report=console.message
     )
     monitor, operator = make_monitor_and_operator(
-        config, fleet=fleet, control=control, manager=manager, start=starter.start
+        config, fleet=fleet, control=control, catch_up=manager.catch_up, start=starter.start
     )
     return StartedRun(
         replicas=replicas,

@@ -3,16 +3,15 @@
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import ReplicaLostError
 from rollout.failures import FailureBudget, GroupBudget
-from rollout.fleet.episodes import FleetEpisodes
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.progress import Attempt, Progress, ProgressReport, TokenDelta
+from rollout.progress import Attempt, ProgressReport, TokenDelta
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
@@ -97,25 +96,14 @@ class FakeRunner:
         return make_mixed_group(ordinal, first, self.live)
 
 
-class FakeEpisodes:
-    """A rollouter's episodes on replicas that are never lost."""
-
-    def __init__(self, runner: FakeRunner):
-        self.run_group = runner.run_group
-        self.progress = Progress()
-
-    async def replica_lost(self, name: str, error: BaseException) -> bool:
-        raise AssertionError(f"{name} cannot be lost") from error
-
-    async def collect_progress(self, name: str) -> None: ...
-
-    async def abort(self, name: str, request_ids: object) -> None: ...
-
-    async def updated(self) -> None: ...
-
-
 async def no_progress(known: object) -> None:
     raise OSError("it is gone")
+
+
+def make_fleet(router: ReplicaRouter, report: Callable[[str], None]) -> ReplicaFleet:
+    """Replicas that serve version 0 and report no progress."""
+    members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in router.healthy]
+    return ReplicaFleet(members, router, 1, report, serving=0)  # pyright: ignore
 
 
 @dataclass
@@ -128,7 +116,7 @@ class RolloutSetup:
     replicas: str = "ab"
     num_steps: int = 3
     max_staleness: int = 1
-    failures: GroupBudget | None = None
+    failures: GroupBudget = field(default_factory=GroupBudget)
     flat: list[bool] | None = None
     """Which prompts' groups have equal rewards; those are filtered out."""
     make_runner: type[FakeRunner] = FakeRunner
@@ -140,16 +128,16 @@ class RolloutSetup:
         self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
         self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
         self.told: list[str] = []
-        members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in self.replicas]
-        fleet = ReplicaFleet(members, self.router, 1, self.told.append, serving=0)  # pyright: ignore
+        fleet = make_fleet(self.router, self.told.append)
         self.runner = self.make_runner(self.seconds, self.errors, self.deaths, lambda n: flat[n % len(flat)])
         self.stream = FakeStream()
         self.progress = fleet.progress
         self.rollouter = Rollouter(
             stream=self.stream,  # pyright: ignore
             buffer=self.buffer,
-            router=self.router,
-            episodes=FleetEpisodes(self.runner, fleet, asyncio.Lock()),
+            fleet=fleet,
+            runner=self.runner,
+            publishing=asyncio.Lock(),
             sampling=SamplingParams(),
             group_size=GROUP_SIZE,
             group_timeout_s=100.0,
@@ -193,12 +181,12 @@ class CheckpointedRun:
         self.runner.live = self.global_steps
         router = ReplicaRouter(["a", "b"], max_inflight=2 * self.group_size)
         stream, failures = PromptStream(make_rows(self.num_rows), seed=3), GroupBudget()
-        episodes = FakeEpisodes(self.runner)
         rollouter = Rollouter(
             stream=stream,
             buffer=buffer,
-            router=router,
-            episodes=episodes,
+            fleet=make_fleet(router, [].append),
+            runner=self.runner,
+            publishing=asyncio.Lock(),
             sampling=SamplingParams(),
             group_size=self.group_size,
             group_timeout_s=1000.0,
@@ -238,10 +226,10 @@ class CheckpointedRun:
         for ordinal, group in self.rollouts.rollouter.under_way.items():
             request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
             for replica in "ab":
-                known = self.rollouts.rollouter.progress.known(replica).get(request_id, 0)
+                known = self.rollouts.rollouter.fleet.progress.known(replica).get(request_id, 0)
                 piece = make_completion([100 + known], [self.runner.live], "")
                 delta = TokenDelta(request_id=request_id, prompt_checksum=5, start=known, tokens=piece)
                 report = ProgressReport(tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
-                self.rollouts.rollouter.progress.take(replica, report)
-            partials = self.rollouts.rollouter.progress.partials(ordinal)
+                self.rollouts.rollouter.fleet.progress.take(replica, report)
+            partials = self.rollouts.rollouter.fleet.progress.partials(ordinal)
             self.told[ordinal] = partials[0, 0].completion.token_ids.tolist() if partials else []

@@ -16,12 +16,10 @@ from configs.runtime.tasks import run_with_background
 from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
-from rollout.fleet.episodes import FleetEpisodes
 from rollout.prompts import EncodedRow, PromptStream
 from rollout.replica.replica_group import ReplicaActor
 from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter, max_inflight
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome, median_outcome
@@ -246,12 +244,12 @@ async def _framework_throughput(config: Config, parts: StartedRun, num_groups: i
     """Measure from the first claim to the last group in the buffer: one batch of all groups, which is not trained."""
     window = StalenessWindow(groups_per_step=num_groups, max_staleness=0)
     buffer = TrajectoryBuffer(SlotLedger(window, config.rollout.stale_policy, num_groups), batch_timeout_s=600)
-    limit = max_inflight(config.rollout.max_num_seqs, config.algorithm.group_size)
     rollouter = Rollouter(
         stream=PromptStream(_labelled(parts.train_rows, "uniform"), config.seed),
         buffer=buffer,
-        router=ReplicaRouter([replica.name for replica in parts.replicas], limit),
-        episodes=FleetEpisodes(parts.agents, parts.fleet, parts.manager.publishing),
+        fleet=parts.fleet,
+        runner=parts.agents,
+        publishing=parts.manager.publishing,
         sampling=SamplingParams(),
         group_size=config.algorithm.group_size,
         group_timeout_s=600,

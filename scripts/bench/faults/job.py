@@ -179,7 +179,7 @@ class Job:
             replicas={replica.name: replica.generate_group for replica in self.replicas},
         )
         self.monitor, self.operator = make_monitor_and_operator(
-            config, fleet=self.fleet, control=self.control, manager=self.manager, start=self._start
+            config, fleet=self.fleet, control=self.control, catch_up=self.manager.catch_up, start=self._start
         )
         rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
         self.rollouts = make_rollouts(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TooFewGroupsError, TrajectoryBuffer, make_buffer, mask_stale
-from rollout.failures import FailureBudget, RewardFailuresError, failure_budget
+from rollout.failures import FailureBudget, RewardFailuresError, failure_budgets
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.fakes import make_group, make_mixed_group, make_trajectory, run_virtual, settle
@@ -27,7 +27,9 @@ def small_buffer(
     failures: FailureBudget | None = None,
 ) -> TrajectoryBuffer:
     window = StalenessWindow(groups_per_step=groups_per_step, max_staleness=max_staleness)
-    return TrajectoryBuffer(SlotLedger(window, policy, total), TIMEOUT_S, failures, max_sample_batches)
+    return TrajectoryBuffer(
+        SlotLedger(window, policy, total), TIMEOUT_S, failures or FailureBudget(), max_sample_batches
+    )
 
 
 async def must_claim(buffer: TrajectoryBuffer) -> Slot:
@@ -338,7 +340,7 @@ def test_a_runs_buffer_is_what_the_config_says(filter_groups: bool) -> None:
     )
 
     async def main() -> None:
-        buffer = make_buffer(config, failure_budget(config))
+        buffer = make_buffer(config, *failure_budgets(config))
         ledger = buffer.ledger
         assert (ledger.window.capacity, ledger.total_groups, ledger.policy) == (9, 6, StalePolicy.mask)
         await buffer.put(await must_claim(buffer), failed_group(0, *[None] * 12))

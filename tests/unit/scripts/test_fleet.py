@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.fleet.app import fleet_app
-from rollout.http.server import served
-from rollout.http.unix_socket import linked_socket
+from rollout.http.server import linked_socket, served
 from scripts import fleet
 from tests.support.fakes import settle
 from tests.support.fleets import OperatedFleet

@@ -57,7 +57,7 @@ class Scene:
             report=self.told.append,
         )
         self.monitor, self.operator = make_monitor_and_operator(
-            CONFIG, fleet=self.fleet, control=control, manager=self.manager, start=starter.start
+            CONFIG, fleet=self.fleet, control=control, catch_up=self.manager.catch_up, start=starter.start
         )
 
     async def until(self, what: Callable[[], bool]) -> None:

@@ -50,7 +50,14 @@ class Scene:
         )
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(**DEADLINES))
         evaluator = make_evaluator(self, 4, self.router, on_lost=self.fleet.lose, timeout_s=100)  # pyright: ignore[reportArgumentType]
-        self.evaluator = PinnedEvaluator(evaluator, self.fleet, self.manager, self.num_pinned, self.messages.append)
+        self.evaluator = PinnedEvaluator(
+            evaluator=evaluator,
+            fleet=self.fleet,
+            publishing=self.manager.publishing,
+            catch_up=self.manager.catch_up,
+            num_replicas=self.num_pinned,
+            report=self.messages.append,
+        )
         self.asked: list[tuple[str, float]] = []
 
     async def evaluate(

@@ -9,8 +9,7 @@ from configs.checks.sections import serve_problems
 from configs.load import without_token
 from configs.schema import Config, Device, ServeConfig
 from configs.validate import ConfigError
-from rollout.http.auth import RequireToken
-from rollout.http.control import OPEN_PATHS, control_app
+from rollout.http.control import OPEN_PATHS, RequireToken, control_app
 from rollout.replica.app import ReplicaControl
 from scripts.serve import serve
 from scripts.train import _as_plain_values

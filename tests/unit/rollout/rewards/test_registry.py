@@ -9,9 +9,8 @@ import pytest
 from configs.rewards import BUILT_IN_REWARDS
 from configs.schema import RolloutConfig
 from rollout.rewards.base import Reward, RewardResult, WeightedSum
-from rollout.rewards.format import FormatReward
 from rollout.rewards.gsm8k import gsm8k, gsm8k_flexible
-from rollout.rewards.registry import BUILT_IN, load_reward
+from rollout.rewards.registry import BUILT_IN, FormatReward, load_reward
 from rollout.rewards.scoring import RewardScorer
 from rollout.types import Prompt
 

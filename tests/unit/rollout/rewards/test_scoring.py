@@ -11,7 +11,7 @@ import pytest
 
 from rollout.rewards import scoring
 from rollout.rewards.base import Reward, RewardResult
-from rollout.rewards.scoring import MAX_IDLE, RewardScorer
+from rollout.rewards.scoring import RewardScorer
 from rollout.types import Prompt
 from tests.support.fakes import make_prompt, run_virtual
 
@@ -223,63 +223,5 @@ def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    asyncio.run(main())
-
-
-# -- threads are reused ------------------------------------------------------------------------------------------------
-
-
-async def until_idle(scorer: RewardScorer, count: int) -> None:
-    """A thread becomes idle a moment after its last result is known."""
-    async with asyncio.timeout(30):
-        while len(scorer._threads._idle) < count:
-            await asyncio.sleep(0)
-
-
-def test_the_next_group_finds_a_thread_unless_that_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hangs is left behind, and costs the next group no patience."""
-    monkeypatch.setattr(scoring, "PATIENCE_S", 30.0)
-    release = threading.Event()
-    used: list[threading.Thread] = []
-
-    def reward(prompt: Prompt, text: str) -> float:
-        used.append(threading.current_thread())
-        if text == "hang":
-            release.wait(30)
-        return 1.0
-
-    async def main() -> None:
-        scorer = RewardScorer(reward, 30.0)
-        for text in ("a", "b", "hang", "c", "d"):
-            scorer._timeout_s = 0.1 if text == "hang" else 30.0
-            (result,) = await scorer.score([(make_prompt(0), text)])
-            assert (result.error is None) is (text != "hang")
-            if text != "hang":
-                await until_idle(scorer, 1)
-        first, _, _, second, _ = used
-        assert used == [first] * 3 + [second] * 2 and first is not second
-        release.set()
-
-    asyncio.run(main())
-
-
-def test_of_many_threads_a_few_are_kept() -> None:
-    barrier = threading.Barrier(3 * MAX_IDLE, timeout=30)
-    used: list[threading.Thread] = []
-
-    def meets(prompt: Prompt, text: str) -> float:
-        used.append(threading.current_thread())
-        barrier.wait()
-        return 1.0
-
-    async def main() -> None:
-        scorer = RewardScorer(meets, 30)
-        scored = await scorer.score([(make_prompt(0), "a")] * 3 * MAX_IDLE)
-        assert [result.reward for result in scored] == [1.0] * 3 * MAX_IDLE
-        await until_idle(scorer, MAX_IDLE)
-        async with asyncio.timeout(30):
-            while sum(thread.is_alive() for thread in used) > 2 * MAX_IDLE:
-                await asyncio.sleep(0.01)
 
     asyncio.run(main())

@@ -52,6 +52,9 @@ class Membership(Protocol):
         """End it: it does not answer, stays frozen, or is not known to hold whole weights."""
         ...
 
+    def expect(self, names: Collection[str]) -> None:
+        """The update under way may yet bring these into service, even ejected ones. Empty when it ends."""
+
     def require_enough(self, cause: BaseException) -> None:
         """Raises when fewer replicas are in service than the run needs."""
         ...
@@ -147,16 +150,20 @@ class CheckpointManager:
         started = time.perf_counter()
         attempts: list[_Attempt] = []
         retries = Retries(target.name for target in targets)
-        for names in retries:
-            present = [target for target in self._fleet.targets if target.name in names]
-            if not present:  # it died meanwhile, or the last one in service did while others are pinned
-                continue
-            attempt = await self._attempt(present, global_steps)
-            attempts.append(attempt)
-            missed = retries.record(attempt.failed, attempt.stopped_by)
-            for target in present:
-                if target.name in missed:
-                    await self._miss(target, attempt.failed[target.name])
+        self._fleet.expect([target.name for target in targets])
+        try:
+            for names in retries:
+                present = [target for target in self._fleet.targets if target.name in names]
+                if not present:  # it died meanwhile, or the last one in service did while others are pinned
+                    continue
+                attempt = await self._attempt(present, global_steps)
+                attempts.append(attempt)
+                missed = retries.record(attempt.failed, attempt.stopped_by)
+                for target in present:
+                    if target.name in missed:
+                        await self._miss(target, attempt.failed[target.name])
+        finally:
+            self._fleet.expect(())
         if attempts and attempts[0].failed:
             self._fleet.require_enough(next(iter(attempts[0].failed.values())))
         return UpdateReport(

@@ -61,6 +61,7 @@ class ReplicaFleet:
         self._replicas: dict[str, FleetMember] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         self._pinned: set[str] = set()
+        self._expected: Collection[str] = ()
         self._endings: dict[str, asyncio.Task[bool]] = {}
         self._lost_at: dict[str, float] = {}  # replacement -> when the replica that it replaces was lost
         self._recovery_s = 0.0
@@ -196,10 +197,14 @@ class ReplicaFleet:
         self.require_enough(error)
         return await asyncio.shield(ending)
 
+    def expect(self, names: Collection[str]) -> None:
+        """These count as in service while they are out of it, because an update under way may bring them back."""
+        self._expected = names
+
     def require_enough(self, cause: BaseException) -> None:
         """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or will be."""
-        pinned = [replica for replica in self._in(ReplicaState.STALE) if replica.name in self._pinned]  # they come back
-        in_service = len(self._in(ReplicaState.READY)) + len(pinned)
+        returning = [r for r in self._in(ReplicaState.STALE) if r.name in self._pinned or r.name in self._expected]
+        in_service = len(self._in(ReplicaState.READY)) + len(returning)
         states = [life.state for life in self._lives.values()]
         coming = states.count(ReplicaState.STARTING) + states.count(ReplicaState.SYNCING)
         if in_service + coming < self._min_replicas:

@@ -172,6 +172,29 @@ def test_a_replica_that_died_after_its_commit_is_not_said_to_be_back(scene: Scen
     run_virtual(main())
 
 
+@pytest.mark.parametrize("is_well_again", [True, False])
+def test_a_replica_that_is_tried_again_counts_when_another_one_dies_meanwhile(
+    is_well_again: bool, scene: Scene
+) -> None:
+    async def main() -> None:
+        scene.source.faults["send"] = [BROKEN]  # takes both out of service
+        scene.a.seconds["stage"], scene.a.faults["stage"] = 5, [None, None if is_well_again else BROKEN]
+        updating = asyncio.create_task(scene.manager.update_weights(1))
+        await asyncio.sleep(7)
+        assert scene.router.healthy == []
+        await scene.fleet.lose("b", RuntimeError("b died"))
+        if not is_well_again:
+            with pytest.raises(TooFewReplicasError):
+                await updating
+        else:
+            await updating
+            assert scene.router.healthy == ["a"]
+        with pytest.raises(TooFewReplicasError):
+            await scene.fleet.lose("a", RuntimeError("a died"))
+
+    run_virtual(main())
+
+
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 

@@ -42,22 +42,18 @@ class Membership(Protocol):
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to it for now. It completes what it is doing."""
-        ...
 
     async def admit(self, name: str, global_steps: int) -> None:
         """It serves the version that was just verified. Idempotent."""
-        ...
 
     async def give_up(self, name: str, error: BaseException) -> None:
         """End it: it does not answer, stays frozen, or is not known to hold whole weights."""
-        ...
 
     def expect(self, names: Collection[str]) -> None:
         """The update under way may yet bring these into service, even ejected ones. Empty when it ends."""
 
     def require_enough(self, cause: BaseException) -> None:
         """Raises when fewer replicas are in service than the run needs."""
-        ...
 
 
 class _Sending:

@@ -283,7 +283,6 @@ class WeightTarget(Protocol):
 
     async def stage(self, manifest: Manifest) -> None:
         """Receive the weights into staging memory, while generating. Raises when they are not what was sent."""
-        ...
 
     async def commit(self, tag: WeightTag) -> CommitReport:
         """Pause, make the staged weights of this tag live, verify them, resume. This is the replica's own transaction:

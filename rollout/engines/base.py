@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
@@ -19,7 +20,7 @@ class EngineSpec:
     """"cpu" or "cuda"."""
     dtype: str
     max_model_len: int
-    """The most prompt and response tokens of one trajectory."""
+    """Prompt and response of one trajectory."""
     max_num_seqs: int
     kv_cache_bytes: int | None
     gpu_memory_utilization: float
@@ -29,11 +30,9 @@ class EngineSpec:
     gpu_share: float = 1.0
     """Share of each GPU. Below 1 only with one GPU."""
     staging_on_device: bool = False
-    """Put staging memory on the device, next to the live weights, instead of in host memory."""
     log_stats: bool = False
-    """Let the engine measure itself, for /metrics. Costs a little per step."""
+    """For /metrics. Costs a little per step."""
     prefill_grace_s: float = 5.0
-    """weight_sync.prefill_grace_s."""
     max_position_embeddings: int | None = None
     """Replaces the value in the model's config, which bounds max_model_len; None keeps it."""
 
@@ -53,6 +52,11 @@ class EngineDiedError(RuntimeError):
 class Engine(Protocol):
     """All calls come from one event loop. Tokens in, tokens out, each tagged with the version that sampled it."""
 
+    @property
+    def admission(self) -> Admission:
+        """Every request passes it."""
+        ...
+
     async def generate(self, request: GenerationRequest) -> Completion:
         """Waits while the engine is held or full. Cancelling the call aborts the request.
 
@@ -60,29 +64,18 @@ class Engine(Protocol):
         """
         ...
 
-    async def hold(self) -> None:
-        """Let no new request in. Holds add up."""
-        ...
-
-    def release(self) -> None: ...
-
     async def abort(self, names: Collection[str] | None) -> list[str]:
         """End these requests, running or waiting, with the tokens they have; None is all. Returns those it knew."""
         ...
 
     @property
     def running(self) -> list[str]:
-        """Names of the requests inside."""
-        ...
-
-    async def emptied(self) -> None:
-        """Returns when no request is running."""
+        """Names of the requests inside, as their clients know them."""
         ...
 
     async def freeze(self, clear_cache: bool) -> None:
         """While held: stop between two steps, keeping every request; with `clear_cache` without their KV cache.
         Returns when no token is sampled any more. Idempotent."""
-        ...
 
     async def thaw(self) -> float:
         """Returns for how many seconds the engine was frozen."""
@@ -95,7 +88,6 @@ class Engine(Protocol):
 
     async def stage(self, manifest: Manifest) -> None:
         """Receive published weights into staging memory, while generating. Raises when they are not what was sent."""
-        ...
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
         """While frozen: make the staged weights live, and tag them. One answer per worker."""
@@ -107,7 +99,6 @@ class Engine(Protocol):
 
     async def tag_loaded(self, global_steps: int) -> None:
         """Tag the weights that the engine was started with. Before the first request only."""
-        ...
 
     @property
     def num_workers(self) -> int:

@@ -49,17 +49,12 @@ class SimulatedEngine:
         swap_s: float = 0.0,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        """
-        Args:
-            length_of: how many tokens a request gets.
-            step_s: seconds per token, whatever the batch size.
-            sleep: of the clock.
-        """
+        """A request gets `length_of` tokens, one every `step_s` seconds, whatever the batch size."""
         self._length_of = length_of
         self._step_s = step_s
         self._swap_s = swap_s
         self._sleep = sleep
-        self._admission = Admission(max_num_seqs)
+        self.admission = Admission(max_num_seqs)
         self._running: dict[str, _Sequence] = {}
         self._may_step = asyncio.Event()
         self._may_step.set()
@@ -83,7 +78,7 @@ class SimulatedEngine:
 
     async def _generate(self, request: GenerationRequest) -> Completion:
         name = str(request.request_id)
-        if not await self._admission.enter(name, is_continuation=request.is_continuation):
+        if not await self.admission.enter(name, is_continuation=request.is_continuation):
             if self._death.done():
                 raise self._death.result()
             return _completion([], "abort")
@@ -93,14 +88,14 @@ class SimulatedEngine:
             self._num_submitted += 1
             self._num_prefilled += len(request.prompt_ids)
             sequence = self._start(request)
-            self._admission.submitted(name)
+            self.admission.submitted(name)
             return await sequence.done
         except EngineDiedError as error:
             sequence = self._running.get(name)  # None: killed when it was let in
             raise EngineDiedError(str(error), sequence and _completion(sequence.tokens, "")) from None
         finally:
             self._running.pop(name, None)
-            self._admission.leave(name)
+            self.admission.leave(name)
 
     def _start(self, request: GenerationRequest) -> _Sequence:
         length, limit = self._length_of(request), request.sampling.max_tokens
@@ -111,21 +106,12 @@ class SimulatedEngine:
             self._stepper = asyncio.create_task(self._step_until_idle())
         return sequence
 
-    async def hold(self) -> None:
-        await self._admission.hold()
-
-    def release(self) -> None:
-        self._admission.release()
-
     @property
     def running(self) -> list[str]:
-        return self._admission.inside
-
-    async def emptied(self) -> None:
-        await self._admission.emptied()
+        return self.admission.inside
 
     async def abort(self, names: Collection[str] | None) -> list[str]:
-        turned_away = self._admission.turn_away(names)
+        turned_away = self.admission.turn_away(names)
         ended = [name for name in self._running if names is None or name in names]
         for name in ended:
             sequence = self._running.pop(name)
@@ -186,7 +172,7 @@ class SimulatedEngine:
         error = EngineDiedError("the simulated engine was killed")
         if not self._death.done():
             self._death.set_result(error)
-        self._admission.turn_away(None)
+        self.admission.turn_away(None)
         for sequence in self._running.values():
             if not sequence.done.done():
                 sequence.done.set_exception(error)
@@ -195,8 +181,8 @@ class SimulatedEngine:
         return {
             "engine_requests": self._num_submitted,
             "prefilled_tokens": self._num_prefilled,
-            "running_requests": len(self._admission.inside),
-            "waiting_requests": len(self._admission.waiting),
+            "running_requests": len(self.admission.inside),
+            "waiting_requests": len(self.admission.waiting),
         }
 
     def shutdown(self) -> None:

@@ -107,7 +107,7 @@ class PauseControl:
                 await self._close()
                 self._waits.add(wait)
                 await self._settle()
-            emptied = asyncio.ensure_future(self._engine.emptied())
+            emptied = asyncio.ensure_future(self._engine.admission.emptied())
             try:
                 await asyncio.wait({emptied, wait}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -140,11 +140,11 @@ class PauseControl:
 
     async def abort(self, names: Collection[str] | None) -> list[str]:
         """End these requests, or all, in any state and at once. Returns the names of those that it ended."""
-        await self._engine.hold()  # requests on their way in are inside when this returns, and can be ended
+        await self._engine.admission.hold()  # requests on their way in are inside when this returns, and can be ended
         try:
             return await self._engine.abort(names)
         finally:
-            self._engine.release()
+            self._engine.admission.release()
 
     @asynccontextmanager
     async def update_window(
@@ -181,14 +181,14 @@ class PauseControl:
         self.frozen = False
         if not self._waits:
             self._closed = False
-            self._engine.release()
+            self._engine.admission.release()
         return frozen_s
 
     async def _close(self) -> None:
         """Let no new request in. An engine that cannot be thawed stays closed: the next resume or update tries
         again."""
         if not self._closed:
-            await self._engine.hold()
+            await self._engine.admission.hold()
             self._closed = True
 
     async def _freeze(self, clear_cache: bool) -> None:
@@ -199,7 +199,7 @@ class PauseControl:
     async def _end_running(self, names: Collection[str] | None = None) -> None:
         async with within(self._timeout_s, "weight_sync.pause_timeout_s", "ending requests"):
             await self._engine.abort(names)
-            await self._engine.emptied()
+            await self._engine.admission.emptied()
 
     def _end_waits(self, error: Exception) -> None:
         for wait in self._waits:

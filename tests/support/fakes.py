@@ -231,12 +231,12 @@ def start_group(replica: RolloutReplica, *lengths: int, prefix: str = "") -> asy
 async def update_engine(engine: ClockedEngine, global_steps: int, frozen_s: float = 0.0) -> None:
     """Stage, stop, swap, stand still for a while, go on."""
     await engine.stage(make_manifest(global_steps))
-    await engine.hold()
+    await engine.admission.hold()
     await engine.freeze(clear_cache=False)
     await engine.swap(global_steps)
     await asyncio.sleep(frozen_s)
     await engine.thaw()
-    engine.release()
+    engine.admission.release()
 
 
 async def update(replica: RolloutReplica, global_steps: int) -> None:

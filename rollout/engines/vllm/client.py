@@ -12,7 +12,7 @@ Facts this rests on (vLLM 0.26 to 0.33):
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -40,42 +40,22 @@ class GatedLLM(AsyncLLM):
         llm.admission.release()
     """
 
-    admission: Admission
-    """As many requests as the engine runs at once are inside. The others wait, without a salt yet."""
-    global_steps: int
-    salt: str
-    """Version and checksum of the live weights, so that other weights under the same number share nothing."""
-    salt_prefix_cache: bool
-    prefill_grace_s: float
-    """How long a freeze waits for admitted requests to be prefilled before it takes them back."""
-    client_ids: dict[str, str]
-    """Id of a request inside -> the id that its client gave it, where the two differ."""
-    numbers: Iterator[int]
-    withdrawn: set[str]
-    frozen_at: float | None
-    """When the scheduler stopped, on the monotonic clock; None while it runs."""
-    num_submitted: int
-    """Requests that reached the engine core; one that was taken back and submitted again counts twice."""
-    num_restarted: int
-    """Requests that were submitted again."""
-    usage: Usage
-    counted: dict[str, int]
-    """How many tokens of each request inside are in `usage`."""
-
     def open_gate(self, max_num_seqs: int, prefill_grace_s: float) -> None:
+        """Called once before the first request. `prefill_grace_s`: how long a freeze waits for admitted requests to be
+        prefilled before it takes them back."""
         self.admission = Admission(max_num_seqs)
         self.prefill_grace_s = prefill_grace_s
         self.global_steps = -1
-        self.salt = ""
+        self.salt = ""  # version and checksum: other weights under the same number share nothing
         self.salt_prefix_cache = True
-        self.client_ids = {}
+        self.client_ids: dict[str, str] = {}  # request inside -> the id that its client gave it, where they differ
         self.numbers = itertools.count(1)
-        self.withdrawn = set()
-        self.frozen_at = None
-        self.num_submitted = 0
-        self.num_restarted = 0
+        self.withdrawn: set[str] = set()
+        self.frozen_at: float | None = None  # when the scheduler stopped, on the monotonic clock
+        self.num_submitted = 0  # to the engine core, again and again
+        self.num_restarted = 0  # submitted again
         self.usage = Usage()
-        self.counted = {}
+        self.counted: dict[str, int] = {}  # tokens of each request inside that are in `usage`
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -131,9 +111,7 @@ class GatedLLM(AsyncLLM):
         known = {inside: self.client_ids.get(inside, inside) for inside in inside_ids}
         if request_ids is not None:
             wanted = set(request_ids)
-            known = {
-                inside: name for inside, name in known.items() if not wanted.isdisjoint(ClientNames.of(name).every)
-            }
+            known = {key: name for key, name in known.items() if not wanted.isdisjoint(ClientNames.of(name).every)}
         running = [inside for inside in self.admission.inside if inside in known]
         self.admission.turn_away(known)
         if running:
@@ -202,9 +180,7 @@ class GatedLLM(AsyncLLM):
                 return
             before = time.monotonic()
             await asyncio.sleep(0.0005)  # the engine core does not report the end of a prefill
-            waited_s += min(
-                time.monotonic() - before, 0.1
-            )  # not the time in which this process had no core: it read no outputs then
+            waited_s += min(time.monotonic() - before, 0.1)  # without a core, this process reads no outputs
 
     def _not_prefilled(self) -> list[str]:
         """Requests of which no sample has begun: if one has, the prompt of all of them has been computed."""

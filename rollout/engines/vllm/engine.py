@@ -13,6 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
@@ -25,8 +26,6 @@ FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
 
 
 class VllmEngine:
-    """The `Engine` protocol over GatedLLM."""
-
     def __init__(self, spec: EngineSpec, replica: str = "replica"):
         """Starts the engine, which takes seconds to minutes. `replica` is the name by which weights are sent to it."""
         self._replica = replica
@@ -56,18 +55,13 @@ class VllmEngine:
         assert final is not None and final.finished
         return self._completion(final, boundaries)
 
-    async def hold(self) -> None:
-        await self._llm.admission.hold()
-
-    def release(self) -> None:
-        self._llm.admission.release()
+    @property
+    def admission(self) -> Admission:
+        return self._llm.admission
 
     @property
     def running(self) -> list[str]:
         return [self._llm.client_ids.get(name, name) for name in self._llm.admission.inside]
-
-    async def emptied(self) -> None:
-        await self._llm.admission.emptied()
 
     async def abort(self, names: Collection[str] | None) -> list[str]:
         return await self._llm.abort_requests(names)
@@ -83,11 +77,7 @@ class VllmEngine:
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
         states = self._llm.running_states()
         names = {request_id: str(request_id) for request_id in known}
-        return {
-            request_id: self._piece(states[name], name, known[request_id])
-            for request_id, name in names.items()
-            if name in states
-        }
+        return {key: self._piece(states[name], name, known[key]) for key, name in names.items() if name in states}
 
     async def stage(self, manifest: Manifest) -> None:
         self._staging = manifest
@@ -149,7 +139,6 @@ class VllmEngine:
         }
 
     async def openai_app(self, chat_template: str | None) -> Any:
-        """An ASGI app over this engine; see rollout.engines.vllm.openai_app."""
         from rollout.engines.vllm.openai_app import openai_app  # takes a second, and few need it
 
         return await openai_app(self._llm, chat_template)

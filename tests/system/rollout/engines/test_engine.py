@@ -46,13 +46,13 @@ async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, cl
 
 
 async def pause(engine: Any, clear_cache: bool = False) -> None:
-    await engine.hold()
+    await engine.admission.hold()
     await engine.freeze(clear_cache)
 
 
 async def resume(engine: Any) -> None:
     await engine.thaw()
-    engine.release()
+    engine.admission.release()
 
 
 def reference_logprobs(host: EngineHost, weights: dict[str, torch.Tensor], tokens: list[int], start: int) -> np.ndarray:

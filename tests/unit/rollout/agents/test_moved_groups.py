@@ -86,9 +86,9 @@ def test_what_a_lost_agent_worker_had_running_gives_its_seats_to_the_next_attemp
         scene.lost_at = 3.5
         running = await scene.start()
         await asyncio.sleep(3.4)
-        assert (engine.running, engine._admission.waiting) == (["0-0", "0-1"], ["0-2", "0-3"])
+        assert (engine.running, engine.admission.waiting) == (["0-0", "0-1"], ["0-2", "0-3"])
         await asyncio.sleep(0.2)
-        assert (engine.running, engine._admission.waiting) == (["0.1-0", "0.1-1"], ["0.1-2", "0.1-3"])
+        assert (engine.running, engine.admission.waiting) == (["0.1-0", "0.1-1"], ["0.1-2", "0.1-3"])
         group = await scene.group()
         assert [len(trajectory.response_ids) for trajectory in group.trajectories] == [10] * GROUP_SIZE
         assert {trajectory.finish_reason for trajectory in group.trajectories} == {"stop"}

@@ -35,13 +35,13 @@ def on_engine(test: Callable[[ClockedEngine], Awaitable[None]], max_num_seqs: in
 
 
 async def stop(engine: ClockedEngine, clear_cache: bool = False) -> None:
-    await engine.hold()
+    await engine.admission.hold()
     await engine.freeze(clear_cache)
 
 
 async def go_on(engine: ClockedEngine) -> float:
     frozen_s = await engine.thaw()
-    engine.release()
+    engine.admission.release()
     return frozen_s
 
 

@@ -9,12 +9,13 @@ up. Too few replicas left is an error. `failure_policy.py` decides, this file ac
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
-from weight_sync.failure_policy import MISSES_IN_A_ROW, Misses, Retries, may_continue
+from weight_sync.failure_policy import MISSES_IN_A_ROW, Retries, may_continue
 from weight_sync.protocol import (
     Manifest,
     PublishOrder,
@@ -107,7 +108,7 @@ class CheckpointManager:
         self._config = config
         self._updating = asyncio.Lock()
         self._held: dict[str, int] = {}  # replica -> the version it was last verified at
-        self._misses = Misses()
+        self._misses: Counter[str] = Counter()  # in a row
 
     @property
     def publishing(self) -> asyncio.Lock:
@@ -192,7 +193,7 @@ class CheckpointManager:
             await self._fleet.eject(name, error)
         for update in attempt.done:
             self._held[update.name] = global_steps
-            self._misses.clear(update.name)
+            self._misses.pop(update.name, None)
             await self._fleet.admit(update.name, global_steps)
         return attempt
 
@@ -229,7 +230,8 @@ class CheckpointManager:
 
     async def _miss(self, target: WeightTarget, error: WeightUpdateError) -> None:
         """The replica stays out of service, and is given up unless the next update may bring it back."""
-        if self._misses.add(target.name):
+        self._misses[target.name] += 1
+        if self._misses[target.name] >= MISSES_IN_A_ROW:
             error.add_note(f"it missed {MISSES_IN_A_ROW} updates in a row")
             return await self._fleet.give_up(target.name, error)
         try:

@@ -51,21 +51,6 @@ class Retries:
         return culprits - again
 
 
-class Misses:
-    """How many updates in a row each replica has missed."""
-
-    def __init__(self) -> None:
-        self._missed: Counter[str] = Counter()
-
-    def add(self, name: str) -> bool:
-        """Whether the replica has now missed so many that it is given up."""
-        self._missed[name] += 1
-        return self._missed[name] >= MISSES_IN_A_ROW
-
-    def clear(self, name: str) -> None:
-        self._missed.pop(name, None)
-
-
 def may_continue(status: ReplicaStatus) -> bool:
     """Whether a replica that missed an update holds whole weights and generates, or would if no client had paused it.
     Then it completes what it has in flight, and the next update may bring it back."""

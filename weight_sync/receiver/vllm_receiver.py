@@ -7,6 +7,7 @@ Runs inside vLLM's worker process. On CPU, importing it also changes two things 
   with a call that CPU generators do not have; such generators are hidden from that loop.
 """
 
+import contextlib
 import pickle
 import threading
 from typing import Any
@@ -22,10 +23,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from weight_sync.protocol import Manifest, ReceivingWorker, combine
 from weight_sync.receiver.shadow import Shadow, load_weights
 from weight_sync.transports.registry import receive
-
-
-def _keep_plain_linears() -> None:
-    vllm_ops._supports_onednn = False
 
 
 def _hide_generators_of_discarded_rows() -> None:
@@ -44,7 +41,7 @@ def _hide_generators_of_discarded_rows() -> None:
 
 
 if current_platform.is_cpu():
-    _keep_plain_linears()
+    vllm_ops._supports_onednn = False
     _hide_generators_of_discarded_rows()
 
 
@@ -66,8 +63,7 @@ class WeightReceiver:
     """The same for all versions, because memory that was freed on one stream is not used again on another."""
 
     def receiver_stage(self, pickled: bytes, replica: str, on_device: bool) -> None:
-        """Begins to receive the weights of a manifest, in a thread: this call must not keep the engine from its
-        steps."""
+        """Receives in a thread: this call must not keep the engine from its steps."""
         self._receiver_refuse_transformed()
         if self.receiver_shadow is None:
             self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
@@ -91,9 +87,9 @@ class WeightReceiver:
         """While paused: copies the staged weights over the live ones. Returns (global_steps, checksum)."""
         staging = self.receiver_staging
         checksum = None if staging is None else staging.result()
-        if staging is None or checksum is None or staging.global_steps != global_steps:
-            found = None if checksum is None or staging is None else staging.global_steps
-            raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
+        staged = None if staging is None or checksum is None else staging.global_steps
+        if checksum is None or staged != global_steps:
+            raise RuntimeError(f"cannot swap in version {global_steps}: staged is {staged}")
         assert self.receiver_shadow is not None
         self.receiver_staging = None
         with torch.inference_mode():
@@ -101,16 +97,12 @@ class WeightReceiver:
         return self._receiver_done(global_steps, checksum)
 
     def receiver_load(self, pickled: bytes, replica: str) -> tuple[int, int]:
-        """While paused, and without staging memory: receives straight into the live parameters. Returns
-        (global_steps, checksum)."""
+        """While paused: receives straight into the live parameters. Returns (global_steps, checksum)."""
         self._receiver_refuse_transformed()
         manifest, model = pickle.loads(pickled), self._receiver_model()
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
-            checksums = receive(
-                manifest,
-                self._receiver_worker(replica),
-                lambda tensors: load_weights(model, tensors, len(manifest.tensors)),
-            )
+            worker, count = self._receiver_worker(replica), len(manifest.tensors)
+            checksums = receive(manifest, worker, lambda tensors: load_weights(model, tensors, count))
         return self._receiver_done(manifest.global_steps, combine(checksums))
 
     def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
@@ -159,21 +151,15 @@ class Staging:
         stream: torch.cuda.Stream | None,
         before: "Staging | None",
     ):
-        """
-        Args:
-            stream: another one than the engine's; None on CPU.
-            before: the staging of the last call, whose end this one waits for. It may still write into the shadow,
-                since it notices a moment late that its transfer was given up.
-        """
+        """`stream`: another one than the engine's; None on CPU. `before`: the staging of the last call, whose end this
+        one waits for, since it may still write into the shadow after its transfer was given up."""
         self.global_steps = manifest.global_steps
-        self._manifest = manifest
-        self._worker = worker
-        self._shadow = shadow
-        self._stream = stream
-        self._before = None if before is None else before.thread
         self._checksum: int | None = None
         self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
+        waits_for = None if before is None else before.thread
+        self.thread = threading.Thread(
+            target=self._run, args=(manifest, worker, shadow, stream, waits_for), name="weight-staging", daemon=True
+        )
         self.thread.start()
         self.thread.join(STAGE_WAIT_S)
 
@@ -184,22 +170,22 @@ class Staging:
             raise RuntimeError(f"staging failed: {type(self._error).__name__}: {self._error}") from self._error
         return self._checksum
 
-    def _load(self) -> None:
-        num_tensors = len(self._manifest.tensors)
-        checksums = receive(self._manifest, self._worker, lambda tensors: self._shadow.load(tensors, num_tensors))
-        self._checksum = combine(checksums)
-
-    def _run(self) -> None:
+    def _run(
+        self,
+        manifest: Manifest,
+        worker: ReceivingWorker,
+        shadow: Shadow,
+        stream: torch.cuda.Stream | None,
+        before: threading.Thread | None,
+    ) -> None:
         try:
-            if self._before is not None:
-                self._before.join()
-                self._before = None
-            with torch.inference_mode():
-                if self._stream is None:
-                    self._load()
-                else:
-                    with torch.cuda.stream(self._stream):
-                        self._load()
-                        self._stream.synchronize()
+            if before is not None:
+                before.join()
+            count = len(manifest.tensors)
+            with torch.inference_mode(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                checksums = receive(manifest, worker, lambda tensors: shadow.load(tensors, count))
+                if stream is not None:
+                    stream.synchronize()
+            self._checksum = combine(checksums)
         except BaseException as error:  # raised by `result`: nothing catches it in a thread
             self._error = error

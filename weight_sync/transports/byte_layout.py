@@ -17,14 +17,11 @@ ALIGNMENT = 64
 """Bytes. Lets every tensor be viewed in its own dtype, on cache-line boundaries."""
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
-
-
 def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorEntry, ...], int]:
     """Places of whole tensors, in the order given, and the length of the string in bytes, which is never 0."""
     sizes = [(name, dtype_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize) for name, dtype, shape in specs]
-    entries = _place(sizes)
-    return entries, max(_end(entries), ALIGNMENT)
+    entries, end = _place(sizes)
+    return entries, max(end, ALIGNMENT)
 
 
 def rank_layout(entries: Sequence[TensorEntry], rank: int, num_ranks: int) -> tuple[TensorEntry, ...]:
@@ -32,12 +29,10 @@ def rank_layout(entries: Sequence[TensorEntry], rank: int, num_ranks: int) -> tu
     sizes = []
     for entry in entries:
         first, last = _rows_of(entry.shape, rank, num_ranks)
-        shape = (last - first, *entry.shape[1:])
-        if not entry.shape and rank == 0:
-            shape = ()
+        shape = (last - first, *entry.shape[1:]) if entry.shape or rank else ()
         start, end = part_of(entry, rank, num_ranks)
         sizes.append((entry.name, entry.dtype, shape, end - start))
-    return _place(sizes)
+    return _place(sizes)[0]
 
 
 def part_of(entry: TensorEntry, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -58,17 +53,13 @@ def _rows_of(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]
     return min(rank * per_rank, rows), min((rank + 1) * per_rank, rows)
 
 
-def _place(sizes: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[TensorEntry, ...]:
-    """One after the other, each aligned. `sizes`: (name, dtype, shape, nbytes)."""
+def _place(sizes: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Entries one after the other, each aligned, and the end of the last. `sizes`: (name, dtype, shape, nbytes)."""
     entries, offset = [], 0
     for name, dtype, shape, nbytes in sizes:
         entries.append(TensorEntry(name, dtype, shape, offset, nbytes))
-        offset = _end(entries[-1:])
-    return tuple(entries)
-
-
-def _end(entries: Sequence[TensorEntry]) -> int:
-    return entries[-1].offset + -(-entries[-1].nbytes // ALIGNMENT) * ALIGNMENT if entries else 0
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(entries), offset
 
 
 def length(entries: Sequence[TensorEntry]) -> int:
@@ -76,27 +67,13 @@ def length(entries: Sequence[TensorEntry]) -> int:
     return max((entry.offset + entry.nbytes for entry in entries if entry.nbytes), default=0)
 
 
-def total_bytes(entries: Iterable[TensorEntry]) -> int:
-    """Without the gaps of the alignment."""
-    return sum(entry.nbytes for entry in entries)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, flat."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-# -- from tensors to bytes ---------------------------------------------------------------------------------------------
 
 
 def checked(
@@ -118,8 +95,7 @@ def checked(
 def pack(
     tensors: Iterable[tuple[TensorEntry, torch.Tensor]], next_window: Callable[[], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """The string in windows, each in the flat uint8 buffer that `next_window` gave for it; all buffers have one
-    length."""
+    """The string in windows, each in the flat uint8 buffer that `next_window` gave; all have one length."""
     window, begin, filled = torch.empty(0, dtype=torch.uint8), 0, 0  # `begin`: the window's place in the string
     for entry, tensor in tensors:
         data = as_bytes(tensor)
@@ -157,9 +133,6 @@ def schedule(strings: Sequence[Sequence[TensorEntry]], window: int) -> Iterator[
                 yield rank, size
 
 
-# -- from bytes to tensors ---------------------------------------------------------------------------------------------
-
-
 def read(windows: Iterable[torch.Tensor], entries: Sequence[TensorEntry]) -> NamedTensors:
     """(name, tensor) from consecutive windows of the string, each tensor as soon as its last byte has come.
 
@@ -194,7 +167,7 @@ def read(windows: Iterable[torch.Tensor], entries: Sequence[TensorEntry]) -> Nam
                 raise ValueError(f"the weights end at byte {begin}, within {place}")
             window = following
         assert whole is not None
-        yield entry.name, whole.view(dtype_of(entry.dtype)).view(entry.shape)
+        yield entry.name, whole.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def join(of_ranks: Sequence[Iterable[tuple[str, torch.Tensor]]], entries: Sequence[TensorEntry]) -> NamedTensors:

@@ -1,12 +1,13 @@
 """Checksums of tensors: taken by the sender while it copies, verified by the receiver while it loads."""
 
 import zlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from weight_sync.protocol import Checksums, Load, Manifest, NamedTensors, TensorEntry
-from weight_sync.transports.byte_layout import as_bytes, part_of
+from weight_sync.transports.byte_layout import as_bytes, checked, part_of
 
 ROW = 512
 """Words of 8 bytes that one sum covers."""
@@ -29,6 +30,16 @@ def copy_with_checksum(place: torch.Tensor, tensor: torch.Tensor) -> int:
         return _checksum(place, as_bytes(tensor.detach()))
     place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return checksum(place)
+
+
+def summed(
+    tensors: NamedTensors, own: Sequence[TensorEntry], checksums: list[int]
+) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """(entry, contiguous rows) of each of a rank's tensors, whose checksums are appended. Raises as `checked` does."""
+    for entry, tensor in checked(tensors, own):
+        rows = tensor.contiguous()
+        checksums.append(checksum(rows))
+        yield entry, rows
 
 
 def checksums_of(tensor: torch.Tensor, entry: TensorEntry, num_ranks: int) -> list[int]:
@@ -61,8 +72,8 @@ def require_same(name: str, found: list[int], sent: list[int]) -> None:
 
 
 def _checksum(flat: torch.Tensor, source: torch.Tensor | None) -> int:
-    """The checksum of `flat`. Copies `source` into it on the way, if given: both flat uint8 on the host and `flat`
-    aligned. This costs less than copying before, because what is summed is still in the cache."""
+    """Copies `source` into `flat` on the way, if given: both flat uint8 on the host and `flat` aligned. What is summed
+    is still in the cache then."""
     num_words = len(flat) // 8
     whole = num_words // ROW * ROW * 8
     if source is not None:

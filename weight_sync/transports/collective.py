@@ -26,7 +26,7 @@ from weight_sync.protocol import (
     TensorSpec,
 )
 from weight_sync.transports import byte_layout
-from weight_sync.transports.checksums import checksum, checksums_of, require_same
+from weight_sync.transports.checksums import checksums_of, require_same, summed
 from weight_sync.transports.process_group import Membership, Transfer, own_address, report_failure, serve_store
 
 
@@ -46,7 +46,7 @@ class CollectiveSender(Sender):
         return Publication(
             transport="collective",
             global_steps=order.global_steps,
-            nbytes=byte_layout.total_bytes(byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
+            nbytes=sum(entry.nbytes for entry in byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
             tensors=entries,
             location=self._meeting(order) if self._rank == 0 else None,
             checksums=None,
@@ -76,17 +76,12 @@ class CollectiveSender(Sender):
         strings, window = _windows(manifest, meeting)
         own = strings[self._rank]
         checksums: list[int] = []
-
-        def rows() -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-            for entry, tensor in byte_layout.checked(shards(), own):
-                checksums.append(checksum(tensor.contiguous()))
-                yield entry, tensor.contiguous()
-
+        rows = summed(shards(), own, checksums)
         if not meeting.first_rank:  # there is no receiver
-            deque(rows(), maxlen=0)
+            deque(rows, maxlen=0)
             return tuple(checksums)
         with self._membership.transfer(meeting, self._rank) as transfer:
-            self._send_windows(transfer, byte_layout.schedule(strings, window), window, rows())
+            self._send_windows(transfer, byte_layout.schedule(strings, window), window, rows)
             for rank in range(self._num_ranks if own else 0):
                 values = torch.tensor(checksums, dtype=torch.int64, device=self._device)
                 transfer.wait(transfer.broadcast(values, rank))

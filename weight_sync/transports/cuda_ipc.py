@@ -24,11 +24,10 @@ from weight_sync.protocol import (
     ReceivingWorker,
     Sender,
     Shards,
-    TensorEntry,
     TensorSpec,
 )
 from weight_sync.transports import byte_layout
-from weight_sync.transports.checksums import checksum, load_verified
+from weight_sync.transports.checksums import load_verified, summed
 
 Handle = tuple[Any, ...]
 
@@ -54,19 +53,13 @@ class CudaIpcSender(Sender):
         own = byte_layout.rank_layout(entries, self._rank, self._num_ranks)
         self._reserve(byte_layout.length(own))
         checksums: list[int] = []
-
-        def rows() -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-            for entry, tensor in byte_layout.checked(shards(), own):
-                checksums.append(checksum(tensor.contiguous()))
-                yield entry, tensor.contiguous()
-
-        for _ in byte_layout.pack(rows(), iter(self._buffers).__next__):
+        for _ in byte_layout.pack(summed(shards(), own, checksums), iter(self._buffers).__next__):
             pass
         torch.cuda.synchronize(self._device)  # a replica that maps the memory waits for no stream of this process
         return Publication(
             transport="cuda_ipc",
             global_steps=order.global_steps,
-            nbytes=byte_layout.total_bytes(own),
+            nbytes=sum(entry.nbytes for entry in own),
             tensors=entries,
             location=GpuMemory(host=socket.gethostname(), handles=self._handles),
             checksums=tuple(checksums),

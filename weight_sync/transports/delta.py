@@ -92,7 +92,7 @@ class DeltaSender(Sender):
             if not len(positions):
                 continue
             if is_worth_it(positions, new):
-                values = take(new, positions)
+                values = new.view(-1)[positions.long()]
                 put(kept, positions, values)
                 encoding.append((index, SPARSE))
                 payload += [(f"{entry.name}.positions", positions), (f"{entry.name}.values", values)]
@@ -135,7 +135,7 @@ class DeltaReceiver(Receiver):
         if bases == {None}:
             touched = set(range(len(manifest.tensors)))
             self._tensors = []  # first: two copies may not fit
-            self._tensors = [torch.empty(e.shape, dtype=byte_layout.dtype_of(e.dtype)) for e in manifest.tensors]
+            self._tensors = [torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for e in manifest.tensors]
         for rank, changes in enumerate(parts):
             self._apply(changes, manifest, rank, worker)
         checksums = tuple(changes.checksums for changes in parts)
@@ -158,7 +158,10 @@ class DeltaReceiver(Receiver):
             for name, _ in received:
                 raise RuntimeError(f"{name} was not announced")
 
-        self._receiver(rank, changes.inner.transport).receive(changes.inner, worker, load)
+        key = (rank, changes.inner.transport)
+        if key not in self._inner:
+            self._inner[key] = self._make_inner(changes.inner.transport)
+        self._inner[key].receive(changes.inner, worker, load)
 
     def _rows(self, manifest: Manifest, rank: int, index: int) -> torch.Tensor:
         """A rank's rows of a tensor, flat, as a view."""
@@ -178,15 +181,6 @@ class DeltaReceiver(Receiver):
             if found != sent:
                 raise RuntimeError(f"{entry.name} has checksums {found} after the changes, the trainer's has {sent}")
 
-    def _receiver(self, rank: int, transport: str) -> Receiver:
-        key = (rank, transport)
-        if key not in self._inner:
-            self._inner[key] = self._make_inner(transport)
-        return self._inner[key]
-
-
-# -- what changed between two versions of a tensor, bit by bit ---------------------------------------------------------
-
 
 def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Flat positions, ascending, of the elements of which any bit differs; int32 where that is enough, else int64.
@@ -203,11 +197,6 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     positions = words[within // per_word] * per_word + within % per_word
     rest = torch.nonzero(before[whole:] != after[whole:]).view(-1) + whole
     return torch.cat([positions, rest]).to(torch.int32 if len(after) <= INT32_MAX else torch.int64)
-
-
-def take(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The elements at flat positions of a contiguous tensor."""
-    return tensor.view(-1)[positions.long()]
 
 
 def put(tensor: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from weight_sync.protocol import (
@@ -31,20 +32,9 @@ from weight_sync.protocol import (
 from weight_sync.transports import byte_layout
 from weight_sync.transports.checksums import checksum, load_verified
 
-FORMAT_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
+_TORCH_NAMES = "bool uint8 int8 int16 int32 int64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 float64"
+_FILE_NAMES = "BOOL U8 I8 I16 I32 I64 F8_E4M3 F8_E5M2 F16 BF16 F32 F64"
+FORMAT_NAMES = dict(zip(_TORCH_NAMES.split(), _FILE_NAMES.split(), strict=True))
 """dtypes as safetensors spells them."""
 
 
@@ -72,7 +62,7 @@ class FilesystemSender(Sender):
         return Publication(
             transport="filesystem",
             global_steps=order.global_steps,
-            nbytes=byte_layout.total_bytes(own),
+            nbytes=sum(entry.nbytes for entry in own),
             tensors=entries,
             location=RankFile(str(file)),
             checksums=checksums,
@@ -133,7 +123,7 @@ def _header(own: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
     """
     described: dict[str, Any] = {}
     offset = 0
-    for entry in sorted(own, key=lambda entry: -byte_layout.dtype_of(entry.dtype).itemsize):
+    for entry in sorted(own, key=lambda entry: -getattr(torch, entry.dtype).itemsize):
         if entry.dtype not in FORMAT_NAMES:
             known = f"known are {list(FORMAT_NAMES)}"
             raise ValueError(f"weight_sync.transport=filesystem: {entry.name} is {entry.dtype}; {known}")

@@ -50,7 +50,7 @@ class SharedMemorySender(Sender):
         return Publication(
             transport="shared_memory",
             global_steps=order.global_steps,
-            nbytes=byte_layout.total_bytes(byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
+            nbytes=sum(entry.nbytes for entry in byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
             tensors=entries,
             location=SharedFile(host=socket.gethostname(), path=str(path), nbytes=nbytes),
             checksums=write(self._buffer, entries, shards(), self._rank, self._num_ranks),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.failure_policy import Misses, Retries, may_continue
+from weight_sync.failure_policy import Retries, may_continue
 from weight_sync.protocol import ReplicaStatus
 
 Attempt = tuple[str, str | None]
@@ -50,14 +50,6 @@ def test_whatever_fails_every_replica_is_served_or_missed_and_has_two_tries_of_i
         missed |= retries.record(failed, stopped_by)
     assert served | missed == names and not served & missed
     assert all((own_failures[name] == 2) == (name in missed) and own_failures[name] <= 2 for name in names)
-
-
-def test_a_replica_is_given_up_at_its_second_miss_in_a_row() -> None:
-    misses = Misses()
-    assert [misses.add("a"), misses.add("b")] == [False, False]
-    misses.clear("a")
-    misses.clear("never missed")
-    assert [misses.add("a"), misses.add("b")] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from configs.schema import Config, Layout
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
+from tests.support.fakes import make_order
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.worker.worker import TrainWorker
@@ -103,7 +104,7 @@ def train_rank(
         parts = [worker.train_step(batch.micro_batches[rank], step) for step, batch in enumerate(step_batches)]
         scores = worker.score(step_batches[-1].micro_batches[rank])
         assert worker._global_steps == len(step_batches)
-        worker.publish({"global_steps": len(step_batches)})
+        worker.publish(make_order(len(step_batches)))
         weights = {}
         for name, rows in inbox.weights.items():
             parts_of_all: list[Any] = [None] * world_size

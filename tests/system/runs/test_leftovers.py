@@ -15,7 +15,7 @@ from configs.schema import Config
 from scripts.launch import run as run_script
 from scripts.launch.start import owner
 from trainer.tracking.console import PlainConsole
-from weight_sync.transports import shared_memory
+from weight_sync.transports import cleanup
 
 
 def publish(folder: Path, run_dir: Path) -> tuple[Path, Path]:
@@ -33,7 +33,7 @@ async def no_cluster(*_: Any) -> AsyncIterator[None]:
 
 
 def test_the_next_process_of_a_run_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
     monkeypatch.setattr(run_script, "cluster", no_cluster)
     run_dirs = [tmp_path / "one" / "run", tmp_path / "two" / "run", tmp_path / "one" / "run-2"]
     left = [publish(tmp_path, run_dir) for run_dir in run_dirs]

@@ -1,6 +1,7 @@
 """Real trainer ranks and replicas of a few configurations: what tests of updates share."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -46,10 +46,14 @@ CONFIG = Config(
 class OpenReplica(ReplicaActor):
     """Lets a test look inside."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # lets vLLM send a function to its workers
+        super().__init__(*args, **kwargs)
+
     async def on_worker(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls function(worker, *args) in the process of the only worker."""
+        """Call function(worker, *args) in the process of each worker."""
         engine: Any = self._replica._engine
-        await engine._llm.on_every_worker(cloudpickle.dumps(function), *args)
+        await engine._llm.on_every_worker(function, *args)
 
     async def dump(self, folder: str) -> None:
         await self.on_worker(dump_parameters, folder)

@@ -1,6 +1,7 @@
 """TrainWorker driven step by step in a process of its own or in this one, and what came out of it."""
 
 import contextlib
+import math
 import multiprocessing
 import pickle
 import random
@@ -23,6 +24,18 @@ from trainer.worker.worker import TrainWorker
 from weight_sync.protocol import Manifest, Publication, PublishOrder, Shards, TensorSpec
 
 Weights = dict[str, torch.Tensor]
+SAVED_AT = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trains the steps from `load`'s on; saves before the step SAVED_AT, if it comes by there, while training on."""
+
+    config: Config
+    model_path: str
+    steps: Sequence[StepBatch]
+    save: str | None = None
+    load: str | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,10 @@ class RankRun:
     metrics: list[dict[str, Metric]]
     weights: Weights
     scores: dict[str, list[FloatArray]]
+    random: float
+    """The next number of torch's generator at SAVED_AT."""
+    error: str
+    """Of the save."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class Outcome:
     metrics: list[dict[str, float]]
     weights: Weights
     scores: dict[str, FloatArray] = field(default_factory=dict)
+    ranks: Sequence[RankRun] = ()
 
 
 class Inbox:
@@ -93,18 +111,31 @@ def pack(
     return [batches.pack(groups, layout, num_ranks, budget) for groups in steps]
 
 
-def train_rank(
-    config: Config, model_path: str, step_batches: Sequence[StepBatch], rank: int, world_size: int, master: str
-) -> RankRun:
+def train_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
     """Take all steps of one rank in this process. Weights are gathered from all ranks; scores are of the last batch."""
     inbox = Inbox()
-    worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
+    worker = TrainWorker(config=job.config, device="cpu", make_sender=inbox)
+    torch.manual_seed(7 + rank)
+    metrics, first, random, error = [], 0, math.nan, ""
     try:
-        worker.setup(model_path, rank, world_size, master)
-        parts = [worker.train_step(batch.micro_batches[rank], step) for step, batch in enumerate(step_batches)]
-        scores = worker.score(step_batches[-1].micro_batches[rank])
-        assert worker._global_steps == len(step_batches)
-        worker.publish(make_order(len(step_batches)))
+        worker.setup(job.model_path, rank, world_size, master)
+        if job.load is not None:
+            torch.manual_seed(99)
+            first = worker.load_checkpoint(job.load)
+        for step in range(first, len(job.steps)):
+            if step == SAVED_AT:
+                if job.save is not None:
+                    worker.stage_checkpoint(job.save)
+                random = torch.rand(()).item()
+            metrics.append(worker.train_step(job.steps[step].micro_batches[rank], step))
+        if job.save is not None:
+            try:
+                worker.finish_checkpoint()
+            except RuntimeError as failure:
+                error = str(failure)
+        scores = worker.score(job.steps[-1].micro_batches[rank])
+        assert worker._global_steps == len(job.steps)
+        worker.publish(make_order(len(job.steps)))
         weights = {}
         for name, rows in inbox.weights.items():
             parts_of_all: list[Any] = [None] * world_size
@@ -114,16 +145,14 @@ def train_rank(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return RankRun(parts, weights, scores)
+    return RankRun(metrics, weights, scores, random, error)
 
 
-def one_rank(config: Config, model_path: str, step_batches: Sequence[StepBatch]) -> Outcome:
-    return outcome([train_rank(config, model_path, step_batches, 0, 1, free_master())], step_batches)
+def one_rank(job: Job) -> Outcome:
+    return outcome([train_rank(job, 0, 1, free_master())], job)
 
 
-def two_ranks(
-    jobs: Mapping[str, tuple[Config, str, Sequence[StepBatch]]], answer: Path, timeout_s: float
-) -> dict[str, Outcome]:
+def two_ranks(jobs: Mapping[str, Job], answer: Path, timeout_s: float) -> dict[str, Outcome]:
     """Every job on two ranks: rank 0 here, rank 1 in a process of its own, one process for all jobs."""
     masters = [free_master() for _ in jobs]
     other = multiprocessing.get_context("spawn").Process(
@@ -131,28 +160,26 @@ def two_ranks(
     )
     other.start()
     try:
-        first = [train_rank(*job, 0, 2, master) for job, master in zip(jobs.values(), masters, strict=True)]
+        first = [train_rank(job, 0, 2, master) for job, master in zip(jobs.values(), masters, strict=True)]
         other.join(timeout_s)
         assert other.exitcode == 0
     finally:
         other.kill()
         other.join(timeout_s)
     second = pickle.loads(answer.read_bytes())
-    return {
-        name: outcome([one, two], job[2]) for (name, job), one, two in zip(jobs.items(), first, second, strict=True)
-    }
+    return {name: outcome(ranks, jobs[name]) for name, *ranks in zip(jobs, first, second, strict=True)}
 
 
-def train_second_rank(jobs: list[tuple[Config, str, Sequence[StepBatch]]], masters: list[str], answer: Path) -> None:
+def train_second_rank(jobs: list[Job], masters: list[str], answer: Path) -> None:
     """Entry point of the other process: rank 1 of every job, what came out written to a file."""
-    runs = [train_rank(*job, 1, 2, master) for job, master in zip(jobs, masters, strict=True)]
-    answer.write_bytes(pickle.dumps(runs))
+    answer.write_bytes(pickle.dumps([train_rank(job, 1, 2, master) for job, master in zip(jobs, masters, strict=True)]))
 
 
-def outcome(ranks: Sequence[RankRun], step_batches: Sequence[StepBatch]) -> Outcome:
+def outcome(ranks: Sequence[RankRun], job: Job) -> Outcome:
     """Merge the outcomes of all ranks."""
     return Outcome(
         [to_floats(merge_metrics(parts)) for parts in zip(*(rank.metrics for rank in ranks), strict=True)],
         ranks[0].weights,
-        {name: step_batches[-1].gather([rank.scores[name] for rank in ranks]) for name in ranks[0].scores},
+        {name: job.steps[-1].gather([rank.scores[name] for rank in ranks]) for name in ranks[0].scores},
+        ranks,
     )

@@ -1,20 +1,15 @@
-"""Shared between the system tests: one tiny model, one engine in this process, a Ray cluster for each module."""
+"""Shared between the system tests: one tiny model, a Ray cluster for each module."""
 
-import asyncio
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from rollout.engines.base import EngineSpec
-from rollout.replica.replica_group import engine_env
+from tests.support.engines import MAX_NUM_SEQS
 from trainer.tiny.model import save_tiny_model
-
-MAX_NUM_SEQS = 16
 
 
 @pytest.fixture(scope="session")
@@ -37,65 +32,6 @@ def engine_spec(tiny_model: Path) -> EngineSpec:
         tensor_parallel_size=1,
         enforce_eager=True,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineHost:
-    """A real vLLM engine in this process, and the event loop it lives on."""
-
-    engine: Any
-    runner: asyncio.Runner
-    model_path: Path
-
-    async def every_one_has(self, count: int, num_tokens: int) -> None:
-        """Returns when `count` requests run, each with so many tokens at least."""
-
-        def holds() -> bool:
-            counts = self.engine._llm.output_counts().values()
-            return len(counts) == count and min(counts) >= num_tokens
-
-        await until(holds)
-
-    async def settled_counts(self) -> dict[str, int]:
-        """Tokens of each request of a frozen engine, whose last ones may come after the answer to the pause."""
-        counts, before = self.engine._llm.output_counts(), None
-        while counts != before:
-            await asyncio.sleep(0.3)
-            counts, before = self.engine._llm.output_counts(), counts
-        return counts
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
-async def start_as_if_busy(spec: EngineSpec) -> Any:
-    """An engine whose outputs of one step are taken in few at a time, as those of hundreds of requests are: then the
-    answer to a pause can overtake some of them."""
-    from rollout.engines.vllm.engine import VllmEngine
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "2")
-        engine = VllmEngine(spec)
-        engine._llm._run_output_handler()  # it reads that now
-    return engine
-
-
-@pytest.fixture(scope="session")
-def engine_host(engine_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]:
-    os.environ.update(engine_env(engine_spec))
-    with asyncio.Runner() as runner:
-        engine = runner.run(start_as_if_busy(engine_spec))
-        yield EngineHost(engine, runner, tiny_model)
-        engine.shutdown()
-
-
-@pytest.fixture(scope="session")
-def small_spec(engine_spec: EngineSpec) -> EngineSpec:
-    """KV cache for a handful of sequences only."""
-    return replace(engine_spec, kv_cache_bytes=2 * 2**20, max_model_len=512)
 
 
 @pytest.fixture(scope="module")

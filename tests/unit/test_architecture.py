@@ -152,6 +152,15 @@ def test_a_main_module_is_imported_by_no_other() -> None:
     assert [str(path) for path in [*SOURCES, *TESTS] if any("__main__" in name for name in imports(path))] == []
 
 
+def test_no_test_file_imports_another() -> None:
+    """What two of them need is in tests/support; one that is imported runs, or breaks, with the other."""
+    files = {module_name(path) for path in TESTS if path.name.startswith("test_")}
+    wrong = [
+        f"{path} imports {name}" for path in TESTS for name in imports(path) if {name, name.rpartition(".")[0]} & files
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("library", LIVES_IN)
 def test_a_heavy_library_is_used_only_where_it_lives(library: str) -> None:
     wrong = [

@@ -3,9 +3,7 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
-from itertools import pairwise
 
 import httpx
 import pytest
@@ -14,7 +12,6 @@ from tests.support.serving import (
     AT_ONCE_S,
     LONG,
     LONG_ENOUGH,
-    SETTLED_S,
     Server,
     Stream,
     body,
@@ -55,46 +52,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 # -- pause through the gateway -----------------------------------------------------------------------------------------
-
-
-def test_a_stream_paused_for_three_seconds_has_one_gap_and_all_its_tokens(server: Server) -> None:
-    """Among so many others that 45 tokens take longer than a pause does to arrive. The others are not streamed: of so
-    many a busy machine samples tokens faster than it sends them. It may also sample all 50 before the pause comes, or
-    stand still at other times: then once more."""
-
-    async def scenario(client: httpx.AsyncClient) -> None:
-        url = f"{server.gateway}/v1/completions"
-        num_others = 2 * (MAX_NUM_SEQS - 1)
-        others = [asyncio.create_task(post(client, url, json=body(LONG))) for _ in range(num_others)]
-        await until(lambda: is_metric(client, server.gateway, "slipstream_running_requests", num_others))
-
-        async def pause_at_token_5(stream: Stream) -> tuple[list[int], float]:
-            """How many tokens it has early and late in the pause, and for how long its client kept it so."""
-            await until(lambda: asyncio.sleep(0, num_tokens(stream) >= 5))
-            began = time.monotonic()
-            await post(client, f"{server.gateway}/pause?mode=keep")
-            frozen = await settled(lambda: num_tokens(stream))
-            if frozen < 50:
-                await asyncio.sleep(3 - SETTLED_S)
-            counts = [frozen, num_tokens(stream)]
-            await post(client, f"{server.gateway}/resume")
-            return counts, time.monotonic() - began
-
-        for _ in range(ATTEMPTS):
-            stream = Stream()
-            pausing = asyncio.create_task(pause_at_token_5(stream))
-            await stream.read(client, url, body(50))
-            (early, late), pause_s = await pausing
-            assert len(stream.token_ids[0]) == len(stream.logprobs[0]) == 50 and stream.ended
-            gaps = sorted(later - earlier for earlier, later in pairwise(stream.times))
-            if early == late < 50 and 2.5 < gaps[-1] < pause_s + 0.5 and max(gaps[:-1], default=0.0) < gaps[-1] / 5:
-                break
-        else:
-            pytest.fail(f"{early} and {late} tokens in a pause of {pause_s} s; gaps: {gaps}")
-        await post(client, f"{server.gateway}/v1/abort_requests", json={"abort_all": True})
-        await asyncio.gather(*others)
-
-    run(server, scenario)
 
 
 def test_a_keep_pause_changes_nothing_of_what_is_generated(server: Server) -> None:

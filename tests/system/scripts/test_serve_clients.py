@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import psutil
@@ -66,19 +65,6 @@ def test_an_idle_connection_outlives_what_clients_keep_theirs_for(server: Server
         time.sleep(pause_s)
 
 
-def test_a_client_that_goes_away_frees_its_seat(server: Server) -> None:
-    async def scenario(client: httpx.AsyncClient) -> None:
-        streaming = asyncio.create_task(Stream().read(client, f"{server.gateway}/v1/completions", body(LONG)))
-        chat = post(client, f"{server.gateway}/v1/chat/completions", json=body(LONG, chat=True))
-        whole = asyncio.create_task(chat)
-        await until(lambda: is_metric(client, server.gateway, RUNNING, 2))
-        streaming.cancel()
-        whole.cancel()
-        await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
-
-    run(server, scenario)
-
-
 def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs(server: Server) -> None:
     """Two seats: of the two that are frozen on them one leaves, and of the two that wait the first. After the resume
     the engine computes tokens and prompts of the others alone."""
@@ -118,37 +104,6 @@ def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs
         await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
         after = await computed(client)
         assert [a - b for a, b in zip(after, before, strict=True)] == [prompt_tokens, STAYS - had + 20, 1]
-
-    run(server, scenario)
-
-
-def test_stop_strings_end_the_text_before_them(server: Server) -> None:
-    """Completions and chat, streamed and not: the text is that of an unstopped request, up to the string."""
-
-    async def answers(client: httpx.AsyncClient, chat: bool, **asked: Any) -> list[tuple[str, str, int]]:
-        """(text, finish_reason, tokens): whole and streamed."""
-        url, sent = server.gateway + path(chat), body(60, chat, temperature=1, seed=7, **asked)
-        (choice,) = (await post(client, url, json=sent))["choices"]
-        stream = await Stream().read(client, url, sent)
-        assert stream.ended
-        text = choice["message"]["content"] if chat else choice["text"]
-        return [
-            (text, choice["finish_reason"], len(choice["token_ids"])),
-            (stream.text[0], stream.finish[0], num_tokens(stream)),
-        ]
-
-    async def scenario(client: httpx.AsyncClient) -> None:
-        for chat in (False, True):
-            unstopped, streamed = await answers(client, chat)
-            assert unstopped == streamed and unstopped[1:] == ("length", 60)
-            text = unstopped[0]
-            pairs = [(at, text[at : at + 2]) for at in range(len(text) // 3, len(text) - 1)]
-            # Where its two characters come first. Others than ASCII may be half a character of bytes to come.
-            middle, stop = next((at, pair) for at, pair in pairs if pair.isascii() and text.index(pair) == at)
-            for found, reason, count in await answers(client, chat, stop=["never sampled", stop]):
-                assert (found, reason) == (text[:middle], "stop")
-                assert count < 60
-            await until(lambda: is_metric(client, server.gateway, RUNNING, 0))
 
     run(server, scenario)
 

@@ -3,10 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,85 +12,27 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release, tag_of
-from tests.system.conftest import MAX_NUM_SEQS, EngineHost
+from rollout.types import Completion, GenerationRequest
+from tests.support.engines import (
+    BOTH_SCHEDULERS,
+    MAX_NUM_SEQS,
+    EngineHost,
+    assert_tokens_equal_tags,
+    pause,
+    prompt,
+    reference_logprobs,
+    request,
+    resume,
+    update,
+)
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
 
 request_numbers = count()
 
 
-def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
-    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))
-    return GenerationRequest(
-        request_id=RequestId(ordinal=next(request_numbers)), prompt_ids=prompt_ids, sampling=params
-    )
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(5, 250) for _ in range(length))
-
-
-async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:
-    manifest = publish(weights, version)
-    try:
-        await engine.stage(manifest)
-        await pause(engine, clear_cache)
-        tags = await engine.swap(version)
-        assert tags == [tag_of(manifest)]
-        await resume(engine)
-    finally:
-        release()
-
-
-async def pause(engine: Any, clear_cache: bool = False) -> None:
-    await engine.admission.hold()
-    await engine.freeze(clear_cache)
-
-
-async def resume(engine: Any) -> None:
-    await engine.thaw()
-    engine.admission.release()
-
-
-def reference_logprobs(host: EngineHost, weights: dict[str, torch.Tensor], tokens: list[int], start: int) -> np.ndarray:
-    """Logprobs of tokens[start:] by transformers, with the same weights."""
-    model = AutoModelForCausalLM.from_pretrained(host.model_path, dtype=torch.float32)
-    missing = model.load_state_dict(weights, strict=False)
-    assert not missing.unexpected_keys
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1].float()
-    return F.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[start - 1 :, 0].numpy()
-
-
-def run(host: EngineHost, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def within_deadline() -> Any:
-        async with asyncio.timeout(120):
-            return await coroutine
-
-    return host.runner.run(within_deadline())
-
-
-def assert_tokens_equal_tags(completion: Completion) -> None:
-    if len(completion.token_ids) == 0:
-        assert completion.spans == ()
-        return
-    assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
-    assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
-    for span in completion.spans:
-        assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["labels-of-the-core", "counts-behind-the-barrier"])
-def test_every_token_equals_its_tag(host: EngineHost, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH_SCHEDULERS
+def test_every_token_equals_its_tag(host: EngineHost, native: bool) -> None:
     """Version v always emits token 40 + v, so the tokens themselves say which weights sampled them."""
-    from rollout.engines.vllm import client as gated_llm
-
-    if native and not gated_llm.HAS_NATIVE_VERSIONS:
-        pytest.skip("this vLLM has no labels of its own")
-    monkeypatch.setattr(host.engine, "_native_versions", native)
-
-    monkeypatch.setattr(gated_llm, "HAS_NATIVE_VERSIONS", native)
 
     async def scenario() -> list[Completion]:
         first = 10 if native else 30  # versions only ever grow
@@ -134,20 +74,21 @@ def test_every_token_equals_its_tag(host: EngineHost, native: bool, monkeypatch:
         asker.cancel()
         return [task.result() for task in tasks]
 
-    completions = run(host, scenario())
+    completions = host.run(scenario())
     for completion in completions:
         assert_tokens_equal_tags(completion)
     assert max(len(completion.spans) for completion in completions) >= 3
     assert sum(len(completion.spans) > 1 for completion in completions) >= MAX_NUM_SEQS
 
 
+@BOTH_SCHEDULERS
 def test_logprobs_are_those_of_the_live_weights(host: EngineHost) -> None:
     """A stale layer would still emit plausible tokens: so every logprob is recomputed by transformers."""
     ids = prompt(1, 40)
     for version in (50, 51):
         weights = random_weights(host.model_path, seed=version)
-        run(host, update(host.engine, weights, version))
-        completion = run(host, host.engine.generate(request(ids, temperature=1.0, max_tokens=30, seed=0)))
+        host.run(update(host.engine, weights, version))
+        completion = host.run(host.engine.generate(request(ids, temperature=1.0, max_tokens=30, seed=0)))
         expected = reference_logprobs(host, weights, [*ids, *completion.token_ids.tolist()], start=len(ids))
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
@@ -156,9 +97,9 @@ def test_logprobs_are_of_the_processed_distribution(host: EngineHost) -> None:
     """Temperature and top-p are in the logprob: it is that of the distribution the token was drawn from."""
     ids, temperature, top_p = prompt(2, 20), 0.7, 0.6
     weights = random_weights(host.model_path, seed=60)
-    run(host, update(host.engine, weights, 60))
-    completion = run(
-        host, host.engine.generate(request(ids, temperature=temperature, top_p=top_p, max_tokens=20, seed=0))
+    host.run(update(host.engine, weights, 60))
+    completion = host.run(
+        host.engine.generate(request(ids, temperature=temperature, top_p=top_p, max_tokens=20, seed=0))
     )
     model = AutoModelForCausalLM.from_pretrained(host.model_path, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
@@ -193,7 +134,7 @@ def test_new_requests_read_no_prefix_of_older_weights(
         kept.cancel()
         return completion
 
-    completion = run(host, scenario())
+    completion = host.run(scenario())
     expected = reference_logprobs(host, new, [*ids, *completion.token_ids.tolist()], start=len(ids))
     if salted:
         assert completion.cached_tokens == 0
@@ -217,7 +158,7 @@ def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: E
         await update(host.engine, new, 91)
         return await asyncio.gather(*tasks)
 
-    late = run(host, scenario())[MAX_NUM_SEQS:]
+    late = host.run(scenario())[MAX_NUM_SEQS:]
     for completion in late:
         assert [span.global_steps for span in completion.spans] == [91]
         expected = reference_logprobs(host, new, [*ids, *completion.token_ids.tolist()], start=len(ids))
@@ -225,6 +166,7 @@ def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: E
     assert sum(completion.cached_tokens > 0 for completion in late) >= 1, "they do share the new prefix"
 
 
+@BOTH_SCHEDULERS
 def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
     """Pause, the same weights again, resume: token by token and logprob by logprob what an unpaused run gives."""
     weights = random_weights(host.model_path, 100)
@@ -238,9 +180,9 @@ def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
             await update(host.engine, weights, 101 + index)
         return await asyncio.gather(*tasks)
 
-    run(host, update(host.engine, weights, 100))
-    undisturbed = run(host, scenario(requests, updates=0))
-    disturbed = run(host, scenario(again, updates=3))
+    host.run(update(host.engine, weights, 100))
+    undisturbed = host.run(scenario(requests, updates=0))
+    disturbed = host.run(scenario(again, updates=3))
     for calm, paused in zip(undisturbed, disturbed, strict=True):
         np.testing.assert_array_equal(calm.token_ids, paused.token_ids)
         np.testing.assert_allclose(calm.logprobs, paused.logprobs, atol=2e-5)
@@ -262,7 +204,7 @@ def test_nothing_moves_while_paused_and_a_new_request_waits(host: EngineHost) ->
         await resume(host.engine)
         await asyncio.gather(running, late)
 
-    run(host, scenario())
+    host.run(scenario())
 
 
 def test_a_cancelled_request_frees_its_seat(host: EngineHost) -> None:
@@ -278,7 +220,7 @@ def test_a_cancelled_request_frees_its_seat(host: EngineHost) -> None:
         await host.engine.generate(request(prompt(0, 10), max_tokens=2))
         assert host.engine._llm.output_counts() == {}
 
-    run(host, scenario())
+    host.run(scenario())
 
 
 def test_wrong_weights_are_refused_before_the_pause(host: EngineHost) -> None:
@@ -288,14 +230,9 @@ def test_wrong_weights_are_refused_before_the_pause(host: EngineHost) -> None:
     wrong[3] ^= 1
     try:
         with pytest.raises(Exception, match=rf"{manifest.tensors[3].name} came with checksums"):
-            run(host, host.engine.stage(replace(manifest, checksums=(tuple(wrong),))))
+            host.run(host.engine.stage(replace(manifest, checksums=(tuple(wrong),))))
         with pytest.raises(Exception, match="cannot swap in version 121"):
-            run(host, host.engine.swap(121))
+            host.run(host.engine.swap(121))
     finally:
         release()
-    run(host, host.engine.generate(request(prompt(0, 10), max_tokens=2)))
-
-
-@pytest.fixture
-def host(engine_host: EngineHost) -> EngineHost:
-    return engine_host
+    host.run(host.engine.generate(request(prompt(0, 10), max_tokens=2)))

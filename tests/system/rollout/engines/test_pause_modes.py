@@ -11,10 +11,10 @@ import torch
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
+from tests.support.engines import BOTH_SCHEDULERS, MAX_NUM_SEQS, EngineHost, prompt, reference_logprobs, request, until
 from tests.support.weights import publish, random_weights, release, tag_of
-from tests.system.conftest import MAX_NUM_SEQS, EngineHost, until
-from tests.system.rollout.engines.test_engine import prompt, reference_logprobs, request, run
 
+pytestmark = pytest.mark.usefixtures("native")
 TOKENS = 800
 
 
@@ -56,17 +56,7 @@ def check_begins_as(part: Completion, whole: Completion) -> None:
     assert [0, *(span.end for span in part.spans)] == [*(span.start for span in part.spans), count]
 
 
-@pytest.fixture(params=[True, False], ids=["labels-of-the-core", "counts-behind-the-barrier"])
-def host(engine_host: EngineHost, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EngineHost:
-    from rollout.engines.vllm import client as gated_llm
-
-    if request.param and not gated_llm.HAS_NATIVE_VERSIONS:
-        pytest.skip("this vLLM has no labels of its own")
-    monkeypatch.setattr(engine_host.engine, "_native_versions", request.param)
-    monkeypatch.setattr(gated_llm, "HAS_NATIVE_VERSIONS", request.param)
-    return engine_host
-
-
+@BOTH_SCHEDULERS
 def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -> None:
     """After an update in their midst, so that each has tokens of two versions; those without a seat have none."""
     weights = random_weights(host.model_path, 200)
@@ -89,7 +79,7 @@ def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -
         await replica.resume()
         return calm, ended, await late[0]
 
-    calm, ended, late = run(host, scenario())
+    calm, ended, late = host.run(scenario())
     assert {completion.finish_reason for completion in ended} == {"abort"}
     for part, whole in zip(ended[:MAX_NUM_SEQS], calm, strict=True):
         assert 60 <= len(part.token_ids) < TOKENS
@@ -133,7 +123,7 @@ def test_pause_wait_lets_the_running_finish_and_holds_all_others(host: EngineHos
         assert not await host.engine._llm.is_paused()
         return calm, [*await asyncio.gather(*running), *await asyncio.gather(*late)]
 
-    calm, completions = run(host, scenario())
+    calm, completions = host.run(scenario())
     lengths = [TOKENS] + [100] * 3 + [TOKENS] * 3
     assert [(len(one.token_ids), one.finish_reason) for one in completions] == [(n, "length") for n in lengths]
     for completion, whole in zip(completions, [calm[0], *calm[:3], *calm[:3]], strict=True):
@@ -169,7 +159,7 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         assert stats["trajectories"] - before["trajectories"] == len(asked)
         return calm, completions
 
-    calm, completions = run(host, scenario())
+    calm, completions = host.run(scenario())
     aborted = completions.pop(3)
     check_begins_as(aborted, calm.pop(3))
     assert 50 <= len(aborted.token_ids) < TOKENS and [span.global_steps for span in aborted.spans] == [220, 221]
@@ -193,7 +183,7 @@ def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whol
             await push(replica, weights[version], version)
         return await asyncio.gather(*tasks)
 
-    for index, completion in enumerate(run(host, scenario())):
+    for index, completion in enumerate(host.run(scenario())):
         ids = prompt(index, 20 + index)
         assert (len(completion.token_ids), completion.finish_reason) == (TOKENS, "length")
         assert [span.global_steps for span in completion.spans] == [230, 231, 232]

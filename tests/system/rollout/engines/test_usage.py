@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.engines.vllm.client import GatedLLM
-from tests.system.conftest import EngineHost
+from tests.support.engines import EngineHost
 
 PROMPT: Any = {"prompt_token_ids": [5, 6, 7]}
 

@@ -2,11 +2,9 @@
 and ours held against the engine's own."""
 
 import asyncio
-import os
 import random
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,26 +13,26 @@ from prometheus_client import REGISTRY
 
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion, VersionSpan
+from tests.support.engines import (
+    BOTH_SCHEDULERS,
+    MAX_NUM_SEQS,
+    EngineHost,
+    assert_tokens_equal_tags,
+    hosted,
+    pause,
+    prompt,
+    reference_logprobs,
+    request,
+    resume,
+    update,
+)
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
-from tests.system.conftest import MAX_NUM_SEQS, EngineHost
-from tests.system.rollout.engines.test_engine import pause, prompt, reference_logprobs, request, resume, run, update
 
 
 @pytest.fixture(scope="module")
-def small_host(small_spec: EngineSpec, tiny_model: Path) -> Iterator[EngineHost]:
-    """An engine whose KV cache holds a handful of sequences."""
-    from rollout.engines.vllm.engine import VllmEngine
-    from rollout.replica.replica_group import engine_env
-
-    os.environ.update(engine_env(small_spec))
-    with asyncio.Runner() as runner:
-
-        async def start() -> VllmEngine:
-            return VllmEngine(replace(small_spec, kv_cache_bytes=1 << 20, log_stats=True))
-
-        engine = runner.run(start())
-        yield EngineHost(engine, runner, tiny_model)
-        engine.shutdown()
+def small_host(engine_spec: EngineSpec) -> Iterator[EngineHost]:
+    with hosted(replace(engine_spec, kv_cache_bytes=1 << 20, max_model_len=512, log_stats=True)) as host:
+        yield host
 
 
 async def under_updates(
@@ -49,14 +47,6 @@ async def under_updates(
     completions = await asyncio.gather(*calls)
     await updating
     return completions
-
-
-def check(completions: list[Completion]) -> None:
-    for completion in completions:
-        assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
-        assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
-        for span in completion.spans:
-            assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}
 
 
 def num_preemptions() -> float:
@@ -78,8 +68,9 @@ def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monke
         return await under_updates(host, range(1, 6), 0.15, *(host.engine.generate(one) for one in requests))
 
     preempted_before = num_preemptions()
-    completions = run(host, scenario())
-    check(completions)
+    completions = host.run(scenario())
+    for completion in completions:
+        assert_tokens_equal_tags(completion)
     assert num_preemptions() > preempted_before
     assert [len(completion.token_ids) for completion in completions] == [one.sampling.max_tokens for one in requests]
     assert any(len(completion.spans) > 1 for completion in completions)
@@ -88,6 +79,7 @@ def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monke
     assert gauges["engine_requests"] == MAX_NUM_SEQS + gauges["restarted_requests"]
 
 
+@BOTH_SCHEDULERS
 def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
     """More prompt tokens than one step takes, and a pause in the midst of them: the logprob of the first token is that
     of weights which saw the whole prompt."""
@@ -113,7 +105,7 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
 
     for attempt in range(5):
         prompts = [prompt(1000 + 100 * attempt + index, 900) for index in range(12)]
-        completions, under_way = run(host, scenario(prompts))
+        completions, under_way = host.run(scenario(prompts))
         if under_way and all(completion.spans[-1].global_steps == 131 for completion in completions):
             break  # otherwise this process stood still until the first were done, and the pause came too late
     assert 2 <= len(under_way) < len(prompts), "some had a token when the pause came, and others no whole prefill"
@@ -138,7 +130,7 @@ def test_recomputed_kv_is_of_the_new_weights_alone(host: EngineHost) -> None:
             await update(host.engine, new, version + 1, clear_cache)
             return await task
 
-        completion = run(host, scenario())
+        completion = host.run(scenario())
         assert [span.global_steps for span in completion.spans] == [version, version + 1]
         boundary = completion.spans[1].start
         expected = reference_logprobs(host, new, [*ids, *completion.token_ids.tolist()], start=len(ids))
@@ -178,10 +170,6 @@ def test_our_counts_agree_with_the_engines_labels(host: EngineHost, monkeypatch:
         calls = [engine.generate(request(prompt(i, 20), max_tokens=300)) for i in range(3 * MAX_NUM_SEQS)]
         return await under_updates(host, range(first + 1, first + 6), 0.15, *calls)
 
-    check(run(host, scenario()))
+    for completion in host.run(scenario()):
+        assert_tokens_equal_tags(completion)
     assert sum(len(spans) > 2 for spans in labels) > 3
-
-
-@pytest.fixture
-def host(engine_host: EngineHost) -> EngineHost:
-    return engine_host

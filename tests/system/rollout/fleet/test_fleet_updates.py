@@ -1,22 +1,17 @@
 """Real trainer ranks and replicas, every transport: the engines hold the trainer's weights afterwards, bit for bit."""
 
 import asyncio
-import os
-import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from configs.schema import PauseMode, Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion
-from tests.support.actors import monitor_of
 from tests.support.real_fleet import (
     BUCKET_BYTES,
     CONFIG,
@@ -214,28 +209,3 @@ def check_pauses(scene: Scene, paused: list[list[Completion]], pauses: list[tupl
             assert 0 < count < PAUSED_TOKENS and ends[version] == count, "some tokens before the pause, others after it"
     assert len(pauses[0][1]) == len(pauses[1][1]) == 2 + 2 * 2, "every seat was taken"
     assert max(len(completion.spans) for completion in completions.values()) == 3
-
-
-def test_a_replica_that_dies_is_given_up_and_the_update_reaches_the_others(scene: Scene) -> None:
-    """Over a transport in which all wait for one another: well before weight_sync.stage_timeout_s."""
-    survivor, victim = scene.replicas[1], scene.replicas[0]
-    config = TRANSPORTS["collective"]
-
-    async def scenario() -> Any:
-        manager = await scene.manager(config)
-        watch = asyncio.create_task(monitor_of(scene.fleet).run())
-        pid = await victim.actor.__ray_call__.remote(lambda _self: os.getpid())
-        for process in psutil.Process(pid).children(recursive=True):
-            process.send_signal(signal.SIGKILL)
-        scene.version += 1
-        async with asyncio.timeout(CONFIG.weight_sync.stage_timeout_s / 4):
-            report = await manager.update_weights(scene.version)
-        assert not watch.done(), "one replica is enough"
-        watch.cancel()
-        return report
-
-    report = scene.run(scenario())
-    assert [update.name for update in report.replicas] == [survivor.name]
-    assert report.failures >= 1
-    statuses = scene.run(scene.control.statuses())
-    assert [(status.name, status.global_steps) for status in statuses] == [(survivor.name, scene.version)]

@@ -53,29 +53,6 @@ def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
     assert warm_up(model, iter(batch), steps=1, batch_size=3, lr=1e-3) == pytest.approx(total / count, rel=1e-5)
 
 
-def test_learning_rate_rises_for_20_steps_then_falls_to_5_percent():
-    fractions = [warmup._lr_fraction(step, 400) for step in range(400)]
-    assert fractions[0] == pytest.approx(1 / 20)
-    assert fractions[20] == pytest.approx(0.95)
-    assert fractions[200] == pytest.approx(0.5)
-    assert fractions[-1] == pytest.approx(0.05)
-
-
-def test_examples_that_run_out_are_an_error():
-    with pytest.raises(ValueError, match=r"5 examples: 2 steps of batch_size=4 need 8"):
-        warm_up(build_model(448, seed=0), iter(examples()[:5]), steps=2, batch_size=4, lr=1e-3)
-    with pytest.raises(ValueError, match="steps=0 and batch_size=4"):
-        warm_up(build_model(448, seed=0), iter(examples()), steps=0, batch_size=4, lr=1e-3)
-
-
-def test_prompt_and_answer_are_tokenized_apart_and_the_answer_ends_with_eos():
-    tokenizer = build_tokenizer(["A: 1"] * 3)
-    [(prompt, answer)] = tokenized_examples(tokenizer, ["Q\nA: "], ["1+1=2"])
-    assert tokenizer.decode(prompt) == "Q\nA: "
-    assert answer[-1] == EOS_TOKEN_ID
-    assert tokenizer.decode(answer[:-1]) == "1+1=2"
-
-
 def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):
     steps: list[int] = []
     made = ensure_warm_model(tmp_path, SPEC, PAIRS, progress=lambda step, _: steps.append(step))

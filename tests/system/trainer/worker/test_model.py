@@ -26,7 +26,7 @@ from tests.support.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
-from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, tree_mask
+from trainer.worker.model import Policy, load_policy, tree_mask
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -180,22 +180,6 @@ def test_a_batch_without_tokens_has_gradients_of_zero(causal_lm: Qwen3ForCausalL
     found = gradients(Policy(causal_lm, 1.0), pack([], layout))
     assert found
     assert all(not gradient.any() for gradient in found.values())
-
-
-def test_published_parameters_name_tied_weights_once_and_are_cast(causal_lm: Qwen3ForCausalLM) -> None:
-    policy = Policy(causal_lm, 1.0)
-    tensors = dict(local_shards(policy, torch.bfloat16))
-    names = [name for name, _, _ in parameter_specs(policy, torch.bfloat16)]
-    assert names == list(tensors)
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names  # tied
-    assert set(names) <= set(causal_lm.state_dict())
-    for name, dtype, shape in parameter_specs(policy, torch.bfloat16):
-        tensor = tensors[name]
-        assert dtype is tensor.dtype is torch.bfloat16
-        assert shape == list(tensor.shape)
-        assert not tensor.requires_grad
-        assert torch.equal(tensor, causal_lm.state_dict()[name].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

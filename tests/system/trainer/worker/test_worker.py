@@ -15,7 +15,7 @@ from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
 from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
-from tests.support.worker_runs import Inbox, Outcome, free_master, one_rank, pack, run_worker
+from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank, pack, run_worker
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny.model import build_model
@@ -57,7 +57,7 @@ def reference_outcome(config: Config, steps: Sequence[Sequence[TrajectoryGroup]]
 def two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    jobs = {layout.value: (CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
+    jobs = {layout.value: Job(CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
@@ -76,7 +76,7 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4) -> N
 def test_one_rank_is_the_plain_trainer(
     layout: Layout, model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome
 ) -> None:
-    assert_same(one_rank(CONFIG, model_path, pack(steps, layout, 1)), reference)
+    assert_same(one_rank(Job(CONFIG, model_path, pack(steps, layout, 1))), reference)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -91,7 +91,7 @@ def test_two_ranks_are_the_plain_trainer(
 def test_metrics_do_not_depend_on_ranks_or_layout(
     two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    expected = one_rank(CONFIG, model_path, pack(steps, Layout.padded, 1)).metrics
+    expected = one_rank(Job(CONFIG, model_path, pack(steps, Layout.padded, 1))).metrics
     keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")
     for outcome in two_ranks.values():
         for found_step, expected_step in zip(outcome.metrics, expected, strict=True):
@@ -109,7 +109,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
     groups = [replace(steps[0][0], trajectories=(first, surprising, *rest)), *steps[0][1:]]
     config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
     batches = pack([groups], Layout.padded, 1, budget=10_000)
-    metrics = one_rank(config, model_path, batches).metrics[0]
+    metrics = one_rank(Job(config, model_path, batches)).metrics[0]
     model = build_model(VOCAB_SIZE, seed=0)
     log_ratios, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
     log_ratio = torch.cat(log_ratios)
@@ -147,18 +147,10 @@ def test_the_current_policy_as_proximal_is_weighted_and_capped(
 ) -> None:
     algorithm = AlgorithmConfig(group_size=4, proximal=Proximal.current, importance_cap=1.1)
     config = replace(CONFIG, algorithm=algorithm)
-    found = one_rank(config, model_path, pack(steps, Layout.shared_prompt, 1))
+    found = one_rank(Job(config, model_path, pack(steps, Layout.shared_prompt, 1)))
     assert_same(found, reference_outcome(config, steps))
     assert [metrics["actor/pg_clipfrac"] for metrics in found.metrics] == [0, 0, 0]
     assert all(metrics["actor/importance_weight"] < 1.1 for metrics in found.metrics)
-
-
-def test_logits_in_chunks_and_recomputed_activations_change_nothing(
-    model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer.worker.model, "MAX_LOGITS", 5 * VOCAB_SIZE)
-    config = replace(CONFIG, trainer=replace(CONFIG.trainer, gradient_checkpointing=True))
-    assert_same(one_rank(config, model_path, pack(steps, Layout.shared_prompt, 1)), reference)
 
 
 def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weights(
@@ -166,7 +158,7 @@ def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weight
 ) -> None:
     monkeypatch.setattr(trainer.worker.model, "MAX_LOGITS", 5 * VOCAB_SIZE)
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=True))
-    found = one_rank(config, model_path, pack(steps[:1], Layout.padded, 1))
+    found = one_rank(Job(config, model_path, pack(steps[:1], Layout.padded, 1)))
     norm = reference.metrics[0]["actor/grad_norm"]
     assert found.metrics[0]["actor/grad_norm"] == pytest.approx(norm, rel=0.05)
     assert found.metrics[0]["actor/grad_norm"] != pytest.approx(norm, rel=1e-5)

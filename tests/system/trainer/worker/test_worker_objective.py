@@ -13,7 +13,7 @@ from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, Rollou
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, random_groups, sequence_logprobs
-from tests.support.worker_runs import Outcome, one_rank, two_ranks
+from tests.support.worker_runs import Job, Outcome, one_rank, two_ranks
 from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
@@ -80,9 +80,9 @@ def on_two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {
-        "bonuses": (BONUSES, model_path, with_reference(steps, Layout.shared_prompt, 2)),
-        "sequences": (SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
-        "critic": (CRITIC, model_path, with_critic(steps, Layout.shared_prompt, 2)),
+        "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.shared_prompt, 2)),
+        "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
+        "critic": Job(CRITIC, model_path, with_critic(steps, Layout.shared_prompt, 2)),
     }
     return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
@@ -103,7 +103,7 @@ def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer
     plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), BONUSES)
     expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
     if num_ranks == 1:
-        found = one_rank(BONUSES, model_path, with_reference(steps, Layout.padded, 1))
+        found = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.padded, 1)))
     else:
         found = on_two_ranks["bonuses"]
     assert_close(found.weights, {name: p.detach() for name, p in plain.model.named_parameters()})
@@ -122,7 +122,7 @@ def test_the_reference_stays_the_first_policy(
 ) -> None:
     """Scores after three steps, at whatever rank a token is; and the KL of the policy that sampled to it, by k1."""
     if num_ranks == 1:
-        scores = one_rank(BONUSES, model_path, with_reference(steps, Layout.padded, 1)).scores
+        scores = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.padded, 1))).scores
     else:
         scores = on_two_ranks["bonuses"].scores
     expected = reference_logprobs(steps[-1])
@@ -135,7 +135,7 @@ def test_the_reference_stays_the_first_policy(
 def test_losses_of_whole_trajectories_do_not_depend_on_ranks_or_layout(
     on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    expected = one_rank(SEQUENCES, model_path, of_sequences(steps, Layout.shared_prompt, 1))
+    expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.shared_prompt, 1)))
     found = on_two_ranks["sequences"]
     assert_close(found.weights, expected.weights)
     keys = expected.metrics[0].keys() - {"perf/trainer_busy_s", "perf/padded_tokens"}
@@ -179,7 +179,7 @@ def test_the_critic_learns_its_returns_as_a_plain_one_does(
     plain = PlainCritic(CRITIC)
     expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
     if num_ranks == 1:
-        found = one_rank(CRITIC, model_path, with_critic(steps, Layout.padded, 1))
+        found = one_rank(Job(CRITIC, model_path, with_critic(steps, Layout.padded, 1)))
     else:
         found = on_two_ranks["critic"]
     for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):

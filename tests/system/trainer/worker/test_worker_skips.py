@@ -14,7 +14,7 @@ import torch
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig
 from tests.support import worker_runs
 from tests.support.reference import VOCAB_SIZE, double, random_groups
-from tests.support.worker_runs import Inbox, pack, run_worker
+from tests.support.worker_runs import Inbox, Job, pack, run_worker
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import to_floats
 from trainer.tiny.model import build_model
@@ -180,7 +180,7 @@ def test_what_breaks_on_one_rank_is_skipped_on_all(model_path: str, tmp_path: Pa
     groups = random_groups(double(build_model(VOCAB_SIZE, seed=0)), seed=0)
     (step,) = pack([groups], Layout.padded, 2)
     broken = with_signals(step, rank=1, rollout_logprobs=to_nan)
-    jobs = {"skipped": (CONFIG, model_path, [broken, step]), "taken": (CONFIG, model_path, [step, step])}
+    jobs = {"skipped": Job(CONFIG, model_path, [broken, step]), "taken": Job(CONFIG, model_path, [step, step])}
     outcomes = worker_runs.two_ranks(jobs, tmp_path / "answer.pickle", TIMEOUT_S)
     skipped, taken = outcomes["skipped"], outcomes["taken"]
     assert [metrics["actor/skipped_steps"] for metrics in skipped.metrics] == [1, 0]

@@ -1,0 +1,139 @@
+"""A real vLLM engine in this process, requests for it, updates of it, and the truth its answers are held against."""
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from rollout.engines.base import EngineSpec
+from rollout.replica.replica_group import engine_env
+from rollout.request_ids import RequestId
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.weights import FIRST_TOKEN, publish, release, tag_of
+
+MAX_NUM_SEQS = 16
+request_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """A real vLLM engine in this process, and the event loop it lives on."""
+
+    engine: Any
+    runner: asyncio.Runner
+    model_path: Path
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async def within_deadline() -> Any:
+            async with asyncio.timeout(120):
+                return await coroutine
+
+        return self.runner.run(within_deadline())
+
+    async def every_one_has(self, count: int, num_tokens: int) -> None:
+        """Returns when `count` requests run, each with so many tokens at least."""
+
+        def holds() -> bool:
+            counts = self.engine._llm.output_counts().values()
+            return len(counts) == count and min(counts) >= num_tokens
+
+        await until(holds)
+
+    async def settled_counts(self) -> dict[str, int]:
+        """Tokens of each request of a frozen engine, whose last ones may come after the answer to the pause."""
+        counts, before = self.engine._llm.output_counts(), None
+        while counts != before:
+            await asyncio.sleep(0.3)
+            counts, before = self.engine._llm.output_counts(), counts
+        return counts
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+@contextmanager
+def hosted(spec: EngineSpec) -> Iterator[EngineHost]:
+    """An engine whose outputs of one step are taken in few at a time, as those of hundreds of requests are: then the
+    answer to a pause can overtake some of them."""
+    os.environ.update(engine_env(spec))
+    from rollout.engines.vllm.engine import VllmEngine
+
+    async def start() -> VllmEngine:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "2")
+            engine = VllmEngine(spec)
+            engine._llm._run_output_handler()  # it reads that now
+        return engine
+
+    with asyncio.Runner() as runner:
+        engine = runner.run(start())
+        yield EngineHost(engine, runner, Path(spec.model_path))
+        engine.shutdown()
+
+
+BOTH_SCHEDULERS = pytest.mark.parametrize("host", ["engine_host", "async_host"], indirect=True)
+
+
+def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))
+    return GenerationRequest(
+        request_id=RequestId(ordinal=next(request_numbers)), prompt_ids=prompt_ids, sampling=params
+    )
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).randrange(5, 250) for _ in range(length))
+
+
+async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:
+    manifest = publish(weights, version)
+    try:
+        await engine.stage(manifest)
+        await pause(engine, clear_cache)
+        tags = await engine.swap(version)
+        assert tags == [tag_of(manifest)]
+        await resume(engine)
+    finally:
+        release()
+
+
+async def pause(engine: Any, clear_cache: bool = False) -> None:
+    await engine.admission.hold()
+    await engine.freeze(clear_cache)
+
+
+async def resume(engine: Any) -> None:
+    await engine.thaw()
+    engine.admission.release()
+
+
+def reference_logprobs(host: EngineHost, weights: dict[str, torch.Tensor], tokens: list[int], start: int) -> np.ndarray:
+    """Logprobs of tokens[start:] by transformers, with the same weights."""
+    model = AutoModelForCausalLM.from_pretrained(host.model_path, dtype=torch.float32)
+    missing = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return F.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[start - 1 :, 0].numpy()
+
+
+def assert_tokens_equal_tags(completion: Completion) -> None:
+    count = len(completion.token_ids)
+    assert len(completion.logprobs) == count
+    assert [0, *(span.end for span in completion.spans)] == [*(span.start for span in completion.spans), count]
+    for span in completion.spans:
+        assert set(completion.token_ids[span.start : span.end]) == {FIRST_TOKEN + span.global_steps}

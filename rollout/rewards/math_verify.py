@@ -1,105 +1,89 @@
-"""Mathematical equivalence by math-verify, in processes that can be killed: it hangs on some responses."""
+"""Mathematical equivalence by math-verify, in processes of its own: sympy can hang in C code that no signal handler
+interrupts, and can allocate memory without bound, on a response such as `\\boxed{9^{9^{9^9}}}`."""
 
 import asyncio
-import contextlib
-import json
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
-from typing import Any
+import importlib
+import logging
+import multiprocessing
+import resource
+import signal
 
-from configs.runtime.environment import REPO_ROOT
+from pebble import ProcessExpired, ProcessPool
+
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
-COMMAND = (sys.executable, "-m", f"{__package__}.math_verify_process")
+MAX_MEMORY_BYTES = 4 * 2**30
+TAIL_CHARS = 2000
+"""Only the end of the response is parsed: the answer is there, and parsing time grows with the length."""
+MAX_ANSWER_CHARS = 200
+
+
+class UnreadableReferenceError(ValueError):
+    """The ground truth of a prompt cannot be read as mathematics."""
 
 
 class MathVerifyReward:
-    """Reward 1 when the last answer of the response equals the reference as a number, expression, set or interval."""
+    """Reward 1 when the last answer of the response equals the reference as a number, expression, set or interval.
 
-    def __init__(self, num_processes: int, timeout_s: float):
-        self._pool = VerifierPool(num_processes, timeout_s)
-
-    async def __call__(self, prompt: Prompt, text: str) -> RewardResult:
-        """Raises ValueError when the prompt's ground truth cannot be read as mathematics."""
-        reply = await self._pool.compare(prompt.ground_truth, text)
-        if reply is None:
-            return RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
-        if "error" in reply:
-            raise ValueError(f"prompt {prompt.ordinal}: {reply['error']}")
-        is_right, answer = float(reply["is_right"]), reply["answer"]
-        metrics = {"format": float(answer is not None), "given_up": 0.0}
-        return RewardResult(reward=is_right, accuracy=is_right, answer=answer, metrics=metrics)
-
-
-class VerifierPool:
-    """Processes that compare answers, one comparison at a time each, started on demand.
-
-    The wait for a process and its start have no deadline of their own: rollout.reward_timeout_s cancels `compare`. The
-    processes end when this one does, because their standard input closes.
+    The wait for a process and its start have no deadline of their own: rollout.reward_timeout_s cancels the call.
     """
 
-    def __init__(self, num_processes: int, timeout_s: float, command: Sequence[str] = COMMAND):
-        """`timeout_s`: rollout.verify_timeout_s."""
+    def __init__(self, num_processes: int, timeout_s: float):
+        """`timeout_s`: rollout.verify_timeout_s. A process that takes longer is killed, and the answer is wrong."""
+        self._num_processes = num_processes
         self._timeout_s = timeout_s
-        self._command = command
-        self._seats = asyncio.Semaphore(num_processes)
-        self._idle: list[Process] = []
+        self._pool = self._new_pool()
 
-    async def compare(self, ground_truth: str, text: str) -> dict[str, Any] | None:
-        """Return the reply of `math_verify_process.compare`, or None when it took longer than rollout.verify_timeout_s
-        or its process died. That process is killed, and a later comparison starts another."""
-        request = {"ground_truth": ground_truth, "text": text, "timeout_s": self._timeout_s}
-        async with self._seats:
-            process = self._idle.pop() if self._idle else await self._start()
-            reply = None
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    reply = await _ask(process, request)
-            except TimeoutError:
-                pass
-            finally:
-                if reply is None:  # also when cancelled: a late reply must not answer the next comparison
-                    _kill(process)
-                else:
-                    self._idle.append(process)
-            if reply is None:
-                await process.communicate()  # reaps the process, which has been killed
-            return reply
+    def _new_pool(self) -> ProcessPool:
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPool(self._num_processes, initializer=prepare_process, context=spawn)
 
-    async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE, cwd=REPO_ROOT)
-        ready = False
+    async def __call__(self, prompt: Prompt, text: str) -> RewardResult:
+        """Raises UnreadableReferenceError."""
+        if not self._pool.active:  # something has killed a process that was idle
+            self._pool = self._new_pool()
+        comparison = self._pool.submit(compare, self._timeout_s, prompt.ground_truth, text, self._timeout_s)
         try:
-            ready = await _read(process) is not None
-        finally:
-            if not ready:
-                _kill(process)
-        if not ready:
-            raise RuntimeError(f"{' '.join(self._command)} ended before it was ready: is math-verify installed?")
-        return process
+            is_right, answer = await asyncio.wrap_future(comparison)
+        except UnreadableReferenceError as error:
+            raise UnreadableReferenceError(f"prompt {prompt.ordinal}: {error}") from None
+        except (TimeoutError, ProcessExpired):
+            return RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
+        metrics = {"format": float(answer is not None), "given_up": 0.0}
+        return RewardResult(reward=float(is_right), accuracy=float(is_right), answer=answer, metrics=metrics)
 
 
-def _kill(process: Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+def prepare_process() -> None:
+    importlib.import_module("math_verify")  # half a second, which counts towards no comparison
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for the C code to return
+    logging.disable(logging.WARNING)  # math-verify warns at every call that its own time limits are off
+    _limit(resource.RLIMIT_AS, MAX_MEMORY_BYTES)
 
 
-async def _ask(process: Process, request: dict[str, Any]) -> dict[str, Any] | None:
-    assert process.stdin is not None
+def compare(ground_truth: str, text: str, timeout_s: float) -> tuple[bool, str | None]:
+    """Whether the answer is right, and the answer as text, None where there is none. The process gives itself
+    `timeout_s` of CPU time and a little more: it ends also when nobody is left to kill it."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + timeout_s) + 2)
+    # math-verify's own time limits are off: they use signals, which do not interrupt C code.
+    reference = parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore
+    if not reference:
+        raise UnreadableReferenceError(f"math-verify cannot read the ground truth {ground_truth!r}")
     try:
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        await process.stdin.drain()
-    except ConnectionError:
-        return None
-    return await _read(process)
+        answer = parse(
+            text[-TAIL_CHARS:],
+            [LatexExtractionConfig(), ExprExtractionConfig()],
+            parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+        )
+        is_right = bool(answer) and verify(reference, answer, timeout_seconds=None)
+        return is_right, str(answer[0])[:MAX_ANSWER_CHARS] if answer else None
+    except Exception:  # there is hardly one that sympy does not raise for something that a model wrote
+        return False, None
 
 
-async def _read(process: Process) -> dict[str, Any] | None:
-    """Return the next reply, None when the process has ended."""
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    return json.loads(line) if line else None
+def _limit(what: int, soft: int) -> None:
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

@@ -6,7 +6,6 @@ import inspect
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +15,6 @@ from rollout.rewards.base import Reward, RewardResult, WeightedSum
 from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
-PATIENCE_S = 0.05
-"""Synchronous rewards that have not begun after this time get a thread each."""
 MAX_THREADS = 256
 """Synchronous rewards of one call that run concurrently."""
 
@@ -55,73 +52,46 @@ class RewardScorer:
         return [self._reward.combine(results) for results in zip(*by_term, strict=True)]
 
     async def _score(self, reward: Reward, responses: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
-        calls = [partial(reward, prompt, text) for prompt, text in responses]
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-            outcomes = await self._on_the_loop(calls)
-        else:
-            parts = [calls[start : start + MAX_THREADS] for start in range(0, len(calls), MAX_THREADS)]
-            outcomes = [outcome for part in parts for outcome in await self._in_threads(part)]
-        return [_result(prompt, outcome) for (prompt, _), outcome in zip(responses, outcomes, strict=True)]
+        is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+        threads = asyncio.Semaphore(MAX_THREADS)
 
-    async def _on_the_loop(self, calls: Sequence[Call]) -> list[object]:
-        tasks = [asyncio.create_task(_awaited(call)) for call in calls]
+        async def outcome_of(prompt: Prompt, text: str) -> object:
+            if is_async:
+                return await _awaited(partial(reward, prompt, text))
+            async with threads:
+                return await _in_a_thread(partial(reward, prompt, text))
+
+        tasks = [asyncio.create_task(outcome_of(*response)) for response in responses]
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=self._timeout_s)
-            return [task.result() if task.done() else self._late() for task in tasks]
+            outcomes = [task.result() if task.done() else self._late() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _in_threads(self, calls: Sequence[Call]) -> list[object]:
-        """Return what each call returned, or `_Raised`.
-
-        One thread makes call after call and wakes the event loop once at the end: a wake-up per call would cost more
-        than a simple reward. After PATIENCE_S every call that still waits gets a thread of its own, so that a slow call
-        delays no other. A call that never returns cannot be stopped: its thread is abandoned.
-        """
-        loop = asyncio.get_running_loop()
-        outcomes = [self._late()] * len(calls)
-        waiting, ended, all_ended = deque(enumerate(calls)), deque[int](), asyncio.Event()
-
-        def work() -> None:
-            with contextlib.suppress(IndexError, RuntimeError):  # nothing waits any more; the event loop is closed
-                while True:
-                    index, call = waiting.popleft()
-                    outcomes[index] = _called(call, loop)
-                    ended.append(index)
-                    if len(ended) == len(calls):
-                        loop.call_soon_threadsafe(all_ended.set)
-
-        def start_threads(count: int) -> None:
-            for _ in range(count):  # daemons: a call that never returns must not keep the process alive
-                threading.Thread(target=work, name="reward", daemon=True).start()
-
-        start_threads(1)
-        patience = loop.call_later(PATIENCE_S, lambda: start_threads(len(waiting)))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await all_ended.wait()
-        except TimeoutError:
-            pass
-        finally:
-            patience.cancel()
-            waiting.clear()
-        return list(outcomes)
+        return [_result(prompt, outcome) for (prompt, _), outcome in zip(responses, outcomes, strict=True)]
 
     def _late(self) -> object:
         return _Raised(TimeoutError(f"took longer than rollout.reward_timeout_s={self._timeout_s:g}"))
 
 
-def _called(call: Call, loop: asyncio.AbstractEventLoop) -> object:
-    """Make the call in a thread. Catches SystemExit too: a reward may execute code that a model wrote."""
-    try:
-        value = call()
-        if inspect.isawaitable(value):
-            return asyncio.run_coroutine_threadsafe(_awaited(lambda: value), loop).result()
-        return value
-    except BaseException as error:
-        return _Raised(error)
+async def _in_a_thread(call: Call) -> object:
+    """What the call returned, or `_Raised`. A call that never returns cannot be stopped: its thread is abandoned, and
+    as a daemon it does not keep the process alive, as a thread of an executor would."""
+    loop, ended, outcomes = asyncio.get_running_loop(), asyncio.Event(), list[object]()
+
+    def work() -> None:
+        try:
+            outcomes.append(call())
+        except BaseException as error:  # SystemExit too: a reward may execute code that a model wrote
+            outcomes.append(_Raised(error))
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    await ended.wait()
+    [outcome] = outcomes
+    return await _awaited(lambda: outcome) if inspect.isawaitable(outcome) else outcome
 
 
 async def _awaited(call: Call) -> object:

@@ -111,7 +111,7 @@ def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path)
             assert record["reward/math_verify/given_up"] == 0
             parts = record["reward/math_verify"] + 0.5 * record["reward/format"] + record["reward/length_parity"]
             assert record["critic/rewards/mean"] == pytest.approx(parts, abs=1e-5)
-        assert any("math_verify_process" in " ".join(line) for line in run.command_lines.values())
+        assert any("multiprocessing.spawn" in " ".join(line) for line in run.command_lines.values())
         assert run.survivors() == []
     evaluated = evaluate(
         tmp_path / "evaluation",

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.rewards import scoring
 from rollout.rewards.base import Reward, RewardResult
 from rollout.rewards.scoring import RewardScorer
 from rollout.types import Prompt
@@ -17,11 +16,6 @@ from tests.support.fakes import make_prompt, run_virtual
 
 TEXTS = ["ab", "c", ""]
 NUMBERS = {"ab": np.int64(1), "c": np.float32(0.5), "": np.bool_(False)}
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "PATIENCE_S", 0.01)
 
 
 def results(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[RewardResult]:
@@ -133,8 +127,6 @@ def release() -> Iterator[threading.Event]:
 
 
 def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(release: threading.Event) -> None:
-    """Twice in a group, so that neither the thread for all nor one of the later ones may be alone."""
-
     def hangs(prompt: Prompt, text: str) -> float:
         if text == "hang":
             release.wait(30)
@@ -173,7 +165,7 @@ def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancell
 
 
 def test_slow_rewards_run_side_by_side() -> None:
-    """Async ones on the loop; of synchronous ones each waits for all others, which one thread could not do."""
+    """Async ones on the loop; of synchronous ones each waits for all others, so that each has a thread."""
     barrier = threading.Barrier(4, timeout=30)
 
     def meets(prompt: Prompt, text: str) -> float:
@@ -191,22 +183,6 @@ def test_slow_rewards_run_side_by_side() -> None:
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == pytest.approx(3600)
-
-
-def test_quick_rewards_share_one_thread_and_async_ones_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "PATIENCE_S", 30.0)
-    started: list[threading.Thread] = []
-
-    class Thread(threading.Thread):
-        def start(self) -> None:
-            started.append(self)
-            super().start()
-
-    monkeypatch.setattr(threading, "Thread", Thread)
-    assert outcomes(of_length, ["xx"] * 100) == [1.0] * 100
-    assert len(started) == 1 and started[0].daemon
-    assert outcomes(AsyncCallable()) == outcomes(later) == [1.0, 0.5, 0.0]
-    assert len(started) == 1
 
 
 def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:

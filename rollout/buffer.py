@@ -7,7 +7,7 @@ from functools import partial
 
 from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
-from rollout.failures import FailureBudget, GroupBudget
+from rollout.failures import FailureBudget, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
 
@@ -35,12 +35,9 @@ class TrajectoryBuffer:
     batch_timeout_s: float
     """trainer.batch_timeout_s"""
     failures: FailureBudget = field(default_factory=FailureBudget)
-    """Rewards that may fail; by default none."""
     max_sample_batches: int | None = None
     """algorithm.max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches in a
     row; None keeps them."""
-    group_failures: GroupBudget = field(default_factory=GroupBudget)
-    """Groups that may fail; by default none."""
 
     def __post_init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}
@@ -55,7 +52,7 @@ class TrajectoryBuffer:
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
         """Hand in the group of a slot. A group that a client aborted as a whole is replaced by another prompt. Raises
         RewardFailuresError and TooFewGroupsError."""
-        self.failures.count(group.errors)
+        self.failures.count_rewards(group.errors)
         async with self._changed:
             if group.is_aborted:
                 self.ledger.replace(slot)
@@ -125,7 +122,6 @@ class TrajectoryBuffer:
             "rollout/filtered_groups": self.ledger.num_filtered,
             "staleness/dropped_groups": self.ledger.num_dropped,
             **self.failures.gauges(),
-            **self.group_failures.gauges(),
         }
 
     def _check_filtered(self, max_sample_batches: int) -> None:
@@ -150,9 +146,7 @@ class TrajectoryBuffer:
         return TrainBatch(groups=tuple(fresh), masked_tokens=num_before - num_after)
 
 
-def make_buffer(
-    config: Config, failures: FailureBudget, group_failures: GroupBudget, global_steps: int = 0
-) -> TrajectoryBuffer:
+def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
     """The buffer of a run that has taken `global_steps` optimizer steps."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
@@ -163,9 +157,8 @@ def make_buffer(
     return TrajectoryBuffer(
         SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step, global_steps),
         trainer.batch_timeout_s,
-        failures,
+        failure_budget(config),
         algorithm.max_sample_batches if algorithm.filter_groups else None,
-        group_failures,
     )
 
 

@@ -1,4 +1,4 @@
-"""Budgets of a run for rewards and for groups that fail."""
+"""The budget of a run for rewards and for groups that fail."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,73 +10,69 @@ class RewardFailuresError(RuntimeError):
     """More rewards failed than rollout.max_failed_rewards allows. The message has the first failure."""
 
 
-@dataclass(slots=True)
-class FailureBudget:
-    """Counts failed rewards, of training and of evaluation."""
-
-    share: float = 0.0
-    """rollout.max_failed_rewards, of `num_trajectories`."""
-    num_trajectories: int = 0
-    num_failed: int = 0
-    _first: str = ""
-
-    def count(self, errors: Iterable[str | None]) -> None:
-        """`errors`: one per reward, None if it succeeded. Raises RewardFailuresError past the budget."""
-        for error in errors:
-            if error is not None:
-                self._first = self._first or error
-                self.num_failed += 1
-        if self.num_failed > self.share * self.num_trajectories:
-            raise RewardFailuresError(
-                f"{self.num_failed} rewards failed, more than rollout.max_failed_rewards={self.share:g} of the run's "
-                f"{self.num_trajectories} trajectories; the first: {self._first}"
-            )
-
-    def gauges(self) -> dict[str, float]:
-        return {"rollout/failed_rewards": self.num_failed}
-
-
 class GroupFailuresError(RuntimeError):
     """More groups failed than rollout.max_failed_groups allows. The message has the first failure."""
 
 
-@dataclass(slots=True)
-class GroupBudget:
-    """Decides whether a group that failed is tried again, and counts those that are given up."""
+@dataclass(slots=True, kw_only=True)
+class FailureBudget:
+    """Counts the rewards and groups of a run that failed, those of evaluations included. By default none may fail."""
 
-    max_retries: int = 0
-    """rollout.max_group_retries."""
-    share: float = 0.0
-    """rollout.max_failed_groups, of `num_groups`."""
+    num_trajectories: int = 0
+    max_failed_rewards: float = 0.0
+    """A share of `num_trajectories`."""
     num_groups: int = 0
-    num_retried: int = 0
-    failed: list[int] = field(default_factory=list)
+    max_failed_groups: float = 0.0
+    """A share of `num_groups`."""
+    max_group_retries: int = 0
+    failed_rewards: int = 0
+    failed_groups: list[int] = field(default_factory=list)
     """Ordinals of the prompts that were given up."""
-    _first: tuple[str, BaseException] | None = None
+    retried_groups: int = 0
+    _first_reward: str = ""
+    _first_group: str = ""
+
+    def count_rewards(self, errors: Iterable[str | None]) -> None:
+        """`errors`: one per reward, None if it succeeded. Raises RewardFailuresError past the budget."""
+        for error in errors:
+            if error is not None:
+                self._first_reward = self._first_reward or error
+                self.failed_rewards += 1
+        if self.failed_rewards > self.max_failed_rewards * self.num_trajectories:
+            raise RewardFailuresError(
+                f"{self.failed_rewards} rewards failed, more than rollout.max_failed_rewards="
+                f"{self.max_failed_rewards:g} of the run's {self.num_trajectories} trajectories; the first: "
+                f"{self._first_reward}"
+            )
 
     def gives_up(self, ordinal: int, failures: int, error: Exception) -> bool:
         """Whether the prompt that failed `failures` times is given up. Raises GroupFailuresError past the budget."""
-        if failures <= self.max_retries:
-            self.num_retried += 1
+        if failures <= self.max_group_retries:
+            self.retried_groups += 1
             return False
-        self.failed.append(ordinal)
-        self._first = self._first or (f"prompt {ordinal}: {type(error).__name__}: {error}", error)
-        if len(self.failed) > self.share * self.num_groups:
-            what, first = self._first
+        self.failed_groups.append(ordinal)
+        self._first_group = self._first_group or f"prompt {ordinal}: {type(error).__name__}: {error}"
+        if len(self.failed_groups) > self.max_failed_groups * self.num_groups:
             raise GroupFailuresError(
-                f"{len(self.failed)} groups failed, each {failures} times, more than rollout.max_failed_groups="
-                f"{self.share:g} of the run's {self.num_groups}; the first: {what}"
-            ) from first
+                f"{len(self.failed_groups)} groups failed, each {failures} times, more than rollout.max_failed_groups="
+                f"{self.max_failed_groups:g} of the run's {self.num_groups}; the first: {self._first_group}"
+            ) from error
         return True
 
     def gauges(self) -> dict[str, float]:
-        return {"rollout/failed_groups": len(self.failed), "rollout/retried_groups": self.num_retried}
+        return {
+            "rollout/failed_rewards": self.failed_rewards,
+            "rollout/failed_groups": len(self.failed_groups),
+            "rollout/retried_groups": self.retried_groups,
+        }
 
 
-def failure_budgets(config: Config) -> tuple[FailureBudget, GroupBudget]:
-    """The budgets of the run's rewards and of its groups."""
+def failure_budget(config: Config) -> FailureBudget:
     rollout, num_groups = config.rollout, config.trainer.total_steps * config.trainer.prompts_per_step
-    return (
-        FailureBudget(rollout.max_failed_rewards, num_groups * config.algorithm.group_size),
-        GroupBudget(rollout.max_group_retries, rollout.max_failed_groups, num_groups),
+    return FailureBudget(
+        num_trajectories=num_groups * config.algorithm.group_size,
+        max_failed_rewards=rollout.max_failed_rewards,
+        num_groups=num_groups,
+        max_failed_groups=rollout.max_failed_groups,
+        max_group_retries=rollout.max_group_retries,
     )

@@ -8,7 +8,6 @@ from typing import Protocol
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
-from rollout.failures import GroupBudget
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
@@ -66,8 +65,6 @@ class Rollouter:
     sampling: SamplingParams
     group_size: int
     group_timeout_s: float
-    failures: GroupBudget = field(default_factory=GroupBudget)
-    """How many groups may fail; by default none."""
     under_way: dict[int, GroupUnderWay] = field(default_factory=dict, init=False)
     """Ordinal -> group. Groups that are in here when the run starts were under way in the run that is resumed, and are
     dispatched first."""
@@ -119,7 +116,7 @@ class Rollouter:
             except Exception as error:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group, replica)
-                if is_failure and self.failures.gives_up(ordinal, group.failures, error):
+                if is_failure and self.buffer.failures.gives_up(ordinal, group.failures, error):
                     await self.buffer.fail(group.slot)
                     return self._forget(ordinal)
             else:

@@ -10,10 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.buffer import TrajectoryBuffer
-from rollout.failures import FailureBudget, GroupBudget
 from rollout.progress import Attempt, PartialCompletion
-from rollout.prompts import PromptStream
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
 from rollout.types import Trajectory, TrajectoryGroup
@@ -59,77 +56,70 @@ class RolloutState:
     """Counters of the whole run, for its summary."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The parts of a run that the state is captured from and restored into."""
-
-    stream: PromptStream
-    buffer: TrajectoryBuffer
-    rollouter: Rollouter
-    failed_rewards: FailureBudget
-    failed_groups: GroupBudget
-
-
-def capture(rollouts: Rollouts) -> RolloutState:
+def capture(rollouter: Rollouter) -> RolloutState:
     """The state now. The next await may change it."""
-    ledger = rollouts.buffer.ledger
+    stream, buffer = rollouter.stream, rollouter.buffer
     return RolloutState(
-        prompts_checksum=rollouts.stream.checksum,
-        group_size=rollouts.rollouter.group_size,
-        next_ordinal=rollouts.stream.ordinal,
-        returned=tuple(rollouts.stream.returned),
+        prompts_checksum=stream.checksum,
+        group_size=rollouter.group_size,
+        next_ordinal=stream.ordinal,
+        returned=tuple(stream.returned),
         under_way=tuple(
             UnderWay(
                 ordinal=ordinal,
                 claimed_version=group.slot.claimed_version,
                 failures=group.failures,
-                partials=rollouts.rollouter.fleet.progress.partials(ordinal) or dict(group.attempt.partials),
+                partials=rollouter.fleet.progress.partials(ordinal) or dict(group.attempt.partials),
             )
-            for ordinal, group in rollouts.rollouter.under_way.items()
+            for ordinal, group in rollouter.under_way.items()
         ),
         ready=tuple(
             Ready(ordinal=group.prompt.ordinal, trajectories=group.trajectories, greedy=group.greedy)
-            for group in rollouts.buffer.ready
+            for group in buffer.ready
         ),
-        failed_groups=tuple(rollouts.failed_groups.failed),
-        failed_rewards=rollouts.failed_rewards.num_failed,
-        counters={"dropped": ledger.num_dropped, "filtered": ledger.num_filtered, **rollouts.rollouter.counters},
+        failed_groups=tuple(buffer.failures.failed_groups),
+        failed_rewards=buffer.failures.failed_rewards,
+        counters={
+            "dropped": buffer.ledger.num_dropped,
+            "filtered": buffer.ledger.num_filtered,
+            **rollouter.counters,
+        },
     )
 
 
-def restore(state: RolloutState, rollouts: Rollouts) -> int:
-    """Put the state into the new parts of a run that resumes after the checkpoint's steps.
+def restore(state: RolloutState, rollouter: Rollouter) -> int:
+    """Put the state into the new rollouter of a run that resumes after the checkpoint's steps.
 
     Returns how many groups do not fit, because rollout.max_staleness or algorithm.group_size has changed; the stream
     gives their prompts first. Raises OtherPromptsError.
     """
-    if rollouts.stream.checksum != state.prompts_checksum:
+    stream, buffer = rollouter.stream, rollouter.buffer
+    if stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
-    same_groups = state.group_size == rollouts.rollouter.group_size
+    same_groups = state.group_size == rollouter.group_size
     given_back: list[int] = []
     for ready in state.ready:
-        prompt = rollouts.stream.at(ready.ordinal)
+        prompt = stream.at(ready.ordinal)
         group = TrajectoryGroup(prompt=prompt, trajectories=ready.trajectories, greedy=ready.greedy)
-        if not (same_groups and rollouts.buffer.adopt(group)):
+        if not (same_groups and buffer.adopt(group)):
             given_back.append(ready.ordinal)
     for under_way in state.under_way:
-        slot = rollouts.buffer.ledger.adopt(under_way.claimed_version) if same_groups else None
+        slot = buffer.ledger.adopt(under_way.claimed_version) if same_groups else None
         if slot is None:
             given_back.append(under_way.ordinal)
         else:
-            rollouts.rollouter.under_way[under_way.ordinal] = GroupUnderWay(
+            rollouter.under_way[under_way.ordinal] = GroupUnderWay(
                 slot=slot,
-                prompt=rollouts.stream.at(under_way.ordinal),
+                prompt=stream.at(under_way.ordinal),
                 attempt=Attempt(partials=under_way.partials),
                 failures=under_way.failures,
             )
-    rollouts.stream.ordinal = state.next_ordinal
-    rollouts.stream.returned = sorted([*state.returned, *given_back])
-    rollouts.failed_groups.failed = list(state.failed_groups)
-    rollouts.failed_rewards.num_failed = state.failed_rewards
-    ledger = rollouts.buffer.ledger
-    ledger.num_dropped, ledger.num_filtered = state.counters["dropped"], state.counters["filtered"]
-    rollouts.rollouter.counters = {name: state.counters[name] for name in rollouts.rollouter.counters}
+    stream.ordinal = state.next_ordinal
+    stream.returned = sorted([*state.returned, *given_back])
+    buffer.failures.failed_groups = list(state.failed_groups)
+    buffer.failures.failed_rewards = state.failed_rewards
+    buffer.ledger.num_dropped, buffer.ledger.num_filtered = state.counters["dropped"], state.counters["filtered"]
+    rollouter.counters = {name: state.counters[name] for name in rollouter.counters}
     return len(given_back)
 
 

@@ -111,7 +111,7 @@ class Evaluator:
             if isinstance(answer, BaseException):
                 raise answer
             parts.append(answer)
-        self.failures.count(error for part in parts for error in part.errors)
+        self.failures.count_rewards(error for part in parts for error in part.errors)
         evaluated = {
             prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
             for share, part in zip(shares, parts, strict=True)

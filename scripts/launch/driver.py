@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from configs.schema import Config
 from rollout.buffer import make_buffer
 from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
-from rollout.failures import FailureBudget, failure_budgets
+from rollout.failures import FailureBudget
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
@@ -16,7 +16,6 @@ from rollout.fleet.operator import FleetOperator
 from rollout.prompts import EncodedRow, PromptStream, as_prompt
 from rollout.rollouter import GroupRunner, Rollouter
 from rollout.router import ReplicaRouter, max_inflight
-from rollout.snapshot import Rollouts
 from rollout.types import SamplingParams
 
 
@@ -65,7 +64,7 @@ def make_monitor_and_operator(
     return monitor, operator
 
 
-def make_rollouts(
+def make_rollouter(
     config: Config,
     *,
     rows: Sequence[EncodedRow],
@@ -73,32 +72,21 @@ def make_rollouts(
     fleet: ReplicaFleet,
     global_steps: int,
     publishing: asyncio.Lock,
-) -> Rollouts:
-    """What turns rows into batches of trajectory groups, for a run that has taken `global_steps` steps.
+) -> Rollouter:
+    """What turns rows into trajectory groups, for a run that has taken `global_steps` steps.
 
     Args:
         publishing: held while replicas change their version.
     """
-    failed_rewards, failed_groups = failure_budgets(config)
-    stream = PromptStream(rows, config.seed)
-    buffer = make_buffer(config, failed_rewards, failed_groups, global_steps)
-    rollouter = Rollouter(
-        stream=stream,
-        buffer=buffer,
+    return Rollouter(
+        stream=PromptStream(rows, config.seed),
+        buffer=make_buffer(config, global_steps),
         fleet=fleet,
         runner=runner,
         publishing=publishing,
         sampling=training_sampling(config),
         group_size=config.algorithm.group_size,
         group_timeout_s=config.rollout.group_timeout_s,
-        failures=failed_groups,
-    )
-    return Rollouts(
-        stream=stream,
-        buffer=buffer,
-        rollouter=rollouter,
-        failed_rewards=failed_rewards,
-        failed_groups=failed_groups,
     )
 
 

@@ -40,11 +40,14 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[st
             await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
         encoded = await encode_rows(config, agents, "held-out", rows, console)
         router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
-        failures = FailureBudget(config.rollout.max_failed_rewards, len(encoded) * config.evaluation.samples)
+        failures = FailureBudget(
+            num_trajectories=len(encoded) * config.evaluation.samples,
+            max_failed_rewards=config.rollout.max_failed_rewards,
+        )
         evaluator = make_evaluator(
             config, rows=encoded, router=router, runner=agents, failures=failures, on_lost=router.remove
         )
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()
         evaluation = await evaluator.evaluate()
-        return model_path, evaluation, failures.num_failed, time.perf_counter() - started
+        return model_path, evaluation, failures.failed_rewards, time.perf_counter() - started

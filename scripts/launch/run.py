@@ -15,7 +15,7 @@ from rollout.snapshot import OtherPromptsError, capture, encode, restore
 from scripts.fleet import SOCKET_FILE
 from scripts.launch.cluster import cluster
 from scripts.launch.data import load_rows
-from scripts.launch.driver import make_evaluator, make_rollouts
+from scripts.launch.driver import make_evaluator, make_rollouter
 from scripts.launch.resume import ROLLOUTS, Resumed
 from scripts.launch.start import StartedRun, owner, start
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -77,7 +77,7 @@ class Training:
     ):
         self._config, self._started, self._console, self._recorder = config, started, console, recorder
         self._first_step = 0 if resumed is None else resumed.global_steps
-        self._rollouts = make_rollouts(
+        self._rollouter = make_rollouter(
             config,
             rows=started.train_rows,
             runner=started.agents,
@@ -90,7 +90,7 @@ class Training:
             rows=started.val_rows,
             router=started.fleet.router,
             runner=started.agents,
-            failures=self._rollouts.failed_rewards,
+            failures=self._rollouter.buffer.failures,
             on_lost=started.fleet.lose,
         )
         if resumed is not None:
@@ -109,7 +109,7 @@ class Training:
         )
         loop = TrainLoop(
             config=config,
-            buffer=self._rollouts.buffer,
+            buffer=self._rollouter.buffer,
             workers=started.workers,
             manager=started.manager,
             held_out=PinnedEvaluator(
@@ -132,14 +132,14 @@ class Training:
         console.stage("training")
         async with checkpointer:
             steps = loop.run(self._first_step, is_evaluated=is_evaluated)
-            await run_with_background(steps, background=[self._rollouts.rollouter.run()])
+            await run_with_background(steps, background=[self._rollouter.run()])
         console.stage("evaluating after the last step")
         recorder.record_evaluation(config.trainer.total_steps, await self._evaluator.evaluate())
 
     async def summary(self) -> dict[str, Any]:
         """What only the driver knows. Counters of engines are of this process, those of rollouts of the whole run."""
         totals = await self._started.control.totals()
-        rollouter, num_evaluated = self._rollouts.rollouter, self._evaluator.num_requests
+        rollouter, num_evaluated = self._rollouter, self._evaluator.num_requests
         return {
             "resumed_from": self._first_step,
             "trajectories_started": rollouter.counters["trajectories_started"],
@@ -148,7 +148,7 @@ class Training:
             "aborted": int(totals["aborted"]),
             "restarted": int(totals["restarted_requests"]) + rollouter.counters["restarted"],
             "moved": rollouter.counters["moved"],
-            "failed_groups": len(self._rollouts.failed_groups.failed),
+            "failed_groups": len(rollouter.buffer.failures.failed_groups),
             "continued": int(totals["continued"]),
             "max_staleness": self._config.rollout.max_staleness,
         }
@@ -156,17 +156,17 @@ class Training:
     async def _snapshot(self) -> bytes:
         """The rollouts for a checkpoint, with the tokens sampled until now by the replicas that answer."""
         await self._started.fleet.collect_progress()
-        return await asyncio.to_thread(encode, capture(self._rollouts))
+        return await asyncio.to_thread(encode, capture(self._rollouter))
 
     def _restore(self, resumed: Resumed) -> None:
         try:
-            given_back = restore(resumed.rollouts, self._rollouts)
+            given_back = restore(resumed.rollouts, self._rollouter)
         except OtherPromptsError as error:
             raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self._config.seed})") from error
         # What the run did after the checkpoint is removed only now that the checkpoint has proved usable.
         self._recorder.restore(resumed.recorder, resumed.global_steps)
         self._started.store.remove_after(resumed.global_steps)
-        under_way, ready = len(self._rollouts.rollouter.under_way), len(self._rollouts.buffer.ready)
+        under_way, ready = len(self._rollouter.under_way), len(self._rollouter.buffer.ready)
         given_up = f", {given_back} do not fit and start again" if given_back else ""
         what = f"{ready} groups are ready, {under_way} go on{given_up}"
         self._console.message(f"resumed {resumed.checkpoint.path} at step {self._first_step}: {what}")

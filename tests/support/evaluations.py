@@ -70,7 +70,7 @@ def make_evaluator(
         sampling=GREEDY,
         num_samples=num_samples,
         timeout_s=timeout_s,
-        failures=FailureBudget(0.25, 8),
+        failures=FailureBudget(num_trajectories=8, max_failed_rewards=0.25),
         on_lost=on_lost or (router or make_router()).remove,
     )
 

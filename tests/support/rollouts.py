@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import ReplicaLostError
-from rollout.failures import FailureBudget, GroupBudget
+from rollout.failures import FailureBudget
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, ProgressReport, TokenDelta
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
-from rollout.snapshot import Rollouts, RolloutState, capture, decode, encode
+from rollout.snapshot import RolloutState, capture, decode, encode
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 from tests.support.fakes import make_completion, make_group, make_mixed_group, make_prompt, now
@@ -116,7 +116,7 @@ class RolloutSetup:
     replicas: str = "ab"
     num_steps: int = 3
     max_staleness: int = 1
-    failures: GroupBudget = field(default_factory=GroupBudget)
+    failures: FailureBudget = field(default_factory=FailureBudget)
     flat: list[bool] | None = None
     """Which prompts' groups have equal rewards; those are filtered out."""
     make_runner: type[FakeRunner] = FakeRunner
@@ -125,7 +125,7 @@ class RolloutSetup:
         flat = self.flat or [False]
         window = StalenessWindow(groups_per_step=2, max_staleness=self.max_staleness)
         ledger = SlotLedger(window, StalePolicy.wait, total_groups=2 * self.num_steps)
-        self.buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0, max_sample_batches=10)
+        self.buffer = TrajectoryBuffer(ledger, 10_000.0, self.failures, max_sample_batches=10)
         self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
         self.told: list[str] = []
         fleet = make_fleet(self.router, self.told.append)
@@ -141,7 +141,6 @@ class RolloutSetup:
             sampling=SamplingParams(),
             group_size=GROUP_SIZE,
             group_timeout_s=100.0,
-            failures=self.failures,
         )
 
     async def train(self) -> list[int]:
@@ -180,9 +179,8 @@ class CheckpointedRun:
         self.runner = FakeRunner(self.seconds)
         self.runner.live = self.global_steps
         router = ReplicaRouter(["a", "b"], max_inflight=2 * self.group_size)
-        stream, failures = PromptStream(make_rows(self.num_rows), seed=3), GroupBudget()
-        rollouter = Rollouter(
-            stream=stream,
+        self.rollouter = Rollouter(
+            stream=PromptStream(make_rows(self.num_rows), seed=3),
             buffer=buffer,
             fleet=make_fleet(router, [].append),
             runner=self.runner,
@@ -190,14 +188,6 @@ class CheckpointedRun:
             sampling=SamplingParams(),
             group_size=self.group_size,
             group_timeout_s=1000.0,
-            failures=failures,
-        )
-        self.rollouts = Rollouts(
-            stream=stream,
-            buffer=buffer,
-            rollouter=rollouter,
-            failed_rewards=FailureBudget(),
-            failed_groups=failures,
         )
         self.trained: dict[int, list[int]] = {}
         self.told: dict[int, list[int]] = {}
@@ -205,8 +195,8 @@ class CheckpointedRun:
 
     async def until(self, last_step: int) -> RolloutState:
         """What the checkpoint of `last_step` keeps."""
-        producing = asyncio.create_task(self.rollouts.rollouter.run())
-        buffer = self.rollouts.buffer
+        producing = asyncio.create_task(self.rollouter.run())
+        buffer = self.rollouter.buffer
         for step in range(self.global_steps, last_step):
             batch = await buffer.next_batch(step)
             self.trained[step] = [group.prompt.ordinal for group in batch.groups]
@@ -216,20 +206,20 @@ class CheckpointedRun:
             if step + 1 < last_step:
                 await buffer.advance(step + 1)
         self.tell()
-        state = decode(encode(capture(self.rollouts)))
+        state = decode(encode(capture(self.rollouter)))
         producing.cancel()
         await asyncio.wait([producing])
         return state
 
     def tell(self) -> None:
         """One more token of request 0 of every group under way."""
-        for ordinal, group in self.rollouts.rollouter.under_way.items():
+        for ordinal, group in self.rollouter.under_way.items():
             request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
             for replica in "ab":
-                known = self.rollouts.rollouter.fleet.progress.known(replica).get(request_id, 0)
+                known = self.rollouter.fleet.progress.known(replica).get(request_id, 0)
                 piece = make_completion([100 + known], [self.runner.live], "")
                 delta = TokenDelta(request_id=request_id, prompt_checksum=5, start=known, tokens=piece)
                 report = ProgressReport(tokens=1, running=1, paused=False, busy_s=0.0, request_s=0.0, deltas=(delta,))
-                self.rollouts.rollouter.fleet.progress.take(replica, report)
-            partials = self.rollouts.rollouter.fleet.progress.partials(ordinal)
+                self.rollouter.fleet.progress.take(replica, report)
+            partials = self.rollouter.fleet.progress.partials(ordinal)
             self.told[ordinal] = partials[0, 0].completion.token_ids.tolist() if partials else []

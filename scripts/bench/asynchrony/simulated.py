@@ -13,7 +13,6 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
 from rollout.engines.simulated import SimulatedEngine
-from rollout.failures import failure_budgets
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.prompts import EncodedRow, PromptStream, Row
 from rollout.replica.replica import RolloutReplica
@@ -70,7 +69,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     )
     replicas = [SimulatedReplica(f"replica-{index}", job) for index in range(job.num_replicas)]
     workers: Any = SimulatedTrainer(job.train_s)  # stands for the trainer's own workers
-    buffer = make_buffer(config, *failure_budgets(config))
+    buffer = make_buffer(config)
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
     row = EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))

@@ -28,7 +28,7 @@ from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest
 from scripts.bench.common import ForcedLengths, UniformLengths
 from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
-from scripts.launch.driver import make_fleet, make_monitor_and_operator, make_rollouts
+from scripts.launch.driver import make_fleet, make_monitor_and_operator, make_rollouter
 from scripts.launch.resume import ROLLOUTS, Resumed, read
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import CheckpointStore
@@ -182,7 +182,7 @@ class Job:
             config, fleet=self.fleet, control=self.control, catch_up=self.manager.catch_up, start=self._start
         )
         rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
-        self.rollouts = make_rollouts(
+        self.rollouter = make_rollouter(
             config,
             rows=rows,
             runner=self._agents,
@@ -191,7 +191,7 @@ class Job:
             publishing=self.manager.publishing,
         )
         if resumed is not None:
-            restore(resumed.rollouts, self.rollouts)
+            restore(resumed.rollouts, self.rollouter)
 
     async def run(self, store: CheckpointStore | None = None) -> None:
         """Take the steps that are left. With a `store`, checkpoints are saved."""
@@ -209,7 +209,7 @@ class Job:
             )
         loop = TrainLoop(
             config=config,
-            buffer=self.rollouts.buffer,
+            buffer=self.rollouter.buffer,
             workers=self.workers,
             manager=self.manager,
             held_out=Nothing(),
@@ -219,7 +219,7 @@ class Job:
         )
         async with checkpointer:
             await run_with_background(
-                self._train(loop), background=[self.monitor.run(), self.operator.run(), self.rollouts.rollouter.run()]
+                self._train(loop), background=[self.monitor.run(), self.operator.run(), self.rollouter.run()]
             )
 
     async def _train(self, loop: TrainLoop) -> None:
@@ -237,7 +237,7 @@ class Job:
         return replica
 
     async def _snapshot(self) -> bytes:
-        return encode(capture(self.rollouts))
+        return encode(capture(self.rollouter))
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ async def _one_job(fault: str, config: Config, row: Row, chance: random.Random) 
     expected = STEPS * config.trainer.prompts_per_step
     row.lost += len(set(range(expected)) - set(trained.ordinals))
     row.twice += len(trained.ordinals) - len(set(trained.ordinals))
-    row.restarted += job.rollouts.rollouter.counters["restarted"]
+    row.restarted += job.rollouter.counters["restarted"]
     row.descending_versions += trained.descending_versions
     row.tokens_again += sum(replica.simulated.usage.tokens for replica in job.replicas) - trained.tokens
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TooFewGroupsError, TrajectoryBuffer, make_buffer, mask_stale
-from rollout.failures import FailureBudget, RewardFailuresError, failure_budgets
+from rollout.failures import FailureBudget, RewardFailuresError
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.fakes import make_group, make_mixed_group, make_trajectory, run_virtual, settle
@@ -223,7 +223,7 @@ def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float |
     """Rewards that failed do not count; nor does the punishment of long responses."""
 
     async def main() -> None:
-        buffer = small_buffer(max_sample_batches=1, failures=FailureBudget(1.0, 9))
+        buffer = small_buffer(max_sample_batches=1, failures=FailureBudget(num_trajectories=9, max_failed_rewards=1.0))
         slot = await must_claim(buffer)
         waiter = asyncio.create_task(buffer.claim())
         group = failed_group(0, *rewards)
@@ -320,7 +320,7 @@ def test_filtered_groups_are_no_error_while_a_batch_waits_for_the_trainer() -> N
 
 def test_failed_rewards_are_counted_until_there_are_too_many() -> None:
     async def main() -> None:
-        buffer = small_buffer(max_staleness=9, failures=FailureBudget(0.5, 4))
+        buffer = small_buffer(max_staleness=9, failures=FailureBudget(num_trajectories=4, max_failed_rewards=0.5))
         await buffer.put(await must_claim(buffer), failed_group(0, None, 1, None))
         assert buffer.gauges()["rollout/failed_rewards"] == 2
         greedy = replace(make_trajectory(0), error="of the greedy one")
@@ -340,7 +340,7 @@ def test_a_runs_buffer_is_what_the_config_says(filter_groups: bool) -> None:
     )
 
     async def main() -> None:
-        buffer = make_buffer(config, *failure_budgets(config))
+        buffer = make_buffer(config)
         ledger = buffer.ledger
         assert (ledger.window.capacity, ledger.total_groups, ledger.policy) == (9, 6, StalePolicy.mask)
         await buffer.put(await must_claim(buffer), failed_group(0, *[None] * 12))

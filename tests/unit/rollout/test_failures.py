@@ -6,12 +6,12 @@ from rollout.failures import FailureBudget, RewardFailuresError
 
 
 def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
-    budget = FailureBudget(0.1, 25)
-    budget.count([None, "ValueError: the first", None])
-    budget.count(["ValueError: the second"])
-    assert budget.gauges() == {"rollout/failed_rewards": 2}
+    budget = FailureBudget(num_trajectories=25, max_failed_rewards=0.1)
+    budget.count_rewards([None, "ValueError: the first", None])
+    budget.count_rewards(["ValueError: the second"])
+    assert budget.gauges()["rollout/failed_rewards"] == 2
     with pytest.raises(RewardFailuresError) as caught:
-        budget.count(["ValueError: the third"])
+        budget.count_rewards(["ValueError: the third"])
     assert str(caught.value) == (
         "3 rewards failed, more than rollout.max_failed_rewards=0.1 of the run's 25 trajectories; "
         "the first: ValueError: the first"
@@ -20,6 +20,6 @@ def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
 
 def test_without_a_budget_the_first_failure_is_one_too_many() -> None:
     budget = FailureBudget()
-    budget.count([None] * 1000)
+    budget.count_rewards([None] * 1000)
     with pytest.raises(RewardFailuresError, match="1 rewards failed, .* the first: no"):
-        budget.count(["no"])
+        budget.count_rewards(["no"])

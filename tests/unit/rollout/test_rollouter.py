@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout import rollouter
 from rollout.buffer import TooFewGroupsError
 from rollout.errors import AgentWorkerLostError, TooFewReplicasError
-from rollout.failures import GroupBudget, GroupFailuresError
+from rollout.failures import FailureBudget, GroupFailuresError
 from rollout.progress import Attempt, ProgressReport, TokenDelta
 from rollout.request_ids import RequestId
 from rollout.rollouter import GroupUnderWay
@@ -241,7 +241,7 @@ def test_a_group_goes_on_elsewhere_from_what_its_replica_told() -> None:
 
 
 def test_a_group_that_fails_is_tried_again_under_the_same_slot() -> None:
-    setup = RolloutSetup(seconds=[1.0], failures=GroupBudget(max_retries=1), max_staleness=0, num_steps=1)
+    setup = RolloutSetup(seconds=[1.0], failures=FailureBudget(max_group_retries=1), max_staleness=0, num_steps=1)
     setup.runner.errors_once = {1: RuntimeError("the tool was away")}
 
     async def main() -> None:
@@ -257,13 +257,13 @@ def test_a_group_that_fails_is_tried_again_under_the_same_slot() -> None:
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, 1000.0, 1.0, 1.0, 1.0]])  # prompt 1 raises, or takes too long
 def test_a_group_that_fails_for_good_gives_its_place_to_another_prompt(seconds: list[float]) -> None:
-    failures = GroupBudget(max_retries=1, share=0.5, num_groups=2)
+    failures = FailureBudget(max_group_retries=1, max_failed_groups=0.5, num_groups=2)
     setup = RolloutSetup(seconds, errors={1: RuntimeError("always")}, failures=failures, max_staleness=0, num_steps=1)
 
     async def main() -> None:
         _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
         assert sorted(trained) == [0, 2] and setup.reserved == 0
-        assert setup.ordinals("start") == [0, 1, 1, 2] and failures.failed == [1]
+        assert setup.ordinals("start") == [0, 1, 1, 2] and failures.failed_groups == [1]
         assert setup.buffer.ledger.num_failed == 1 and not setup.rollouter.under_way
         gauges = setup.buffer.gauges()
         assert gauges["rollout/inflight_groups"] == 0
@@ -272,7 +272,7 @@ def test_a_group_that_fails_for_good_gives_its_place_to_another_prompt(seconds: 
 
 
 def test_past_the_budget_the_first_failure_ends_the_run() -> None:
-    failures = GroupBudget(max_retries=0, share=0.25, num_groups=6)
+    failures = FailureBudget(max_failed_groups=0.25, num_groups=6)
     errors: dict[int, BaseException] = {1: RuntimeError("first"), 2: RuntimeError("second")}
     setup = RolloutSetup([3.0, 1.0, 2.0], errors=errors, failures=failures)
 
@@ -355,12 +355,12 @@ async def run(setup: RolloutSetup) -> list[int]:
 
 
 def test_the_prompt_that_kills_is_given_up_and_no_other() -> None:
-    failures = GroupBudget(max_retries=1, share=0.2, num_groups=6)
+    failures = FailureBudget(max_group_retries=1, max_failed_groups=0.2, num_groups=6)
     setup, runner = setup_with((1,), [9.0, 1.0, 9.0, 9.0], failures=failures, replicas="abc")
 
     async def main() -> None:
         assert await run(setup) == [0, 2, 3, 4, 5, 6]
-        assert failures.failed == [1] and failures.num_retried == 1
+        assert failures.failed_groups == [1] and failures.retried_groups == 1
         assert sorted(runner.alone) == [0, 1, 1, 2, 3], "after two deaths each of the four, and the culprit once more"
         assert setup.rollouter.counters["restarted"] == 0
 
@@ -369,19 +369,19 @@ def test_the_prompt_that_kills_is_given_up_and_no_other() -> None:
 
 def test_few_run_alone_at_a_time_and_when_one_is_found_the_others_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouter, "ALONE_AT_ONCE", 1)
-    failures = GroupBudget(max_retries=0, share=0.2, num_groups=6)
+    failures = FailureBudget(max_failed_groups=0.2, num_groups=6)
     setup, runner = setup_with((0,), [1.0, 9.0, 9.0, 9.0], failures=failures, replicas="abc")
 
     async def main() -> None:
         assert await run(setup) == [1, 2, 3, 4, 5, 6]
-        assert failures.failed == [0] and runner.alone == [0] and runner.max_alone == 1
+        assert failures.failed_groups == [0] and runner.alone == [0] and runner.max_alone == 1
 
     run_virtual(main())
 
 
 def test_deaths_that_no_group_is_why_cost_nothing_but_time() -> None:
     """Somebody kills the process three times; the groups have no failures left to spend."""
-    setup, runner = setup_with((), [9.0], failures=GroupBudget(max_retries=0), max_staleness=0, num_steps=1)
+    setup, runner = setup_with((), [9.0], failures=FailureBudget(), max_staleness=0, num_steps=1)
 
     async def main() -> None:
         running = asyncio.create_task(run(setup))
@@ -397,7 +397,7 @@ def test_deaths_that_no_group_is_why_cost_nothing_but_time() -> None:
 
 
 def test_prompts_that_all_kill_end_the_run_within_their_budget() -> None:
-    failures = GroupBudget(max_retries=1, share=0.2, num_groups=6)
+    failures = FailureBudget(max_group_retries=1, max_failed_groups=0.2, num_groups=6)
     setup, _ = setup_with(tuple(range(99)), [1.0], failures=failures)
 
     async def main() -> None:

@@ -29,8 +29,8 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
         for start, end in zip([0, *cuts], [*cuts, NUM_STEPS], strict=True):
             run = CheckpointedRun(seconds, max_staleness, global_steps=start)
             if state is not None and before is not None:
-                assert restore(state, run.rollouts) == 0
-                resumed = run.rollouts.rollouter.under_way
+                assert restore(state, run.rollouter) == 0
+                resumed = run.rollouter.under_way
                 assert list(resumed) == [group.ordinal for group in state.under_way] == list(before.told)
                 for ordinal, group in resumed.items():
                     told = [*group.attempt.partials[0, 0].completion.token_ids] if group.attempt.partials else []
@@ -38,7 +38,7 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
             state = await run.until(end)
             before = run
             trained += [ordinal for step in range(start, end) for ordinal in run.trained[step]]
-            for ordinal, attempt in zip(run.rollouts.rollouter.under_way, run.runner.attempts, strict=False):
+            for ordinal, attempt in zip(run.rollouter.under_way, run.runner.attempts, strict=False):
                 assert attempt.number == 0, ordinal
         assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
@@ -52,8 +52,8 @@ def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change:
         state = await first.until(2)
         run = replace(CheckpointedRun([1.0], max_staleness=3, global_steps=2), **change)
         untrained = {group.ordinal for group in state.ready} | {group.ordinal for group in state.under_way}
-        given_back = restore(state, run.rollouts)
-        assert given_back == len(run.rollouts.stream.returned) > 0
+        given_back = restore(state, run.rollouter)
+        assert given_back == len(run.rollouter.stream.returned) > 0
         if "group_size" in change:
             assert given_back == len(untrained)
         await run.until(NUM_STEPS)
@@ -66,22 +66,22 @@ def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change:
 @pytest.mark.parametrize("changed", ["seed", "rows", "answer"])
 def test_other_prompts_are_refused(changed: str) -> None:
     run = CheckpointedRun([1.0])
-    state = capture(run.rollouts)
+    state = capture(run.rollouter)
     rows = make_rows(4 if changed == "rows" else 5)
     if changed == "answer":
         rows[2] = replace(rows[2], row=replace(rows[2].row, ground_truth="other"))
     other = PromptStream(rows, seed=4 if changed == "seed" else 3)
     with pytest.raises(OtherPromptsError, match="not those of the data and the seed"):
-        restore(state, replace(run.rollouts, stream=other))
+        restore(state, replace(run.rollouter, stream=other))
 
 
 def test_the_state_survives_its_encoding() -> None:
     run = CheckpointedRun([1.0])
-    assert run.rollouts.buffer.adopt(make_group(3, 0, 0, 1, group_size=2))
-    run.rollouts.failed_groups.failed = [9]
-    run.rollouts.failed_rewards.num_failed = 2
-    run.rollouts.rollouter.counters["moved"] = 7
-    state = capture(run.rollouts)
+    assert run.rollouter.buffer.adopt(make_group(3, 0, 0, 1, group_size=2))
+    run.rollouter.buffer.failures.failed_groups = [9]
+    run.rollouter.buffer.failures.failed_rewards = 2
+    run.rollouter.counters["moved"] = 7
+    state = capture(run.rollouter)
     again = decode(encode(state))
     assert again.ready[0].ordinal == 3 and again.failed_groups == (9,) and again.failed_rewards == 2
     old, new = state.ready[0].trajectories[1], again.ready[0].trajectories[1]
@@ -89,20 +89,20 @@ def test_the_state_survives_its_encoding() -> None:
         np.testing.assert_array_equal(getattr(new, name), getattr(old, name), strict=True)
     assert (new.spans, new.reward, new.finish_reason) == (old.spans, old.reward, old.finish_reason)
     other = CheckpointedRun([1.0])
-    restore(again, other.rollouts)
-    assert other.rollouts.rollouter.counters["moved"] == 7 and other.rollouts.failed_groups.failed == [9]
-    assert other.rollouts.failed_rewards.num_failed == 2
+    restore(again, other.rollouter)
+    assert other.rollouter.counters["moved"] == 7 and other.rollouter.buffer.failures.failed_groups == [9]
+    assert other.rollouter.buffer.failures.failed_rewards == 2
 
 
 def test_prompts_are_the_streams_again_whatever_their_rows_hold() -> None:
     rows = [replace(encoded, row=replace(encoded.row, extra={"x": object()})) for encoded in make_rows(5)]
     runs = [CheckpointedRun([1.0]), CheckpointedRun([1.0])]
     for run in runs:
-        run.rollouts = replace(run.rollouts, stream=PromptStream(rows, seed=3))
-    group = replace(make_group(3, 0, group_size=4), prompt=runs[0].rollouts.stream.at(3), greedy=make_trajectory(0))
-    assert runs[0].rollouts.buffer.adopt(group)
-    assert restore(decode(encode(capture(runs[0].rollouts))), runs[1].rollouts) == 0
-    (again,) = runs[1].rollouts.buffer.ready
+        run.rollouter.stream = PromptStream(rows, seed=3)
+    group = replace(make_group(3, 0, group_size=4), prompt=runs[0].rollouter.stream.at(3), greedy=make_trajectory(0))
+    assert runs[0].rollouter.buffer.adopt(group)
+    assert restore(decode(encode(capture(runs[0].rollouter))), runs[1].rollouter) == 0
+    (again,) = runs[1].rollouter.buffer.ready
     assert again.prompt == group.prompt and len(again.trajectories) == 4 and again.greedy is not None
 
 
@@ -110,16 +110,16 @@ def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(ValueError):
         decode(b"rubbish")
     with pytest.raises(TypeError, match="a checkpoint cannot hold a object"):
-        encode(replace(capture(CheckpointedRun([1.0]).rollouts), counters={"moved": object()}))  # pyright: ignore
+        encode(replace(capture(CheckpointedRun([1.0]).rollouter), counters={"moved": object()}))  # pyright: ignore
 
 
 def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint() -> None:
     run = CheckpointedRun([1.0])
     had = PartialCompletion(prompt_checksum=5, completion=make_completion([7], [0], ""))
-    first = capture(run.rollouts)
+    first = capture(run.rollouter)
     under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, partials={(0, 0): had})
     first = replace(first, next_ordinal=1, under_way=(under_way,))
-    assert restore(first, run.rollouts) == 0
-    (kept,) = capture(run.rollouts).under_way
+    assert restore(first, run.rollouter) == 0
+    (kept,) = capture(run.rollouter).under_way
     assert kept.partials[0, 0].completion.token_ids.tolist() == [7]
-    assert run.rollouts.rollouter.under_way[0].attempt == Attempt(partials=kept.partials)
+    assert run.rollouter.under_way[0].attempt == Attempt(partials=kept.partials)

@@ -13,7 +13,7 @@ from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from scripts.bench.common import ForcedLengths
 from scripts.bench.stand_ins import NoTokenizer, SimulatedTrainer, no_reward
-from scripts.launch.driver import make_fleet, make_rollouts
+from scripts.launch.driver import make_fleet, make_rollouter
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -46,7 +46,7 @@ class Scene:
         )
         self._left_behind: list[asyncio.Task[Any]] = []
         rows = [EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))]
-        self.rollouts = make_rollouts(
+        self.rollouter = make_rollouter(
             config, rows=rows, runner=self, fleet=self.fleet, global_steps=0, publishing=self.manager.publishing
         )
 
@@ -62,10 +62,10 @@ class Scene:
 
     async def start(self) -> asyncio.Task[None]:
         await self.manager.update_weights(0)
-        return asyncio.create_task(self.rollouts.rollouter.run())
+        return asyncio.create_task(self.rollouter.run())
 
     async def group(self) -> TrajectoryGroup:
-        (group,) = (await self.rollouts.buffer.next_batch(0)).groups
+        (group,) = (await self.rollouter.buffer.next_batch(0)).groups
         return group
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted
         await asyncio.sleep(4)
         assert scene.engines[0].running == []
         await scene.fleet.collect_progress()
-        (kept,) = capture(scene.rollouts).under_way
+        (kept,) = capture(scene.rollouter).under_way
         partials = {key: some.completion for key, some in kept.partials.items()}
         assert {key: some.num_tokens for key, some in partials.items()} == {(0, 0): 3, (1, 0): 3}
         assert {some.finish_reason for some in partials.values()} == {""}

@@ -17,7 +17,7 @@ def save(run_dir: Path, *steps: int) -> None:
     store = CheckpointStore(run_dir / "checkpoints")
     for step in steps:
         aside = store.begin(step)
-        files = {"rollouts.bin": encode(capture(CheckpointedRun([1.0]).rollouts)), "recorder.bin": b"{}"}
+        files = {"rollouts.bin": encode(capture(CheckpointedRun([1.0]).rollouter)), "recorder.bin": b"{}"}
         store.publish(aside, step, store.seal(aside, step, files))
     (run_dir / "metrics.jsonl").write_text("{}\n")
 

@@ -128,7 +128,7 @@ class Publication:
     """None where they are known only once the bytes have been sent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
     """What all trainer ranks have published of one version. See `Publication`; tuples are by rank."""
 

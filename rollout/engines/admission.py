@@ -3,7 +3,7 @@ come first, the others in the order of their arrival. While the admission is hel
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -36,7 +36,9 @@ class Admission:
         self._submitting: set[str] = set()
         self._waiting: deque[_Waiter] = deque()
         self._holds = 0
-        self._watchers: list[asyncio.Future[None]] = []
+        self._all_submitted, self._empty = asyncio.Event(), asyncio.Event()
+        self._all_submitted.set()
+        self._empty.set()
 
     @property
     def inside(self) -> list[str]:
@@ -59,7 +61,8 @@ class Admission:
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(request_id, min(width, self._num_seats), is_continuation, answer)
-        self._waiting.insert(self._place(waiter), waiter)
+        before = sum(other.is_continuation for other in self._waiting) if is_continuation else len(self._waiting)
+        self._waiting.insert(before, waiter)
         self._admit()
         try:
             return await answer
@@ -67,29 +70,22 @@ class Admission:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
                 self._admit()  # a wide request may have kept a narrow one waiting
-            self.leave(waiter.request_id)  # let in and cancelled at the same moment
+            self.leave(request_id)  # let in and cancelled at the same moment
             raise
-
-    async def enter_again(self, request_id: str, new_id: str) -> bool:
-        """Let a request that the engine gave back unstarted enter under another name, before all that were never
-        inside."""
-        self._submitting.discard(request_id)
-        width = self._widths.pop(request_id)
-        self._taken -= width
-        self._notify()
-        return await self.enter(new_id, width, is_continuation=True)
 
     def submitted(self, request_id: str) -> None:
         self._submitting.discard(request_id)
-        self._notify()
+        if not self._submitting:
+            self._all_submitted.set()
 
     def leave(self, request_id: str) -> None:
         """Idempotent: a request that was turned away has nothing to give back."""
-        self._submitting.discard(request_id)
+        self.submitted(request_id)
         if request_id in self._widths:
             self._taken -= self._widths.pop(request_id)
+            if not self._widths:
+                self._empty.set()
             self._admit()
-            self._notify()
 
     def turn_away(self, request_ids: Collection[str] | None) -> list[str]:
         """Answer False to those of `request_ids` that still wait; None is all of them."""
@@ -105,7 +101,7 @@ class Admission:
         """Let no request in until `release`. Holds add up. Returns when none is between `enter` and `submitted`."""
         self._holds += 1
         try:
-            await self._until(lambda: not self._submitting)
+            await self._all_submitted.wait()
         except BaseException:
             self.release()
             raise
@@ -116,36 +112,16 @@ class Admission:
 
     async def emptied(self) -> None:
         """Returns when no request is inside."""
-        await self._until(lambda: not self._widths)
-
-    def _place(self, waiter: _Waiter) -> int:
-        """Where in the queue: behind all continuations, or behind all requests."""
-        return sum(other.is_continuation for other in self._waiting) if waiter.is_continuation else len(self._waiting)
-
-    def _has_room(self, width: int) -> bool:
-        return not self._holds and self._taken + width <= self._num_seats
-
-    def _seat(self, request_id: str, width: int) -> None:
-        self._widths[request_id] = width
-        self._taken += width
-        self._submitting.add(request_id)
+        await self._empty.wait()
 
     def _admit(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0].width):
+        while self._waiting and not self._holds and self._taken + self._waiting[0].width <= self._num_seats:
             waiter = self._waiting.popleft()
             if waiter.answer.done():  # cancelled, but its `enter` has not yet noticed
                 continue
-            self._seat(waiter.request_id, waiter.width)
+            self._widths[waiter.request_id] = waiter.width
+            self._taken += waiter.width
+            self._submitting.add(waiter.request_id)
+            self._all_submitted.clear()
+            self._empty.clear()
             waiter.answer.set_result(True)
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            watcher = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            await watcher
-
-    def _notify(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)

@@ -16,17 +16,11 @@ class _Entry:
     prompt_checksum: int
     part: RequestId
     """The name that the engine knows the request by now."""
-    before: Completion | None
+    before: Completion
     """What was sampled before that part."""
     final: Completion | None = None
-    is_lost: bool = False
-    """The engine died with it."""
     is_announced: bool = False
     times_reported: int = 0
-
-    @property
-    def num_before(self) -> int:
-        return 0 if self.before is None else self.before.num_tokens
 
 
 class ProgressLog:
@@ -44,35 +38,33 @@ class ProgressLog:
         self._is_read = False
 
     def begin(self, request: GenerationRequest) -> None:
-        entry = _Entry(prompt_checksum(request.prompt_ids), request.request_id, request.partial)
-        self._entries[request.request_id] = entry
+        checksum = prompt_checksum(request.prompt_ids)
+        self._entries[request.request_id] = _Entry(checksum, request.request_id, request.partial or EMPTY)
 
     def begin_part(self, part: RequestId, before: Completion | None) -> None:
         """The engine gets another part of a request, of which `before` has been sampled."""
         entry = self._entries[part.whole]
-        entry.part, entry.before = part, before
+        entry.part, entry.before = part, before or EMPTY
 
     def current_part(self, request_id: RequestId) -> RequestId:
         return self._entries[request_id].part if request_id in self._entries else request_id
 
-    def lose(self, request_id: RequestId, sampled: Completion) -> None:
-        """The engine died with `sampled` of the current part. To be called before `end`."""
-        entry = self._entries[request_id]
-        entry.before = sampled if entry.before is None else Completion.concatenate([entry.before, sampled])
-        entry.is_lost = True
-
     def end(self, request_id: RequestId, final: Completion | None) -> None:
-        """`final`: None for a request that failed. Nothing of it is reported then, unless the engine died with it."""
-        entry = self._entries[request_id]
-        entry.final = final
-        if not self._is_read or (final is None and not entry.is_lost):
+        """`final`: None for a request that failed, of which nothing more is reported."""
+        self._entries[request_id].final = final
+        if not self._is_read or final is None:
             del self._entries[request_id]
+
+    def lose(self, request_id: RequestId, sampled: Completion) -> None:
+        """The engine died with `sampled` of the current part."""
+        entry = self._entries[request_id]
+        entry.final = Completion.concatenate([entry.before, sampled])
 
     def known_parts(self, known: Mapping[RequestId, int]) -> dict[RequestId, int]:
         """`known` (request -> number of its tokens that the driver has), for the parts that the engine has."""
         self._is_read = True
         return {
-            entry.part: max(0, known.get(request_id, 0) - entry.num_before)
+            entry.part: max(0, known.get(request_id, 0) - entry.before.num_tokens)
             for request_id, entry in self._entries.items()
         }
 
@@ -81,9 +73,13 @@ class ProgressLog:
         deltas: list[TokenDelta] = []
         for request_id, entry in list(self._entries.items()):
             start = known.get(request_id, 0)
-            tokens = self._tokens_after(start, entry, sampled.get(entry.part))
-            if tokens is None:
+            tokens = sampled.get(entry.part)
+            if entry.final is not None:
+                tokens = entry.final.after(start)
+            elif tokens is None:
                 tokens, start = EMPTY, 0  # it waits for a seat
+            elif start < entry.before.num_tokens:
+                tokens = Completion.concatenate([entry.before, tokens]).after(start)
             if entry.final is not None:
                 entry.times_reported += 1
                 if entry.times_reported == REPORTS_OF_AN_END:
@@ -93,14 +89,3 @@ class ProgressLog:
                 checksum = entry.prompt_checksum
                 deltas.append(TokenDelta(request_id=request_id, prompt_checksum=checksum, start=start, tokens=tokens))
         return tuple(deltas)
-
-    def _tokens_after(self, start: int, entry: _Entry, sampled: Completion | None) -> Completion | None:
-        """None where there is nothing to be had. `sampled`: of the current part, what the driver does not have."""
-        if entry.final is not None:
-            return entry.final.after(start)
-        if entry.is_lost:
-            assert entry.before is not None
-            return entry.before.after(start)
-        if sampled is not None and entry.before is not None and start < entry.num_before:
-            return Completion.concatenate([entry.before, sampled]).after(start)
-        return sampled

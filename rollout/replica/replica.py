@@ -60,16 +60,16 @@ class RolloutReplica:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
         self._started += 1
         self._log.begin(request)
-        completion = None
         try:
             completion, parts = await generate_in_parts(request, self._generate_part, self._was_interrupted)
         except BaseException as error:
             self._aborted += 1
             if isinstance(error, EngineDiedError) and error.partial is not None:
                 self._log.lose(request.request_id, error.partial)
+            else:
+                self._log.end(request.request_id, None)
             raise
-        finally:
-            self._log.end(request.request_id, completion)
+        self._log.end(request.request_id, completion)
         self._continued += parts - 1  # -1 if `partial` was complete, but for its finish_reason
         self._aborted += completion.finish_reason == "abort"
         self._prompt_tokens += len(request.prompt_ids)

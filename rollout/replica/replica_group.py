@@ -4,10 +4,11 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import lru_cache, wraps
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import RayTaskError
 
@@ -15,7 +16,7 @@ from configs.runtime.environment import QUIET_NCCL
 from configs.schema import WeightSyncConfig
 from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
-from rollout.replica.processes import ProcessId, end_descendants_with_this, is_stopped, kill_processes, process_tree
+from rollout.replica.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import RolloutReplica
 from rollout.types import GenerationRequest
 from rollout.wire import Columns, pack_completions
@@ -34,6 +35,10 @@ CPU_ENV = {
 }
 # Saves seconds at the first request with logprobs, where nothing else is compiled.
 EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
+
+manifest_ref = lru_cache(maxsize=1)(ray.put)
+"""Puts the manifest that all replicas get into Ray's object store once: to pickle a large model's takes the driver 0.2
+to 20 ms. To be cleared before the cluster ends."""
 
 
 def control(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaActor, P], CoroutineType[Any, Any, R]]":
@@ -54,7 +59,7 @@ def to_actor(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaHandle
     """Makes a method of `ReplicaHandle` that calls `method` of the replica in its actor."""
 
     async def call(self: "ReplicaHandle", *args: P.args, **kwargs: P.kwargs) -> R:
-        positional = [manifests.ref(arg) if isinstance(arg, Manifest) else arg for arg in args]
+        positional = [manifest_ref(arg) if isinstance(arg, Manifest) else arg for arg in args]
         try:
             return await getattr(self.actor, method.__name__).remote(*positional, **kwargs)
         except RayTaskError as error:
@@ -81,13 +86,9 @@ class ReplicaActor:
         self._replica = RolloutReplica(self._name, self._engine, config)
         return self._replica.num_workers
 
-    async def place(self) -> tuple[str, str]:
-        """Returns id and name of the node that the actor was placed on."""
-        return ray.get_runtime_context().get_node_id(), socket.gethostname()
-
-    async def processes(self) -> list[ProcessId]:
-        """Returns the actor's own process and the engine's."""
-        return process_tree(os.getpid())
+    async def place(self) -> tuple[str, str, int]:
+        """Returns id and name of the node that the actor was placed on, and the actor's pid."""
+        return ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid()
 
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
         """Start an HTTP server on the engine's loop: on 127.0.0.1, or on this node's address. Returns its URL."""
@@ -116,25 +117,6 @@ class ReplicaActor:
     wait_dead = control(RolloutReplica.wait_dead)
 
 
-class _Manifests:
-    """Puts the manifest that all replicas get into Ray's object store once: to pickle a large model's takes the driver
-    0.2 to 20 ms."""
-
-    _last: tuple[Manifest, ray.ObjectRef] | None = None
-
-    def ref(self, manifest: Manifest) -> ray.ObjectRef:
-        if self._last is None or self._last[0] is not manifest:
-            self._last = (manifest, ray.put(manifest))
-        return self._last[1]
-
-    def forget(self) -> None:
-        """To be called before the cluster ends."""
-        self._last = None
-
-
-manifests = _Manifests()
-
-
 class ReplicaHandle:
     """The driver's side of one replica. Calls raise what the replica raised, with its traceback as a note.
 
@@ -154,16 +136,19 @@ class ReplicaHandle:
         self.node = ""
         """Known after `placed`."""
         self._node_id = ""
-        self._processes: list[ProcessId] = []
+        self._processes: list[psutil.Process] = []
+        """The actor's and, after `start`, the engine's; none where they run on another node."""
 
     async def placed(self) -> None:
         """Returns when Ray has found room for the actor and its process runs: maybe only when a node joins."""
-        self._node_id, self.node = await self.actor.place.remote()
+        self._node_id, self.node, pid = await self.actor.place.remote()
+        if self._node_id == ray.get_runtime_context().get_node_id():
+            self._processes = process_tree(pid)
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> None:
         await self.placed()
         self.num_workers = await self.actor.start.remote(spec, config)
-        self._processes = await self.actor.processes.remote()
+        self._processes = self._processes and process_tree(self._processes[0].pid)
 
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
         return await self.actor.serve.remote(on_loopback, token, chat_template)
@@ -184,9 +169,9 @@ class ReplicaHandle:
         """End the actor and the engine's processes, stopped ones too. Ray kills all processes of an actor that does not
         react 5 s later; on this node we do not wait for that."""
         ray.kill(self.actor)
-        if self._processes and self._node_id == ray.get_runtime_context().get_node_id():
+        if self._processes:
             actor, *engine = self._processes
-            kill_processes([*engine, actor] if is_stopped(actor[0]) else engine)
+            kill_processes([*engine, actor] if is_stopped(actor) else engine)
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
@@ -194,16 +179,6 @@ def engine_env(spec: EngineSpec) -> dict[str, str]:
     if spec.device != "cpu":
         return ENV | QUIET_NCCL
     return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
-
-
-def create_replicas(
-    num_replicas: int,
-    spec: EngineSpec,
-    on_start: Callable[[str], Callable[[], None]],
-    actor_class: type[ReplicaActor] = ReplicaActor,
-) -> list[ReplicaHandle]:
-    """Create actors named replica-0, replica-1, ..., not yet started."""
-    return [create_replica(f"replica-{index}", spec, on_start, actor_class) for index in range(num_replicas)]
 
 
 def create_replica(

@@ -16,7 +16,7 @@ import ray
 from configs.runtime.deadline import within
 from configs.schema import Config, Device
 from configs.validate import ConfigError
-from rollout.replica.replica_group import manifests
+from rollout.replica.replica_group import manifest_ref
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
 LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
@@ -97,7 +97,7 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
                 )
         yield
     finally:
-        manifests.forget()
+        manifest_ref.cache_clear()
         await asyncio.shield(asyncio.to_thread(ray.shutdown))
 
 

@@ -10,7 +10,7 @@ from configs.schema import Config
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.evaluation.evaluator import Evaluation
 from rollout.failures import FailureBudget
-from rollout.replica.replica_group import create_replicas
+from rollout.replica.replica_group import create_replica
 from rollout.router import ReplicaRouter
 from scripts.launch.cluster import cluster, output_to
 from scripts.launch.data import encode_rows, held_out_rows
@@ -32,7 +32,8 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[st
         model_path = await policy_model(config, await boot_model(config, run_dir), console)
         console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
         spec, on_start = engine_spec(config, device, model_path), output_to(run_dir)
-        replicas = create_replicas(config.rollout.num_replicas, spec, on_start)
+        names = [f"replica-{index}" for index in range(config.rollout.num_replicas)]
+        replicas = [create_replica(name, spec, on_start) for name in names]
         clients = [replica.client for replica in replicas]
         agents = AgentWorkerGroup(config=config, tokenizer_path=model_path, replicas=clients, on_start=on_start)
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):

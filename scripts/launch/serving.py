@@ -13,7 +13,7 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.gateway import Proxy, gateway_app, upstream_client
 from rollout.http.server import listen, served, url_of
-from rollout.replica.replica_group import ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from scripts.launch.cluster import cluster, output_to
 from scripts.launch.driver import make_monitor
@@ -59,7 +59,8 @@ async def _start_replicas(
 ) -> list[tuple[ReplicaHandle, str]]:
     """Returns each replica with its URL."""
     spec = replace(engine_spec(config, device, model_path), log_stats=True)
-    replicas = create_replicas(config.rollout.num_replicas, spec, output_to(run_dir))
+    names = [f"replica-{index}" for index in range(config.rollout.num_replicas)]
+    replicas = [create_replica(name, spec, output_to(run_dir)) for name in names]
     on_loopback = config.ray.address is None  # then the cluster is this machine
 
     async def start(replica: ReplicaHandle) -> str:

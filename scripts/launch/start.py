@@ -20,7 +20,7 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.prompts import EncodedRow, Row
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica, create_replicas
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from scripts.launch.cluster import output_to
 from scripts.launch.data import encode_rows
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
@@ -72,7 +72,8 @@ async def start(
     on_start = output_to(run_dir)
     boot_path = await boot_model(config, run_dir)
     spec = engine_spec(config, device, boot_path)
-    replicas = create_replicas(config.rollout.num_replicas, spec, on_start, actor_class)
+    names = [f"replica-{index}" for index in range(config.rollout.num_replicas)]
+    replicas = [create_replica(name, spec, on_start, actor_class) for name in names]
     clients = [replica.client for replica in replicas]
     agents = AgentWorkerGroup(
         config=config, tokenizer_path=boot_path, replicas=clients, on_start=on_start, agent_loop=agent_loop

@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
-from rollout.engines.vllm.outputs import Sampled, unstarted_answer, with_its_end
+from rollout.engines.vllm.outputs import unstarted_answer, with_its_end
 from rollout.request_ids import ClientNames, repeated
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
@@ -55,7 +55,14 @@ class GatedLLM(AsyncLLM):
         self.num_submitted = 0  # to the engine core, again and again
         self.num_restarted = 0  # submitted again
         self.usage = Usage()
-        self.counted: dict[str, int] = {}  # tokens of each request inside that are in `usage`
+        process_outputs = self.output_processor.process_outputs
+
+        def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            states = self.output_processor.request_states  # an aborted request has none
+            self.usage.tokens += sum(len(one.new_token_ids) for one in outputs if one.request_id in states)
+            return process_outputs(outputs, *args, **kwargs)
+
+        self.output_processor.process_outputs = counted
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -71,7 +78,6 @@ class GatedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: Any, request_id: str, *, is_continuation: bool = False, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         inside_id = self._name_inside(request_id)
-        sampled = Sampled(sampling_params)
         self.usage.change(+1)
         try:
             may_run = await self.admission.enter(inside_id, sampling_params.n, is_continuation)
@@ -80,20 +86,19 @@ class GatedLLM(AsyncLLM):
                     async for output in outputs:
                         if output.finished and inside_id in self.withdrawn:
                             break  # taken back before its first token: submit again, with the new salt
-                        self._count_tokens_of(inside_id, sampled.with_those_of(output))
                         yield with_its_end(output)
                 if inside_id not in self.withdrawn:
                     return
                 self.withdrawn.discard(inside_id)
                 last_id, inside_id = inside_id, self._name_inside(request_id)
                 self.client_ids.pop(last_id, None)
-                may_run = await self.admission.enter_again(last_id, inside_id)
+                self.admission.leave(last_id)
+                may_run = await self.admission.enter(inside_id, sampling_params.n, is_continuation=True)
                 self.num_restarted += may_run
             yield unstarted_answer(request_id, prompt, sampling_params)
         finally:
             self.withdrawn.discard(inside_id)
             self.client_ids.pop(inside_id, None)
-            self.counted.pop(inside_id, None)
             self.admission.leave(inside_id)
             self.usage.change(-1)
 
@@ -149,26 +154,12 @@ class GatedLLM(AsyncLLM):
         """Tokens that each running request has sampled. Exact only while frozen."""
         return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
 
-    def count_tokens(self) -> None:
-        """Add to `usage` the tokens that no output has delivered yet."""
-        for inside_id, state in self._states().items():
-            if self.admission.has(inside_id):  # a dead engine's states outlive its requests
-                self._count_tokens_of(inside_id, state.detokenizer.num_output_tokens())
-
-    def _count_tokens_of(self, inside_id: str, num_tokens: int) -> None:
-        new = num_tokens - self.counted.get(inside_id, 0)
-        if new > 0:
-            self.counted[inside_id] = num_tokens
-            self.usage.tokens += new
-
     def running_states(self) -> dict[str, Any]:
-        """vLLM's record of every running request, by the name that its client knows."""
-        return {self.client_ids.get(inside, inside): state for inside, state in self._states().items()}
-
-    def _states(self) -> dict[str, Any]:
-        """By the id inside. One of a request's samples stands for all."""
+        """vLLM's record of every running request, by the name that its client knows. One of its samples stands for
+        all."""
         states = self.output_processor.request_states.values()
-        return {state.external_req_id: state for state in states if state.external_req_id is not None}
+        by_inside = {state.external_req_id: state for state in states if state.external_req_id is not None}
+        return {self.client_ids.get(inside, inside): state for inside, state in by_inside.items()}
 
     async def _finish_prefills(self) -> None:
         waited_s = 0.0

@@ -126,7 +126,6 @@ class VllmEngine:
 
     @property
     def usage(self) -> Usage:
-        self._llm.count_tokens()
         return self._llm.usage
 
     def gauges(self) -> dict[str, float]:

@@ -1,24 +1,9 @@
-"""vLLM's outputs: what is read from them, and those that are made here in its place."""
+"""vLLM's outputs of requests that were aborted."""
 
 from typing import Any
 
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-
-
-class Sampled:
-    """Counts the tokens in the outputs of one request, over all its samples."""
-
-    def __init__(self, params: Any):
-        self._of_sample: dict[int, int] = {}
-        self._adds_up = params.output_kind is RequestOutputKind.DELTA
-
-    def with_those_of(self, output: RequestOutput) -> int:
-        for sampled in output.outputs:
-            before = self._of_sample.get(sampled.index, 0) if self._adds_up else 0
-            self._of_sample[sampled.index] = before + len(sampled.token_ids)
-        return sum(self._of_sample.values())
 
 
 class _NoTokens(list[int]):

@@ -21,7 +21,7 @@ from rollout.engines.base import EngineSpec
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
 from tests.support.actors import SPEC, Source, no_redirect
@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def replica(ray_cluster: None, folder: Path) -> Iterator[ReplicaHandle]:
     spec = replace(SPEC, model_path=str(folder))
-    (replica,) = create_replicas(1, spec, no_redirect, GatedActor)
+    replica = create_replica("replica-0", spec, no_redirect, GatedActor)
 
     async def start() -> None:
         await replica.start(spec, WeightSyncConfig())

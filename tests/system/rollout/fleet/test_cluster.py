@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 from configs.schema import Config, RolloutConfig
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica_group import ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.types import Completion
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
 from scripts.launch.start import ReplicaStarter
@@ -71,7 +71,7 @@ class Scene:
 
 @asynccontextmanager
 async def running_scene() -> AsyncIterator[Scene]:
-    replicas = create_replicas(2, SPEC, no_redirect, SimulatedActor)
+    replicas = [create_replica(f"replica-{index}", SPEC, no_redirect, SimulatedActor) for index in range(2)]
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*(replica.start(SPEC, CONFIG.weight_sync) for replica in replicas))
     scene = Scene(replicas)

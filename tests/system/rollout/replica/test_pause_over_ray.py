@@ -11,7 +11,7 @@ from configs.schema import PauseMode, WeightSyncConfig
 from rollout.errors import FleetPauseError
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica_group import ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from tests.support.actors import SPEC, SimulatedActor, no_redirect
 from tests.support.fakes import answer, make_request
@@ -23,7 +23,7 @@ TIMEOUT_S = 5
 
 @pytest.fixture(scope="module")
 def replicas(ray_cluster: None) -> Iterator[list[ReplicaHandle]]:
-    replicas = create_replicas(2, SPEC, no_redirect, SimulatedActor)
+    replicas = [create_replica(f"replica-{index}", SPEC, no_redirect, SimulatedActor) for index in range(2)]
 
     async def start(replica: ReplicaHandle) -> None:
         await replica.start(SPEC, WeightSyncConfig())
@@ -75,7 +75,7 @@ def test_a_wait_past_its_deadline_is_taken_back_on_the_replica_that_was_late(rep
 
 def test_a_process_that_stands_still_is_named_and_not_paused_when_it_goes_on(replicas: list[ReplicaHandle]) -> None:
     async def test(fleet: FleetControl) -> None:
-        process = (await replicas[0].actor.processes.remote())[0][0]
+        process = (await replicas[0].actor.place.remote())[2]
         os.kill(process, signal.SIGSTOP)
         try:
             loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from rollout.errors import ReplicaLostError, TooFewReplicasError
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.replica.replica_group import ReplicaHandle, create_replicas
+from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
@@ -104,7 +104,7 @@ async def die(replica: ReplicaHandle) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_replica_under_load_and_its_death(engine_spec: EngineSpec, tiny_model: Path) -> None:
     """One replica serves both halves, because its start takes most of the time."""
-    (replica,) = create_replicas(1, engine_spec, no_redirect)
+    replica = create_replica("replica-0", engine_spec, no_redirect)
 
     async def scenario() -> None:
         async with asyncio.timeout(200):

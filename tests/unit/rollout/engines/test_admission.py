@@ -174,22 +174,3 @@ def test_emptied_waits_for_those_inside_and_not_for_those_who_wait() -> None:
         assert not late.done() and admission.turn_away(None) == ["late"]
 
     run_virtual(main())
-
-
-@pytest.mark.parametrize("held", [True, False])
-def test_a_request_that_was_given_back_unstarted_enters_again_before_all_others(held: bool) -> None:
-    async def main() -> None:
-        admission = Admission(2)
-        await fill(admission, "a", "b")
-        waiting = come(admission, "waiting")
-        await settle()
-        if held:
-            await admission.hold()
-        again = asyncio.create_task(admission.enter_again("b", "b~1"))
-        await settle()
-        if held:
-            assert admission.inside == ["a"] and not again.done()
-            admission.release()
-        assert await again and admission.inside == ["a", "b~1"] and not waiting.done()
-
-    run_virtual(main())

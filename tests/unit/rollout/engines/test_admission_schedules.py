@@ -53,16 +53,6 @@ class Crowd:
             with pytest.raises(ValueError, match=f"request {name} is here already"):
                 self.admission.enter(name).send(None)
 
-    def enter_again(self, n: int) -> None:
-        names = [name for name in self.admission.inside if name in self.submitted]
-        if names:
-            old = names[n % len(names)]
-            new = f"{len(self.widths)}"
-            self.widths[new] = self.widths[old]
-            self.past.add(old)
-            self.going_on.add(new)
-            self.tasks[new] = asyncio.create_task(self._come(new, lambda: self.admission.enter_again(old, new)))
-
     def submit(self, n: int) -> None:
         names = [name for name in self.admission.inside if name in self.entered - self.submitted]
         if names:
@@ -165,7 +155,7 @@ STEPS = st.tuples(
         [Crowd.enter] * 4
         + [Crowd.submit, Crowd.leave] * 2
         + [Crowd.cancel, Crowd.turn_away, Crowd.hold, Crowd.release]
-        + [Crowd.go_on, Crowd.enter_again, Crowd.enter_twice]
+        + [Crowd.go_on, Crowd.enter_twice]
     ),
     st.integers(0, 9),
     st.sampled_from([0, 1, 2, 20]),
@@ -181,7 +171,7 @@ def test_every_schedule(num_seats: int, steps: list[tuple[Callable[[Crowd, int],
         crowd = Crowd(num_seats)
         for step, n, ticks in steps:
             step(crowd, n)
-            for _ in range(ticks if step is not Crowd.enter_again else 20):
+            for _ in range(ticks):
                 await asyncio.sleep(0)
             crowd.check(settled=ticks == 20)
         await crowd.drain()

@@ -63,7 +63,7 @@ class SimulatedEngine:
         self._staged: Manifest | None = None
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._global_steps = -1
-        self._num_submitted = self._num_prefilled = 0
+        self._num_submitted = 0
         self._frozen_at = 0.0
         self.usage = Usage()
 
@@ -78,15 +78,13 @@ class SimulatedEngine:
 
     async def _generate(self, request: GenerationRequest) -> Completion:
         name = str(request.request_id)
-        if not await self.admission.enter(name, is_continuation=request.is_continuation):
-            if self._death.done():
-                raise self._death.result()
-            return _completion([], "abort")
+        entered = await self.admission.enter(name, is_continuation=request.is_continuation)
         try:
             if self._death.done():
                 raise self._death.result()
+            if not entered:
+                return _completion([], "abort")
             self._num_submitted += 1
-            self._num_prefilled += len(request.prompt_ids)
             sequence = self._start(request)
             self.admission.submitted(name)
             return await sequence.done
@@ -124,8 +122,6 @@ class SimulatedEngine:
             self._may_step.clear()
             async with self._between_steps:
                 self._frozen_at = asyncio.get_running_loop().time()
-        if clear_cache:
-            self._num_prefilled += sum(len(sequence.tokens) for sequence in self._running.values())
 
     async def thaw(self) -> float:
         if self._may_step.is_set():
@@ -134,11 +130,10 @@ class SimulatedEngine:
         return asyncio.get_running_loop().time() - self._frozen_at
 
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
-        running = {request_id: self._running.get(str(request_id)) for request_id in known}
         return {
-            request_id: _completion(sequence.tokens[known[request_id] :], "")
-            for request_id, sequence in running.items()
-            if sequence is not None
+            request_id: _completion(self._running[name].tokens[start:], "")
+            for request_id, start in known.items()
+            if (name := str(request_id)) in self._running
         }
 
     async def stage(self, manifest: Manifest) -> None:
@@ -180,7 +175,6 @@ class SimulatedEngine:
     def gauges(self) -> dict[str, float]:
         return {
             "engine_requests": self._num_submitted,
-            "prefilled_tokens": self._num_prefilled,
             "running_requests": len(self.admission.inside),
             "waiting_requests": len(self.admission.waiting),
         }

@@ -5,25 +5,22 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TypeVar
 
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.member import FleetMember
-from rollout.replica.pause import PauseInterruptedError
+from rollout.replica.pause import PauseConflictError
 from weight_sync.protocol import ReplicaStatus
 
 T = TypeVar("T")
+Deadline = Callable[[str], AbstractAsyncContextManager[None]]
+"""`within`, but for what is waited for."""
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Deadline:
-    seconds: float
-    key: str
 
 
 class FleetControl:
@@ -38,14 +35,13 @@ class FleetControl:
     def __init__(self, fleet: ReplicaFleet, pause_timeout_s: float = 60.0):
         """`pause_timeout_s`: weight_sync.pause_timeout_s."""
         self._fleet = fleet
-        self._pausing = _Deadline(pause_timeout_s, "weight_sync.pause_timeout_s")
-        self._answering = _Deadline(fleet.answer_timeout_s, "rollout.answer_timeout_s")
+        self._pausing: Deadline = partial(within, pause_timeout_s, "weight_sync.pause_timeout_s")
+        self._answering: Deadline = partial(within, fleet.answer_timeout_s, "rollout.answer_timeout_s")
         self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
         self._num_orders = 0
         self._before: tuple[PauseMode | None, dict[str, str | None]] | None = None
         """State of the fleet and of each replica before the oldest pause that is under way: a pause that fails goes
         back to it."""
-        self._late: set[asyncio.Task[Any]] = set()
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
         self._last_busy_s = 0.0
@@ -61,37 +57,29 @@ class FleetControl:
                 raise FleetPauseError(what, errors)
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
-        """Return when every replica is paused, within `timeout_s` each, by default weight_sync.pause_timeout_s. Raises
-        FleetPauseError when one is not: then the replicas that were not paused before are resumed, unless another order
-        came meanwhile, which stands."""
+        """Return when every replica is paused, within `timeout_s`, by default weight_sync.pause_timeout_s. Raises
+        FleetPauseError when one is not: then the replicas that were not paused before are resumed, within as long,
+        unless another order came meanwhile, which stands."""
         before, modes = self._before = self._before or (self._mode, {})
         order = self._order(mode)  # replicas that are registered from here on are paused too
-        deadline = self._pausing if timeout_s is None else _Deadline(timeout_s, "timeout_s")
+        deadline = self._pausing if timeout_s is None else partial(within, timeout_s, "timeout_s")
 
         async def pause(replica: FleetMember) -> None:
             modes.setdefault(replica.name, (await replica.status()).pause_mode)
             if order != self._num_orders:
-                raise PauseInterruptedError("another order came before this one had reached the replica")
+                raise PauseConflictError("another order came before this one had reached the replica")
             await replica.pause(mode, clear_cache)
 
         _, errors = await self._on_all(pause, f"pause({mode.value})", deadline)
         if order == self._num_orders:
             self._before = None
-        if errors and order == self._num_orders:
-            self._mode = before
-            undo = [r for r in self._fleet.running if modes.get(r.name, before) is None]
-            self._resume_late([r for r in undo if isinstance(errors.get(r.name), TimeoutError)])
-            undo = [r for r in undo if r.name not in errors]
-            errors |= (await self._on_all(lambda r: r.resume(), "resume", deadline, undo))[1]
+            if errors:
+                self._mode = before
+                # Also those that were late: the order to pause still reaches them, and then this one.
+                undo = [r for r in self._fleet.running if modes.get(r.name, before) is None]
+                errors = (await self._on_all(lambda r: r.resume(), "resume", deadline, undo))[1] | errors
         if errors:
             raise FleetPauseError(f"pause({mode.value})", errors)
-
-    def _resume_late(self, replicas: Sequence[FleetMember]) -> None:
-        """Resume replicas whose pause was cancelled at the deadline: it may still have become complete. Nothing waits
-        for the answers, because these replicas may never answer."""
-        task = asyncio.create_task(self._on_all(lambda r: r.resume(), "resume", self._pausing, replicas))
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
 
     def _order(self, mode: PauseMode | None) -> int:
         self._mode = mode
@@ -176,13 +164,13 @@ class FleetControl:
         self,
         call: Callable[[FleetMember], Awaitable[T]],
         what: str,
-        deadline: _Deadline,
+        deadline: Deadline,
         replicas: Sequence[FleetMember] | None = None,
     ) -> tuple[dict[str, T], dict[str, BaseException]]:
         """Call the replicas, by default all that run, concurrently. Returns answers and errors by replica."""
 
         async def one(replica: FleetMember) -> T:
-            async with within(deadline.seconds, deadline.key, f"{what} on {replica.name}"):
+            async with deadline(f"{what} on {replica.name}"):
                 return await call(replica)
 
         chosen = self._fleet.running if replicas is None else replicas

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 
 from configs.runtime.deadline import within
 from rollout.errors import TooFewReplicasError
@@ -57,9 +58,10 @@ class ReplicaFleet:
         self._min_replicas = min_replicas
         self._report = report
         self._max_replacements = self._replacements_left = max_replacements
-        self._lives: dict[str, Lifecycle] = {}
+        self.lives: dict[str, Lifecycle] = {}
+        """State of every replica by name, dead ones included."""
         self._replicas: dict[str, FleetMember] = {}
-        self._asking: dict[str, asyncio.Lock] = {}
+        self._asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pinned: set[str] = set()
         self._expected: Collection[str] = ()
         self._endings: dict[str, asyncio.Task[bool]] = {}
@@ -69,17 +71,12 @@ class ReplicaFleet:
         self._initial = frozenset(replica.name for replica in replicas)
         self._next_number = len(replicas)
         for replica in replicas:
-            self._lives[replica.name] = Lifecycle(replica.name)
+            self.lives[replica.name] = Lifecycle(replica.name)
             self.register(replica)
             if serving is None:
                 router.expect(replica.name, RuntimeError("no weights yet"))
             else:
-                self._lives[replica.name].verified(serving)
-
-    @property
-    def lives(self) -> Mapping[str, Lifecycle]:
-        """State of every replica by name, dead ones included."""
-        return self._lives
+                self.lives[replica.name].verified(serving)
 
     @property
     def running(self) -> list[FleetMember]:
@@ -92,7 +89,7 @@ class ReplicaFleet:
         return [replica for replica in self._in(*CAN_SERVE) if replica.name not in self._pinned]
 
     def _in(self, *states: ReplicaState) -> list[FleetMember]:
-        return [replica for name, replica in self._replicas.items() if self._lives[name].state in states]
+        return [replica for name, replica in self._replicas.items() if self.lives[name].state in states]
 
     def node_of(self, name: str) -> str | None:
         """The node that runs the replica; None before its engine runs."""
@@ -113,23 +110,22 @@ class ReplicaFleet:
         """Ask for one more replica. Returns the name under which it is to be started."""
         name = f"replica-{self._next_number}"
         self._next_number += 1
-        self._lives[name] = Lifecycle(name)
+        self.lives[name] = Lifecycle(name)
         self.router.expect(name, RuntimeError("starting"))
         self.wanted.put_nowait(name)
         return name
 
     def register(self, replica: FleetMember) -> bool:
         """Add a replica whose engine runs. Returns False when it was removed while it started."""
-        if self._lives[replica.name].state is not ReplicaState.STARTING:
+        if self.lives[replica.name].state is not ReplicaState.STARTING:
             return False
-        self._lives[replica.name].enter(ReplicaState.SYNCING)
+        self.lives[replica.name].enter(ReplicaState.SYNCING)
         self._replicas[replica.name] = replica
-        self._asking[replica.name] = asyncio.Lock()
         return True
 
     async def admit(self, name: str, global_steps: int) -> None:
         """Let the router choose the replica. The caller has verified that its weights are those of `global_steps`."""
-        life = self._lives[name]
+        life = self.lives[name]
         if life.state not in CAN_SERVE:
             return  # it was lost, or began to drain, while it took the update
         before, was_new = life.state, life.global_steps < 0
@@ -150,7 +146,7 @@ class ReplicaFleet:
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to the replica for now. Its requests in flight continue."""
-        life = self._lives[name]
+        life = self.lives[name]
         if life.state in (ReplicaState.SYNCING, ReplicaState.READY):
             life.enter(ReplicaState.STALE)
             self._report(f"{name} is out of service: {error}")
@@ -173,7 +169,7 @@ class ReplicaFleet:
         """Route nothing more to the replica, for good; it finishes its requests. Raises IllegalTransitionError, and
         FleetRefusalError when too few replicas would be left."""
         self._require_spare(name)
-        self._lives[name].enter(ReplicaState.DRAINING)
+        self.lives[name].enter(ReplicaState.DRAINING)
         self._report(f"{name} drains")
         await self.router.eject(name, RuntimeError("draining"))
 
@@ -181,7 +177,7 @@ class ReplicaFleet:
         """Shut down a replica that is no longer wanted, without a replacement. Its trajectories continue elsewhere.
         Idempotent. Raises FleetRefusalError when too few replicas would be left."""
         self._require_spare(name)
-        if self._lives[name].state is not ReplicaState.DEAD:
+        if self.lives[name].state is not ReplicaState.DEAD:
             self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"))
         await asyncio.shield(self._endings[name])
 
@@ -205,7 +201,7 @@ class ReplicaFleet:
         """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or will be."""
         returning = [r for r in self._in(ReplicaState.STALE) if r.name in self._pinned or r.name in self._expected]
         in_service = len(self._in(ReplicaState.READY)) + len(returning)
-        states = [life.state for life in self._lives.values()]
+        states = [life.state for life in self.lives.values()]
         coming = states.count(ReplicaState.STARTING) + states.count(ReplicaState.SYNCING)
         if in_service + coming < self._min_replicas:
             left = f"{in_service} replicas are left in service, rollout.min_replicas={self._min_replicas}"
@@ -214,12 +210,12 @@ class ReplicaFleet:
             raise TooFewReplicasError(f"{left}: {cause}") from cause
 
     def _require_spare(self, name: str) -> None:
-        if name not in self._lives:
-            names = ", ".join(known for known, life in self._lives.items() if life.state is not ReplicaState.DEAD)
+        if name not in self.lives:
+            names = ", ".join(known for known, life in self.lives.items() if life.state is not ReplicaState.DEAD)
             raise FleetRefusalError(f"{name}: there is no such replica; there are {names}")
-        state = self._lives[name].state
+        state = self.lives[name].state
         staying = CAN_SERVE if state in CAN_SERVE else (*CAN_SERVE, ReplicaState.STARTING)
-        left = [other for other, life in self._lives.items() if other != name and life.state in staying]
+        left = [other for other, life in self.lives.items() if other != name and life.state in staying]
         if state in staying and len(left) < self._min_replicas:
             raise FleetRefusalError(
                 f"{name} cannot go: {len(left)} replicas would be left, rollout.min_replicas={self._min_replicas}"
@@ -227,23 +223,19 @@ class ReplicaFleet:
 
     def _loss(self, name: str, error: BaseException) -> asyncio.Task[bool]:
         """The shutdown of the lost replica. A loss that is reported twice counts once."""
-        state = self._lives[name].state
+        state = self.lives[name].state
         if state is not ReplicaState.DEAD:
             self._num_lost += 1
             self._end(name, f"{name} is given up: {error}", error)
-            if state is not ReplicaState.DRAINING:
-                self._replace(name)
+            if state is not ReplicaState.DRAINING and self._replacements_left > 0:
+                self._replacements_left -= 1
+                replacement = self.want()
+                self._lost_at[replacement] = self._lost_at.pop(name, now())
+                self._report(f"{replacement} is to replace {name}")
         return self._endings[name]
 
-    def _replace(self, name: str) -> None:
-        if self._replacements_left > 0:
-            self._replacements_left -= 1
-            replacement = self.want()
-            self._lost_at[replacement] = self._lost_at.pop(name, now())
-            self._report(f"{replacement} is to replace {name}")
-
     def _end(self, name: str, text: str, error: BaseException) -> None:
-        self._lives[name].enter(ReplicaState.DEAD)
+        self.lives[name].enter(ReplicaState.DEAD)
         self._report(text)
         self.router.expect(name, error)
         self._endings[name] = asyncio.create_task(self._shut_down(name, error), name=f"end-{name}")
@@ -255,12 +247,7 @@ class ReplicaFleet:
         if name not in self._replicas:  # it was still starting
             return True
         try:
-            async with within(self.answer_timeout_s, "rollout.answer_timeout_s", f"asking {name} for its progress"):
-                await self.take_progress(name)
-            return True
-        except (NoProgressError, TimeoutError) as unanswered:  # the report before counts
-            logger.info("%s", unanswered)
-            return False
+            return await self._answers(name)
         finally:
             self._replicas[name].kill()
 
@@ -277,24 +264,27 @@ class ReplicaFleet:
             return report
 
     async def collect_progress(self, *names: str) -> None:
-        """Ask these replicas, by default all that run, and store what comes within rollout.answer_timeout_s. Silence is
-        no error here: whether a replica is lost is for the monitor to decide."""
-        asked = [name for name in names or [r.name for r in self.running] if name in self._asking]
-        asking = [asyncio.create_task(self.take_progress(name)) for name in asked]
-        if asking:
-            _, late = await asyncio.wait(asking, timeout=self.answer_timeout_s)
-            for task in late:
-                task.cancel()
-        for answer in await asyncio.gather(*asking, return_exceptions=True):
-            if isinstance(answer, Exception) and not isinstance(answer, NoProgressError):
-                raise answer
+        """Ask these replicas, by default all that run, and store what comes within rollout.answer_timeout_s."""
+        asked = names or [replica.name for replica in self.running]
+        await asyncio.gather(*(self._answers(name) for name in asked if name in self._replicas))
+
+    async def _answers(self, name: str) -> bool:
+        """Ask the replica for its progress. Returns whether it answered in time: if not, the report before counts, and
+        whether the replica is lost is for the monitor to decide."""
+        try:
+            async with within(self.answer_timeout_s, "rollout.answer_timeout_s", f"asking {name} for its progress"):
+                await self.take_progress(name)
+            return True
+        except (NoProgressError, TimeoutError) as unanswered:
+            logger.info("%s", unanswered)
+            return False
 
     async def abort(self, name: str, request_ids: Collection[RequestId]) -> None:
         """End requests that nothing waits for any more, if the replica answers."""
         try:
             async with within(self.answer_timeout_s, "rollout.answer_timeout_s", f"abort on {name}"):
                 await self._replicas[name].abort([str(request_id) for request_id in request_ids])
-        except Exception as error:  # whether the replica is lost is for the monitor to decide
+        except Exception as error:
             logger.info("%s may still run %d requests: %r", name, len(request_ids), error)
 
 

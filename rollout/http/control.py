@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
-from rollout.replica.pause import PauseConflictError, PauseInterruptedError
+from rollout.replica.pause import PauseConflictError
 from rollout.request_ids import ClientNames
 from weight_sync.protocol import ReplicaStatus
 
@@ -35,6 +35,8 @@ COUNTERS = {
     "busy_s": "Seconds with at least one request since the start",
 }
 """The entries of RolloutReplica.stats that are exported."""
+STATUSES = {409: PauseConflictError, 504: TimeoutError}
+"""What a pause, a resume or an abort that failed is answered with; anything else is a 500."""
 
 
 class Controlled(Protocol):
@@ -74,7 +76,7 @@ def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
     _add_vllm_routes(app, controlled)
     _add_fastdeploy_routes(app, controlled)
     _add_state_routes(app, controlled, with_engine_metrics)
-    for error, status in ((PauseConflictError, 409), (PauseInterruptedError, 409), (TimeoutError, 504)):
+    for status, error in STATUSES.items():
         app.add_exception_handler(error, answer_with(status))
     app.add_exception_handler(FleetPauseError, _fleet_error)
     return app
@@ -176,8 +178,7 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
     reasons = {name: str(reason).strip().rpartition("\n")[2] for name, reason in error.errors.items()}
     message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     # The status that a single replica would answer with, if all that failed agree.
-    statuses = {409: (PauseConflictError, PauseInterruptedError), 504: TimeoutError}
-    agreed = (status for status, kind in statuses.items() if all(isinstance(e, kind) for e in error.errors.values()))
+    agreed = (status for status, kind in STATUSES.items() if all(isinstance(e, kind) for e in error.errors.values()))
     return JSONResponse({"error": message, "replicas": reasons}, status_code=next(agreed, 500))
 
 

@@ -11,11 +11,7 @@ from rollout.engines.base import Engine
 
 
 class PauseConflictError(RuntimeError):
-    """A pause or resume that the present state does not allow. The message says which state, and what to do."""
-
-
-class PauseInterruptedError(RuntimeError):
-    """A resume ended a pause that waited for running requests."""
+    """A pause or resume that the present state or another order does not allow. The message says which."""
 
 
 TORN = "the weights are torn"
@@ -130,7 +126,7 @@ class PauseControl:
         async with self._turn:
             if self.torn:
                 raise PauseConflictError(f"{TORN} by a failed update: a whole update must come first")
-            self._end_waits(PauseInterruptedError("a resume came while the pause waited for running requests"))
+            self._end_waits(PauseConflictError("a resume came while the pause waited for running requests"))
             before, self.mode = self.mode, None
             try:
                 return await self._settle()

@@ -55,14 +55,15 @@ class GatedLLM(AsyncLLM):
         self.num_submitted = 0  # to the engine core, again and again
         self.num_restarted = 0  # submitted again
         self.usage = Usage()
-        process_outputs = self.output_processor.process_outputs
+        processor: Any = self.output_processor
+        process_outputs = processor.process_outputs
 
         def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            states = self.output_processor.request_states  # an aborted request has none
+            states = processor.request_states  # an aborted request has none
             self.usage.tokens += sum(len(one.new_token_ids) for one in outputs if one.request_id in states)
             return process_outputs(outputs, *args, **kwargs)
 
-        self.output_processor.process_outputs = counted
+        processor.process_outputs = counted
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:

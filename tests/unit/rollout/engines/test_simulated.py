@@ -149,24 +149,6 @@ def test_a_request_sent_while_paused_starts_after_the_resume_with_the_new_weight
     on_engine(test)
 
 
-def test_clearing_the_cache_costs_a_prefill_of_the_tokens_partial_and_keeping_it_none() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        tasks = [start(engine, "a", 9), start(engine, "b", 5)]
-        await asyncio.sleep(1.5)
-        for clear_cache, prefilled in ((False, 2 + 2), (True, 2 + 2 + 2 + 2)):
-            await stop(engine, clear_cache)
-            assert engine.gauges()["prefilled_tokens"] == prefilled
-            await go_on(engine)
-        await stop(engine)
-        await engine.freeze(clear_cache=True)  # frozen already
-        assert engine.gauges()["prefilled_tokens"] == 8 + 2 + 2
-        await go_on(engine)
-        await asyncio.gather(*tasks)
-        assert engine.gauges()["engine_requests"] == 2
-
-    on_engine(test)
-
-
 def test_aborted_requests_answer_with_the_tokens_they_have_and_the_others_do_not_notice() -> None:
     async def test(engine: ClockedEngine) -> None:
         tasks = {name: start(engine, name, 9) for name in "abcd"}

@@ -8,7 +8,7 @@ import pytest
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
 from rollout.fleet.control import FleetControl
-from rollout.replica.pause import PauseInterruptedError
+from rollout.replica.pause import PauseConflictError
 from rollout.replica.replica import RolloutReplica
 from tests.support.fakes import ClockedEngine, answer, make_replica, now, run_virtual, settle, start_group, update
 from tests.support.fleets import FleetSetup, on_fleet
@@ -239,7 +239,7 @@ def test_a_resume_that_ends_a_wait_leaves_an_open_fleet_that_others_join_open() 
         await setup.control.resume()
         with pytest.raises(FleetPauseError) as raised:
             await waiting
-        assert all(isinstance(error, PauseInterruptedError) for error in raised.value.errors.values())
+        assert all(isinstance(error, PauseConflictError) for error in raised.value.errors.values())
         late = make_replica(setup.fleet.want(), ClockedEngine())
         assert setup.fleet.register(late)
         await setup.control.align(late)
@@ -289,7 +289,7 @@ def test_a_resume_that_comes_before_a_pause_has_reached_a_replica_stands() -> No
         await setup.control.resume()
         with pytest.raises(FleetPauseError) as raised:
             await pausing
-        assert [type(error) for error in raised.value.errors.values()] == [PauseInterruptedError]
+        assert [type(error) for error in raised.value.errors.values()] == [PauseConflictError]
         assert await setup.paused() == {"a": None, "b": None} and not await setup.control.is_paused()
 
     on_fleet(test)

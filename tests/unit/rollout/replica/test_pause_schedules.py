@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import PauseMode
-from rollout.replica.pause import PauseConflictError, PauseControl, PauseInterruptedError
+from rollout.replica.pause import PauseConflictError, PauseControl
 from rollout.types import Completion
 from tests.support.fakes import ClockedEngine, make_request, run_virtual, update_engine
 
@@ -53,7 +53,7 @@ async def call_at(control: PauseControl, moment_s: float, patience_s: float, wha
             await call(control, *what)  # pyright: ignore
     except TimeoutError as error:
         assert not str(error), "the caller's, and none of the engine's own deadlines"
-    except (PauseConflictError, PauseInterruptedError, TornError):
+    except (PauseConflictError, TornError):
         pass
 
 

@@ -112,7 +112,6 @@ async def test_counters_add_up(replica: RolloutReplica, engine: ClockedEngine) -
         "prompt_tokens": 4,
         "cached_tokens": 0,
         "engine_requests": 5,
-        "prefilled_tokens": 10,
         "running_requests": 3,
         "waiting_requests": 0,
     }

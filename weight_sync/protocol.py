@@ -7,9 +7,9 @@ torch, so that the driver can import it.
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -54,91 +54,20 @@ class TensorEntry:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFile:
-    """shared_memory: the file that holds the rows of all ranks."""
-
-    host: str
-    path: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankFile:
-    """filesystem: the file that holds the rows of one rank, two folders below weight_sync.directory."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMemory:
-    """cuda_ipc: the memory that one rank exports."""
-
-    host: str
-    handles: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """collective: the store, served by trainer rank 0, at which the members of a transfer meet."""
-
-    host: str
-    port: int
-    nonce: str
-    timeout_s: float
-    backend: str
-    """"gloo" or "nccl"."""
-    bucket_bytes: int
-    members: tuple[str, ...]
-    """Names by rank in the group, for error messages."""
-    first_rank: Mapping[str, int]
-    """Replica -> rank of its first worker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """delta: what is sent of one rank's rows, by another transport."""
-
-    base: int | None
-    """The version that they are changes of; None: all rows are sent."""
-    encoding: tuple[tuple[int, str], ...]
-    """(index of a tensor, "sparse" or "whole"), in the order in which they are sent."""
-    inner: "Manifest"
-    checksums: Checksums
-    """Of all rows, after the changes."""
-
-
-Location = SharedFile | RankFile | GpuMemory | Meeting | Changes | None
-L = TypeVar("L", SharedFile, RankFile, GpuMemory, Meeting, Changes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """What one trainer rank has published."""
-
-    transport: str
-    global_steps: int
-    nbytes: int
-    """How many bytes this rank has to send."""
-    tensors: tuple[TensorEntry, ...]
-    """The whole tensors: the same on every rank."""
-    location: Location
-    """How its bytes can be reached. None where rank 0's location serves for all."""
-    checksums: Checksums | None
-    """None where they are known only once the bytes have been sent."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What all trainer ranks have published of one version. See `Publication`; tuples are by rank."""
+    """What trainer ranks have published of one version: a rank's own part, or all of them. Tuples are by rank."""
 
     transport: str
     global_steps: int
     nbytes: int
-    """How many bytes all ranks have to send."""
+    """How many bytes these ranks have to send."""
     tensors: tuple[TensorEntry, ...]
-    locations: tuple[Location, ...]
+    """The whole tensors: the same on every rank."""
+    locations: tuple[Any, ...]
+    """How each rank's bytes can be reached, as the transport says it."""
     checksums: tuple[Checksums, ...] | None
+    """None where they are known only once the bytes have been sent."""
 
     @property
     def num_ranks(self) -> int:
@@ -149,23 +78,15 @@ class Manifest:
         """All checksums in one."""
         return None if self.checksums is None else combine(self.checksums)
 
-    def located(self, kind: type[L]) -> list[L]:
-        """The locations that are not None, all of which are of this kind."""
-        found = [location for location in self.locations if location is not None]
-        assert all(isinstance(location, kind) for location in found), f"{self.transport} is not located by {kind}"
-        return found  # pyright: ignore[reportReturnType]
 
-
-def merge(parts: Sequence[Publication]) -> Manifest:
-    """The manifest of a version, from what every rank published, by rank."""
-    checksums = tuple(part.checksums for part in parts if part.checksums is not None)
-    return Manifest(
-        transport=parts[0].transport,
-        global_steps=parts[0].global_steps,
+def merge(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a version, from every rank's part."""
+    checksums = [of_rank for part in parts for of_rank in part.checksums or ()]
+    return replace(
+        parts[0],
         nbytes=sum(part.nbytes for part in parts),
-        tensors=parts[0].tensors,
-        locations=tuple(part.location for part in parts),
-        checksums=checksums if len(checksums) == len(parts) else None,
+        locations=tuple(location for part in parts for location in part.locations),
+        checksums=tuple(checksums) if len(checksums) == len(parts) else None,
     )
 
 
@@ -267,8 +188,8 @@ class WeightSource(Protocol):
     async def publish(self, order: PublishOrder) -> Manifest: ...
 
     async def send(self, manifest: Manifest) -> int:
-        """Move the bytes while the replicas receive. Returns the checksum of what was sent. A cancellation ends the
-        transfer on both sides."""
+        """Moves the bytes while the replicas receive, and returns their checksum. A cancellation ends the transfer on
+        both sides."""
         ...
 
 
@@ -282,11 +203,11 @@ class WeightTarget(Protocol):
     def num_workers(self) -> int: ...
 
     async def stage(self, manifest: Manifest) -> None:
-        """Receive the weights into staging memory, while generating. Raises when they are not what was sent."""
+        """Receives the weights into staging memory, while generating. Raises when they are not what was sent."""
 
     async def commit(self, tag: WeightTag) -> CommitReport:
-        """Pause, make the staged weights of this tag live, verify them, resume. This is the replica's own transaction:
-        it runs to its end even when the caller is gone."""
+        """Pauses, makes the staged weights of this tag live, verifies them, resumes. It runs to its end even when the
+        caller is gone."""
         ...
 
     async def receive(self, manifest: Manifest) -> CommitReport:
@@ -299,16 +220,16 @@ class WeightTarget(Protocol):
 class Sender(Protocol):
     """A transport's half in a trainer rank. Some only publish: their bytes lie ready, and their checksums are known."""
 
-    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
-        """Offer this rank's rows. They can be reached once every rank has returned."""
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Manifest:
+        """Offers this rank's rows. They can be reached once every rank has returned."""
         ...
 
     def send(self, shards: Shards, manifest: Manifest) -> Checksums:
-        """Move the bytes, if the manifest has no checksums yet. Returns those of this rank's rows."""
+        """Moves the bytes, if the manifest has no checksums yet. Returns those of this rank's rows."""
         raise AssertionError(f"{manifest.transport} has nothing to send")
 
     def stop(self, manifest: Manifest) -> None:
-        """Called from another thread when a replica is gone: let a `send` fail, on this side and at the receivers."""
+        """Called from another thread when a replica is gone: lets a `send` fail, on this side and at the receivers."""
 
 
 class Receiver(Protocol):

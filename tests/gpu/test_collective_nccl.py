@@ -13,7 +13,6 @@ import torch
 
 from tests.support.fakes import make_order
 from tests.support.transport_cases import assert_same, specs_of, weights
-from weight_sync.protocol import merge
 from weight_sync.transports.collective import CollectiveSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -46,7 +45,7 @@ def test_three_versions_arrive_bit_by_bit_and_who_does_not_come_is_named(tmp_pat
     def send(seed: int, timeout_s: float, present: bool) -> None:
         new = {name: tensor.cuda() for name, tensor in weights(seed).items()}
         order = replace(make_order(seed), receivers={"a": 1}, timeout_s=timeout_s)
-        manifest = merge([sender.publish(specs_of(new), lambda: iter(new.items()), order)])
+        manifest = sender.publish(specs_of(new), lambda: iter(new.items()), order)
         if present:
             assert replica.stdin is not None
             replica.stdin.write(pickle.dumps(manifest).hex() + "\n")

@@ -1,6 +1,5 @@
 """Weights through memory of one GPU, mapped by another process. Skipped without a GPU."""
 
-import base64
 import pickle
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 
 from tests.support.fakes import make_order
 from tests.support.transport_cases import assert_same, specs_of, weights
-from weight_sync.protocol import GpuMemory, Manifest, merge
+from weight_sync.protocol import Manifest
 from weight_sync.transports.cuda_ipc import CudaIpcSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -68,14 +67,14 @@ def replicas(tmp_path: Path) -> Iterator[list[Replica]]:
 
 def publish(sender: CudaIpcSender, seed: int) -> Manifest:
     new = {name: tensor.cuda() for name, tensor in weights(seed).items()}
-    return merge([sender.publish(specs_of(new), lambda: iter(new.items()), make_order(seed))])
+    return sender.publish(specs_of(new), lambda: iter(new.items()), make_order(seed))
 
 
 def test_three_versions_arrive_bit_by_bit_at_two_replicas(replicas: list[Replica]) -> None:
     sender = CudaIpcSender(0, 1, bucket_bytes=1024, device=torch.device("cuda:0"))
     for seed in (1, 2, 3):
         manifest = publish(sender, seed)
-        assert len(manifest.located(GpuMemory)[0].handles) > 3
+        assert len(manifest.locations[0].handles) > 3
         for replica in replicas:
             assert_same(replica.receive(manifest), weights(seed))
 
@@ -91,8 +90,8 @@ def test_a_byte_that_changed_names_its_tensor(replicas: list[Replica]) -> None:
 def test_a_rank_whose_memory_cannot_be_mapped_is_named(replicas: list[Replica]) -> None:
     sender = CudaIpcSender(0, 1, bucket_bytes=1024, device=torch.device("cuda:0"))
     manifest = publish(sender, 1)
-    [memory] = manifest.located(GpuMemory)
-    wrong = (base64.b64encode(bytes(66)).decode(), *memory.handles[0][1:])
+    [memory] = manifest.locations
+    wrong = (bytes(66), *memory.handles[0][1:])
     manifest = replace(manifest, locations=(replace(memory, handles=(wrong, *memory.handles[1:])),))
     expected = "weight_sync.transport=cuda_ipc: this replica's GPU cannot map the memory of trainer rank 0's"
     assert expected in replicas[0].receive(manifest)

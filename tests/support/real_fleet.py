@@ -27,7 +27,7 @@ from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
 from trainer.tiny.model import build_model, build_tokenizer, write_model_directory
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import Publication
+from weight_sync.protocol import Manifest
 from weight_sync.transports.cleanup import release_all
 from weight_sync.transports.registry import make_sender
 
@@ -182,7 +182,7 @@ def publish_behind(actor: Any, gate: str) -> None:
     worker, publish = actor._worker, actor._worker.publish
     worker.order = []
 
-    def held(*args: Any) -> Publication:
+    def held(*args: Any) -> Manifest:
         Path(f"{gate}-{worker._rank}").touch()
         deadline = time.monotonic() + CONFIG.weight_sync.stage_timeout_s
         while not Path(gate).exists() and time.monotonic() < deadline:

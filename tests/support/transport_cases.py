@@ -26,9 +26,10 @@ from weight_sync.protocol import (
 )
 from weight_sync.transports import byte_layout, collective
 from weight_sync.transports import process_group as group
+from weight_sync.transports.checksums import checksum
 from weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
-from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender, write
+from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 Weights = dict[str, torch.Tensor]
 _nonces = count(0xABC)
@@ -153,17 +154,19 @@ def load_with(receiver: Receiver, manifest: Manifest, load: Callable[[NamedTenso
 
 
 def pack(weights: Weights, num_ranks: int = 1) -> tuple[torch.Tensor, Manifest]:
-    """The weights as one string of bytes into which each rank has written its own."""
-    entries, nbytes = byte_layout.layout(specs_of(weights))
-    buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
+    """The weights as one string of bytes, and the checksums of each rank's rows."""
+    entries = byte_layout.layout(specs_of(weights))
+    buffer = torch.full((byte_layout.length(entries),), 255, dtype=torch.uint8)
+    for entry, tensor in zip(entries, weights.values(), strict=True):
+        buffer[entry.offset : entry.offset + entry.nbytes] = byte_layout.as_bytes(tensor.contiguous())
     checksums = [
-        write(buffer, entries, [(n, rows_of(t, rank, num_ranks)) for n, t in weights.items()], rank, num_ranks)
+        tuple(checksum(rows_of(tensor, rank, num_ranks).contiguous()) for tensor in weights.values())
         for rank in range(num_ranks)
     ]
     manifest = Manifest(
         transport="",
         global_steps=1,
-        nbytes=nbytes,
+        nbytes=len(buffer),
         tensors=entries,
         locations=(None,) * num_ranks,
         checksums=tuple(checksums),

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.schema import WeightSyncConfig
-from weight_sync.protocol import Manifest, PublishOrder, WeightTag, merge
+from weight_sync.protocol import Manifest, PublishOrder, WeightTag
 from weight_sync.transports.cleanup import release_all
 from weight_sync.transports.shared_memory import SharedMemorySender
 
@@ -27,7 +27,7 @@ def publish(tensors: Mapping[str, torch.Tensor], global_steps: int) -> Manifest:
     _senders.append(sender)
     nonce = uuid.uuid4().hex[:8]
     order = PublishOrder(global_steps=global_steps, receivers={}, base=None, nonce=nonce, timeout_s=60.0)
-    return merge([sender.publish(specs, lambda: iter(tensors.items()), order)])
+    return sender.publish(specs, lambda: iter(tensors.items()), order)
 
 
 def tag_of(manifest: Manifest) -> WeightTag:

@@ -21,7 +21,7 @@ from tests.support.fakes import make_order
 from trainer.batch import StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.worker.worker import TrainWorker
-from weight_sync.protocol import Manifest, Publication, PublishOrder, Shards, TensorSpec
+from weight_sync.protocol import Manifest, PublishOrder, Shards, TensorSpec
 
 Weights = dict[str, torch.Tensor]
 SAVED_AT = 2
@@ -66,17 +66,17 @@ class Inbox:
     def __call__(self, rank: int, num_ranks: int, device: torch.device) -> "Inbox":
         return self
 
-    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
+    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Manifest:
         self.weights = {name: tensor.clone() for name, tensor in shards()}
         found = [(name, tensor.dtype, list(tensor.shape[1:])) for name, tensor in self.weights.items()]
         assert found == [(name, dtype, shape[1:]) for name, dtype, shape in specs]
-        return Publication(
+        return Manifest(
             transport="inbox",
             global_steps=order.global_steps,
             nbytes=0,
             tensors=(),
-            location=None,
-            checksums=(),
+            locations=(None,),
+            checksums=((),),
         )
 
     def send(self, shards: Shards, manifest: Manifest) -> tuple[int, ...]:

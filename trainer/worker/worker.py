@@ -20,7 +20,7 @@ from trainer.worker.critic import Critic
 from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
-from weight_sync.protocol import Checksums, Manifest, Publication, PublishOrder, Sender
+from weight_sync.protocol import Checksums, Manifest, PublishOrder, Sender
 
 MakeSender = Callable[[int, int, torch.device], Sender]
 """(rank, number of ranks, device of the parameters) -> this rank's sender."""
@@ -158,7 +158,7 @@ class TrainWorker:
         dist.all_reduce(count)
         return count.item() == self._world_size
 
-    def publish(self, order: PublishOrder) -> Publication:
+    def publish(self, order: PublishOrder) -> Manifest:
         """Offer this rank's rows of every parameter, without gathering any."""
         specs = parameter_specs(self._policy, self._rollout_dtype)
         return self._sender.publish(specs, self._shards, order)

@@ -17,7 +17,7 @@ from rollout.types import FloatArray
 from trainer.batch import MicroBatch, StepBatch
 from trainer.checkpoint.store import CheckpointError
 from trainer.metrics import Metric, merge_metrics
-from weight_sync.protocol import Checksums, Manifest, Publication, PublishOrder, combine, merge
+from weight_sync.protocol import Checksums, Manifest, PublishOrder, combine, merge
 
 if TYPE_CHECKING:
     from trainer.worker.worker import MakeSender
@@ -57,7 +57,7 @@ class TrainWorkerActor:
     def skip_step(self, global_steps: int) -> dict[str, Metric]:
         return self._worker.skip_step(global_steps)
 
-    def publish(self, order: PublishOrder) -> Publication:
+    def publish(self, order: PublishOrder) -> Manifest:
         return self._worker.publish(order)
 
     def send(self, manifest: Manifest) -> Checksums:

@@ -17,11 +17,11 @@ ALIGNMENT = 64
 """Bytes. Lets every tensor be viewed in its own dtype, on cache-line boundaries."""
 
 
-def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Places of whole tensors, in the order given, and the length of the string in bytes, which is never 0."""
-    sizes = [(name, dtype_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize) for name, dtype, shape in specs]
-    entries, end = _place(sizes)
-    return entries, max(end, ALIGNMENT)
+def layout(specs: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
+    """Places of whole tensors, in the order given."""
+    return _place(
+        (name, dtype_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize) for name, dtype, shape in specs
+    )
 
 
 def rank_layout(entries: Sequence[TensorEntry], rank: int, num_ranks: int) -> tuple[TensorEntry, ...]:
@@ -32,7 +32,7 @@ def rank_layout(entries: Sequence[TensorEntry], rank: int, num_ranks: int) -> tu
         shape = (last - first, *entry.shape[1:]) if entry.shape or rank else ()
         start, end = part_of(entry, rank, num_ranks)
         sizes.append((entry.name, entry.dtype, shape, end - start))
-    return _place(sizes)[0]
+    return _place(sizes)
 
 
 def part_of(entry: TensorEntry, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -53,13 +53,13 @@ def _rows_of(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]
     return min(rank * per_rank, rows), min((rank + 1) * per_rank, rows)
 
 
-def _place(sizes: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Entries one after the other, each aligned, and the end of the last. `sizes`: (name, dtype, shape, nbytes)."""
+def _place(sizes: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[TensorEntry, ...]:
+    """Entries one after the other, each aligned. `sizes`: (name, dtype, shape, nbytes)."""
     entries, offset = [], 0
     for name, dtype, shape, nbytes in sizes:
         entries.append(TensorEntry(name, dtype, shape, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return tuple(entries), offset
+    return tuple(entries)
 
 
 def length(entries: Sequence[TensorEntry]) -> int:
@@ -144,30 +144,24 @@ def read(windows: Iterable[torch.Tensor], entries: Sequence[TensorEntry]) -> Nam
     stream = iter(windows)
     window, begin = torch.empty(0, dtype=torch.uint8), 0  # `begin`: the window's place in the string
     for entry in entries:
-        whole: torch.Tensor | None = None
-        filled = 0
-        while True:
+        data, filled = window[:0], 0
+        while filled < entry.nbytes:
             start = entry.offset + filled - begin
-            left = entry.nbytes - filled
-            piece = window[start : min(start + left, len(window))] if start < len(window) else window[:0]
+            piece = window[start : start + entry.nbytes - filled]
             if len(piece) == entry.nbytes:
-                whole = piece
-                break
-            if len(piece):
-                if whole is None:
-                    whole = torch.empty(entry.nbytes, dtype=torch.uint8, device=piece.device)
-                whole[filled : filled + len(piece)] = piece
-                filled += len(piece)
-                if filled == entry.nbytes:
-                    break
-            begin += len(window)
-            following = next(stream, None)
-            if following is None:
-                place = f"{entry.name} at {entry.offset}..{entry.offset + entry.nbytes}"
-                raise ValueError(f"the weights end at byte {begin}, within {place}")
-            window = following
-        assert whole is not None
-        yield entry.name, whole.view(getattr(torch, entry.dtype)).view(entry.shape)
+                data = piece
+            elif len(piece):
+                data = data if filled else torch.empty(entry.nbytes, dtype=torch.uint8, device=piece.device)
+                data[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            if filled < entry.nbytes:
+                begin += len(window)
+                following = next(stream, None)
+                if following is None:
+                    place = f"{entry.name} at {entry.offset}..{entry.offset + entry.nbytes}"
+                    raise ValueError(f"the weights end at byte {begin}, within {place}")
+                window = following
+        yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def join(of_ranks: Sequence[Iterable[tuple[str, torch.Tensor]]], entries: Sequence[TensorEntry]) -> NamedTensors:

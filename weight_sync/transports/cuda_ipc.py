@@ -6,35 +6,34 @@ others too, where the GPUs can reach one another.
 Never run until now: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
 """
 
-import base64
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weight_sync.protocol import (
-    Checksums,
-    GpuMemory,
-    Load,
-    Manifest,
-    Publication,
-    PublishOrder,
-    Receiver,
-    ReceivingWorker,
-    Sender,
-    Shards,
-    TensorSpec,
-)
-from weight_sync.transports import byte_layout
+from weight_sync.protocol import Checksums, Load, Manifest, PublishOrder, Receiver, ReceivingWorker, TensorEntry
+from weight_sync.transports.byte_layout import join, length, pack, rank_layout, read, window_bytes
 from weight_sync.transports.checksums import load_verified, summed
+from weight_sync.transports.sender import RankSender, Rows
 
 Handle = tuple[Any, ...]
 
 
-class CudaIpcSender(Sender):
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """The memory that one rank exports."""
+
+    host: str
+    handles: tuple[Handle, ...]
+
+
+class CudaIpcSender(RankSender):
     """The copy is in buffers of a bucket's size, which serve every version: what replicas map stays valid. Replicas
     open as many as the version needs."""
+
+    transport = "cuda_ipc"
 
     def __init__(self, rank: int, num_ranks: int, bucket_bytes: int, device: torch.device):
         if device.type != "cuda":
@@ -42,35 +41,28 @@ class CudaIpcSender(Sender):
                 f"weight_sync.transport=cuda_ipc: the trainer is on {device}; without GPUs, shared_memory, collective "
                 "and filesystem work"
             )
-        self._rank, self._num_ranks = rank, num_ranks
+        super().__init__(rank, num_ranks)
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._buffers: list[torch.Tensor] = []
         self._handles: tuple[Handle, ...] = ()
 
-    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
-        entries, _ = byte_layout.layout(specs)
-        own = byte_layout.rank_layout(entries, self._rank, self._num_ranks)
-        self._reserve(byte_layout.length(own))
+    def _offer(
+        self, entries: Sequence[TensorEntry], rows: Rows, order: PublishOrder
+    ) -> tuple[GpuMemory, Sequence[int]]:
+        self._reserve(length(rank_layout(entries, self._rank, self._num_ranks)))
         checksums: list[int] = []
-        for _ in byte_layout.pack(summed(shards(), own, checksums), iter(self._buffers).__next__):
+        for _ in pack(summed(rows, checksums), iter(self._buffers).__next__):
             pass
         torch.cuda.synchronize(self._device)  # a replica that maps the memory waits for no stream of this process
-        return Publication(
-            transport="cuda_ipc",
-            global_steps=order.global_steps,
-            nbytes=sum(entry.nbytes for entry in own),
-            tensors=entries,
-            location=GpuMemory(host=socket.gethostname(), handles=self._handles),
-            checksums=tuple(checksums),
-        )
+        return GpuMemory(socket.gethostname(), self._handles), checksums
 
     def _reserve(self, nbytes: int) -> None:
         """Room for at least so many bytes. Handles are exported once, because torch never gives back memory whose
         handle no process has opened. With `delta` this still holds: the first version is whole, and the largest."""
         if sum(len(buffer) for buffer in self._buffers) >= nbytes:
             return
-        size = byte_layout.window_bytes(self._bucket_bytes, 1)
+        size = window_bytes(self._bucket_bytes, 1)
         sizes = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         self._handles = tuple(_export(buffer) for buffer in self._buffers)
@@ -79,18 +71,17 @@ class CudaIpcSender(Sender):
 class CudaIpcReceiver(Receiver):
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the trainer's memory. Raises RuntimeError where it cannot be mapped."""
-        memories = manifest.located(GpuMemory)
-        device, host = torch.device(worker.device), memories[0].host
+        device, host = torch.device(worker.device), manifest.locations[0].host
         if device.type != "cuda" or host != socket.gethostname():
             raise RuntimeError(
                 f"weight_sync.transport=cuda_ipc: the trainer's GPUs are on {host}, this replica is on {device} of "
                 f"{socket.gethostname()}; between machines collective works"
             )
         of_ranks = []
-        for rank, memory in enumerate(memories):
-            own = byte_layout.rank_layout(manifest.tensors, rank, manifest.num_ranks)
-            of_ranks.append(byte_layout.read(_opened(memory.handles, rank, device), own))
-        return load_verified(byte_layout.join(of_ranks, manifest.tensors), manifest, load)
+        for rank, memory in enumerate(manifest.locations):
+            own = rank_layout(manifest.tensors, rank, manifest.num_ranks)
+            of_ranks.append(read(_opened(memory.handles, rank, device), own))
+        return load_verified(join(of_ranks, manifest.tensors), manifest, load)
 
 
 def _opened(handles: Sequence[Handle], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
@@ -107,13 +98,12 @@ def _opened(handles: Sequence[Handle], rank: int, device: torch.device) -> Itera
 
 def _export(buffer: torch.Tensor) -> Handle:
     """Plain values for `_open` in another process. The buffer must live for as long as they are used."""
-    # Its own device, which has another number there, and whether to wait for its event: `publish` waits itself.
+    # Its own device, which has another number there, and whether to wait for its event: `_offer` waits itself.
     _, *values, _ = buffer.untyped_storage()._share_cuda_()
-    return tuple(base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in values)
+    return tuple(values)
 
 
 def _open(handle: Handle, device: torch.device) -> torch.Tensor:
     """On `device`, wherever the memory is."""
-    values = [base64.b64decode(value) if isinstance(value, str) else value for value in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *values, False)
+    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle, False)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

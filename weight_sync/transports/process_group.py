@@ -15,7 +15,8 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +24,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from weight_sync.protocol import Meeting
+from weight_sync import background
 
 STORE_TIMEOUT_S = 60.0
 """For one call to the store, which answers at once unless its process is gone."""
 LOOK_S = 0.2
 """How often a waiting member looks whether another one has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """The store, served by trainer rank 0, at which the members of a transfer meet."""
+
+    host: str
+    port: int
+    nonce: str
+    timeout_s: float
+    bucket_bytes: int
+    members: tuple[str, ...]
+    """Names by rank in the group, for error messages."""
+    first_rank: Mapping[str, int]
+    """Replica -> rank of its first worker."""
 
 
 def serve_store() -> TCPStore:
@@ -92,22 +108,12 @@ class Transfer:
     def in_thread(self, make: Callable[[], Any]) -> Any:
         """Returns what `make` makes, which blocks until every member calls it too. It runs in a thread, which is
         abandoned when a member fails, or at the deadline."""
-        made: list[Any] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                made.append(make())
-            except BaseException as error:  # raised below, if the caller still waits
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="weight-group", daemon=True)
-        thread.start()
-        self._until(lambda: not thread.is_alive(), 0.001, lambda: "the members did not connect")
-        if errors:
+        making = background.start("weight-group", make)
+        self._until(making.done, 0.001, lambda: "the members did not connect")
+        if error := making.exception():
             self._raise_failure()
-            raise RuntimeError(f"the members did not connect: {errors[0]}") from errors[0]
-        return made.pop()
+            raise RuntimeError(f"the members did not connect: {error}") from error
+        return making.result()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Begins to send the tensor of `root` into that of every other member."""
@@ -157,7 +163,6 @@ class Membership:
     """
 
     def __init__(self, device: torch.device):
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._device = device
         self._server: tuple[str, int] | None = None
         self._store: Store | None = None
@@ -178,8 +183,9 @@ class Membership:
                 self._end_group()
                 kept, self._rendezvous = self._rendezvous, None  # for good, if it waits for a member in vain
                 seconds = transfer.seconds_left
-                made = transfer.in_thread(lambda: self._make_group(kept, meeting, rank, seconds))
-                self._group, self._rendezvous = made
+                self._group, self._rendezvous = transfer.in_thread(
+                    lambda: self._make_group(kept, meeting, rank, seconds)
+                )
                 held, self._members = meeting.nonce, meeting.members
             transfer.group = self._group
             yield transfer
@@ -204,9 +210,9 @@ class Membership:
         connection.set_timeout(timedelta(seconds=seconds))
         store = PrefixStore(f"group {meeting.nonce}", connection)
         size = len(meeting.members)
-        if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds)), connection
-        return _make_nccl(store, rank, size, seconds, self._device), connection
+        if self._device.type == "cuda":
+            return _make_nccl(store, rank, size, seconds, self._device), connection
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds)), connection
 
     def _end_group(self) -> None:
         """In a thread: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""

@@ -3,43 +3,45 @@
 import fcntl
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from weight_sync.protocol import (
-    Checksums,
-    Load,
-    Manifest,
-    Publication,
-    PublishOrder,
-    Receiver,
-    ReceivingWorker,
-    Sender,
-    Shards,
-    SharedFile,
-    TensorEntry,
-    TensorSpec,
-)
-from weight_sync.transports import byte_layout
-from weight_sync.transports.checksums import copy_with_checksum, load_verified
+from weight_sync.protocol import Checksums, Load, Manifest, PublishOrder, Receiver, ReceivingWorker, TensorEntry
+from weight_sync.transports.byte_layout import length, part_of, read
+from weight_sync.transports.checksums import checksum, load_verified
 from weight_sync.transports.cleanup import shared_path
+from weight_sync.transports.sender import RankSender, Rows
 
 
-class SharedMemorySender(Sender):
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Holds the rows of all ranks."""
+
+    host: str
+    path: str
+
+
+class SharedMemorySender(RankSender):
     """Every rank writes its own rows into one file, so nothing is gathered. The file serves the next version too, under
     another name: a replica that still reads then finds checksums that do not match."""
 
+    transport = "shared_memory"
+
     def __init__(self, owner: str, rank: int, num_ranks: int):
         """`owner` is a part of the file's name, by which `release_all` finds what a crash left."""
-        self._owner, self._rank, self._num_ranks = owner, rank, num_ranks
+        super().__init__(rank, num_ranks)
+        self._owner = owner
         self._path: Path | None = None
         self._lock: int | None = None
         """File descriptor that holds the shared lock."""
 
-    def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Publication:
-        entries, nbytes = byte_layout.layout(specs)
+    def _offer(
+        self, entries: Sequence[TensorEntry], rows: Rows, order: PublishOrder
+    ) -> tuple[SharedFile, Sequence[int]]:
+        nbytes = _file_bytes(entries)
         path = shared_path(self._owner, order.global_steps, order.nonce)
         if self._path is None or len(self._buffer) < nbytes:
             self._remove_file()
@@ -47,14 +49,16 @@ class SharedMemorySender(Sender):
         elif self._rank == 0:
             self._path.rename(path)
         self._path = path
-        return Publication(
-            transport="shared_memory",
-            global_steps=order.global_steps,
-            nbytes=sum(entry.nbytes for entry in byte_layout.rank_layout(entries, self._rank, self._num_ranks)),
-            tensors=entries,
-            location=SharedFile(host=socket.gethostname(), path=str(path), nbytes=nbytes),
-            checksums=write(self._buffer, entries, shards(), self._rank, self._num_ranks),
-        )
+        return SharedFile(socket.gethostname(), str(path)), self._write(entries, rows)
+
+    def _write(self, entries: Sequence[TensorEntry], rows: Rows) -> list[int]:
+        checksums = []
+        for entry, (_, tensor) in zip(entries, rows, strict=True):
+            start, end = part_of(entry, self._rank, self._num_ranks)
+            place = self._buffer[start:end]
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            checksums.append(checksum(place))
+        return checksums
 
     def _remove_file(self) -> None:
         """Mappings that are still open stay valid."""
@@ -68,32 +72,21 @@ class SharedMemorySender(Sender):
 class SharedMemoryReceiver(Receiver):
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the file. Raises RuntimeError on another host."""
-        files = manifest.located(SharedFile)
-        hosts = {file.host for file in files} | {socket.gethostname()}
+        hosts = {file.host for file in manifest.locations} | {socket.gethostname()}
         if len(hosts) > 1:
             raise RuntimeError(
                 f"weight_sync.transport=shared_memory needs replicas and trainer on one machine, they are on "
                 f"{', '.join(sorted(hosts))}: collective and filesystem work there"
             )
+        path, nbytes = manifest.locations[0].path, _file_bytes(manifest.tensors)
         # shared=False maps it privately: a reader cannot write into the weights of others.
-        mapped = torch.from_file(files[0].path, shared=False, size=files[0].nbytes, dtype=torch.uint8)
-        return load_verified(byte_layout.read([mapped], manifest.tensors), manifest, load)
+        mapped = torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
+        return load_verified(read([mapped], manifest.tensors), manifest, load)
 
 
-def write(
-    buffer: torch.Tensor,
-    entries: Sequence[TensorEntry],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    rank: int,
-    num_ranks: int,
-) -> Checksums:
-    """Copies a rank's rows of every tensor to their places in the flat uint8 buffer. Returns their checksums."""
-    checksums = []
-    own = byte_layout.rank_layout(entries, rank, num_ranks)
-    for entry, (_, tensor) in zip(entries, byte_layout.checked(tensors, own), strict=True):
-        start, end = byte_layout.part_of(entry, rank, num_ranks)
-        checksums.append(copy_with_checksum(buffer[start:end], tensor))
-    return tuple(checksums)
+def _file_bytes(entries: Sequence[TensorEntry]) -> int:
+    """Never 0, which cannot be mapped."""
+    return max(length(entries), 1)
 
 
 def _allocate(path: Path, nbytes: int) -> tuple[torch.Tensor, int]:

@@ -25,17 +25,9 @@ from scripts.bench.common import show_table
 from scripts.bench.stand_ins import SimulatedTrainer
 from scripts.bench.weight_sync.gaps import growth, slope
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import (
-    CommitReport,
-    Manifest,
-    Publication,
-    PublishOrder,
-    SharedFile,
-    TensorSpec,
-    WeightTag,
-    merge,
-)
-from weight_sync.transports.byte_layout import layout
+from weight_sync.protocol import CommitReport, Manifest, PublishOrder, TensorSpec, WeightTag, merge
+from weight_sync.transports.byte_layout import layout, length
+from weight_sync.transports.shared_memory import SharedFile
 
 NUM_RANKS = 8
 NUM_REPLICAS = (1, 4, 16, 64, 256)
@@ -60,23 +52,23 @@ class ShardedTrainer(SimulatedTrainer):
 
     def __init__(self) -> None:
         super().__init__(train_s=0.0)
-        self._entries, self._nbytes = layout(_specs(hidden=3584, intermediate=18944, kv=512, layers=28, vocab=152064))
+        self._entries = layout(_specs(hidden=3584, intermediate=18944, kv=512, layers=28, vocab=152064))
 
     async def publish(self, order: PublishOrder) -> Manifest:
         manifest = merge([self._part(rank, order.global_steps) for rank in range(NUM_RANKS)])
         cloudpickle.dumps(manifest)
         return manifest
 
-    def _part(self, rank: int, global_steps: int) -> Publication:
+    def _part(self, rank: int, global_steps: int) -> Manifest:
         """One rank's part over shared memory, whose checksums are known before it is read: every call carries them."""
         path = f"/dev/shm/slipstream-0123456789ab-{global_steps}-0badbeef"
-        return Publication(
+        return Manifest(
             transport="shared_memory",
             global_steps=global_steps,
-            nbytes=self._nbytes // NUM_RANKS,
+            nbytes=length(self._entries) // NUM_RANKS,
             tensors=self._entries,
-            location=SharedFile(host="node-0", path=path, nbytes=self._nbytes),
-            checksums=tuple(2**31 + 1009 * (rank + NUM_RANKS * index) for index in range(len(self._entries))),
+            locations=(SharedFile("node-0", path),),
+            checksums=(tuple(2**31 + 1009 * (rank + NUM_RANKS * index) for index in range(len(self._entries))),),
         )
 
 

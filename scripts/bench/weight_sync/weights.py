@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.tiny.model import build_tokenizer, write_model_directory
-from weight_sync.protocol import Manifest, Publication, PublishOrder, Sender, combine, merge
+from weight_sync.protocol import Manifest, PublishOrder, Sender, combine
 
 VOCAB_SIZE = 512
 MAX_SEQ_TOKENS = 4096
@@ -137,9 +137,9 @@ class Publisher:
     async def publish(self, order: PublishOrder) -> Manifest:
         self.global_steps = order.global_steps
         self._weights.change(order.global_steps)
-        return merge([await asyncio.to_thread(self._publish, order)])
+        return await asyncio.to_thread(self._publish, order)
 
-    def _publish(self, order: PublishOrder) -> Publication:
+    def _publish(self, order: PublishOrder) -> Manifest:
         return self._sender.publish(self._specs, self._shards, order)
 
     async def send(self, manifest: Manifest) -> int:

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.transport_cases import pack, rows_of
+from tests.support.transport_cases import pack
 from weight_sync.protocol import combine
 from weight_sync.transports import byte_layout
 from weight_sync.transports.checksums import ROW, ROWS_AT_A_TIME, _sums, checksum, checksums_of, load_verified
-from weight_sync.transports.shared_memory import write
 
 BLOCK = ROWS_AT_A_TIME * ROW * 8
 
@@ -33,24 +32,10 @@ def plain_checksum(data: bytes) -> int:
     return zlib.crc32(packed, len(data))
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 4095, 4096, 4097, 3 * 4096 + 13])
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 4095, 4096, 4097, 3 * 4096 + 13, BLOCK - 1, BLOCK, 2 * BLOCK + 4109])
 def test_the_checksum_is_what_it_is_said_to_be(length: int) -> None:
     data = random_bytes(length)
     assert checksum(data) == plain_checksum(data.numpy().tobytes())
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])  # with three, places are not all aligned
-@pytest.mark.parametrize("length", [1, 9, 4095, 4097, BLOCK - 1, BLOCK, BLOCK + 4109, 2 * BLOCK + 1])
-@pytest.mark.parametrize("step", [1, 2])  # with two, the tensor is not contiguous
-def test_every_byte_is_copied_and_summed_on_the_way(length: int, num_ranks: int, step: int) -> None:
-    data = random_bytes(num_ranks * length * step)[::step]
-    (entry,), nbytes = byte_layout.layout([("w", torch.uint8, [num_ranks * length])])
-    buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    for rank in range(num_ranks):
-        rows = rows_of(data, rank, num_ranks)
-        checksums = write(buffer, [entry], [("w", rows)], rank, num_ranks)
-        assert checksums == (plain_checksum(bytes(rows.tolist())),)
-    assert torch.equal(buffer[: num_ranks * length], data) and not buffer[num_ranks * length :].any()
 
 
 @pytest.mark.parametrize("num_rows", [1, ROWS_AT_A_TIME - 1, ROWS_AT_A_TIME, 2 * ROWS_AT_A_TIME + 3])

@@ -15,7 +15,6 @@ from configs.schema import Transport, WeightSyncConfig
 from tests.support.fakes import make_order
 from tests.support.paths import ROOT
 from tests.support.transport_cases import Fleet, specs_of, weights
-from weight_sync.protocol import SharedFile
 from weight_sync.transports import cleanup
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -34,7 +33,7 @@ def trainer(owner: str = "run", num_ranks: int = 1) -> Fleet:
 
 
 def publish(owner: str, global_steps: int = 4) -> Path:
-    [file] = trainer(owner).publish(weights(1), global_steps, {}).located(SharedFile)
+    [file] = trainer(owner).publish(weights(1), global_steps, {}).locations
     return Path(file.path)
 
 
@@ -116,7 +115,7 @@ def test_what_a_killed_process_published_is_swept_and_what_a_living_one_did_stay
 
 def test_any_ranks_lock_keeps_the_file(directory: Path) -> None:
     fleet = trainer(num_ranks=2)
-    path = Path(fleet.publish(weights(1), 1, {}).located(SharedFile)[0].path)
+    path = Path(fleet.publish(weights(1), 1, {}).locations[0].path)
     make_old(path)
     first, second = fleet.senders
     assert isinstance(first, SharedMemorySender) and isinstance(second, SharedMemorySender) and first._lock is not None

@@ -18,7 +18,7 @@ from tests.support.transport_cases import (
     make_sender,
     weights,
 )
-from weight_sync.protocol import Changes, NamedTensors, RankFile, TensorEntry
+from weight_sync.protocol import NamedTensors, TensorEntry
 from weight_sync.transports import cleanup, delta
 from weight_sync.transports.delta import DeltaReceiver, DeltaSender
 from weight_sync.transports.filesystem import FilesystemReceiver
@@ -139,7 +139,7 @@ def test_rows_of_which_much_changed_travel_whole(directory: Path) -> None:
     new["large"][:25] *= -1
     update = trainer.update(new, 2, {"a": 1}, base=1)
     update.assert_received({"large": new["large"]})
-    first, second = update.manifest.located(Changes)
+    first, second = update.manifest.locations
     assert (first.encoding, second.encoding) == (((1, "whole"),), ((1, "sparse"),))
     assert first.inner.tensors == (TensorEntry("large", "float32", (25, 16), 0, 1600),)
     assert second.inner.tensors == (
@@ -156,7 +156,7 @@ def test_the_length_is_of_what_all_ranks_send(directory: Path) -> None:
     new["large"][:17] *= -1
     manifest = trainer.publish(new, 2, {"a": 1}, base=1)
     of_ranks = [17 * 16 * 4, 0, 4 + 4]
-    assert [changes.inner.nbytes for changes in manifest.located(Changes)] == of_ranks
+    assert [changes.inner.nbytes for changes in manifest.locations] == of_ranks
     assert manifest.nbytes == sum(of_ranks)
 
 
@@ -168,7 +168,7 @@ def test_positions_that_do_not_fit_32_bits_have_64(directory: Path, monkeypatch:
     new = nudged(weights(1), large=799)
     update = trainer.update(new, 2, {"a": 1}, base=1)
     update.assert_received({"large": new["large"]})
-    [changes] = update.manifest.located(Changes)
+    [changes] = update.manifest.locations
     assert changes.inner.tensors[0] == TensorEntry("large.positions", "int64", (1,), 0, 8)
 
 
@@ -236,7 +236,7 @@ def test_weights_that_are_not_the_trainers_after_the_changes_name_their_tensor(t
     trainer = fleet(directory, num_ranks=2)
     trainer.update(weights(1), 1, {"a": 1})
     manifest = trainer.publish(nudged(weights(1), embed=0, large=0), 2, {"a": 1}, base=1)
-    first, second = manifest.located(Changes)
+    first, second = manifest.locations
     wrong = list(second.checksums)
     wrong[1 if touched else 7] ^= 1
     manifest = replace(manifest, locations=(first, replace(second, checksums=tuple(wrong))))
@@ -261,8 +261,8 @@ def test_a_base_that_was_damaged_in_the_replicas_memory_is_noticed(directory: Pa
 def test_a_byte_that_changed_on_the_way_names_its_tensor(directory: Path) -> None:
     trainer = fleet(directory)
     manifest = trainer.publish(weights(1), 1, {"a": 1})
-    [changes] = manifest.located(Changes)
-    path = Path(changes.inner.located(RankFile)[0].path)
+    [changes] = manifest.locations
+    path = changes.inner.locations[0]
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(RuntimeError, match="came with checksums"):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from configs.schema import WeightSyncConfig
-from tests.support.transport_cases import Fleet, Weights, assert_same, load_with, receive, specs_of
-from weight_sync.protocol import Manifest, NamedTensors, SharedFile
-from weight_sync.transports import byte_layout, cleanup
-from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from tests.support.transport_cases import Fleet, Weights, assert_same, load_with, receive
+from weight_sync.protocol import Manifest, NamedTensors
+from weight_sync.transports import cleanup
+from weight_sync.transports.shared_memory import SharedFile, SharedMemoryReceiver, SharedMemorySender
 
 WEIGHTS: Weights = {
     "embed": torch.arange(12.0).view(3, 4).bfloat16(),
@@ -33,22 +33,11 @@ def fleet(num_ranks: int = 1) -> Fleet:
 
 
 def path_of(manifest: Manifest) -> Path:
-    return Path(manifest.located(SharedFile)[0].path)
+    return Path(manifest.locations[0].path)
 
 
 def read(manifest: Manifest) -> Weights:
     return receive(SharedMemoryReceiver(), manifest)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_what_the_ranks_wrote_is_what_is_read(num_ranks: int, directory: Path) -> None:
-    """Five ranks are more than some tensors have rows."""
-    trainer = fleet(num_ranks)
-    manifest = trainer.publish(WEIGHTS, 4, {})
-    assert (manifest.transport, manifest.global_steps, manifest.num_ranks) == ("shared_memory", 4, num_ranks)
-    assert_same(read(manifest), WEIGHTS)
-    assert len(list(directory.iterdir())) == 1, "one file, whoever wrote into it"
-    assert path_of(manifest).stat().st_size == manifest.located(SharedFile)[0].nbytes == 3 * 64
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -82,30 +71,9 @@ def test_who_still_reads_the_version_before_finds_out() -> None:
         load_with(SharedMemoryReceiver(), trainer.publish(weights, 4, {}), load)
 
 
-def test_a_damaged_byte_is_found_and_its_tensor_named() -> None:
-    manifest = fleet(2).publish(WEIGHTS, 4, {})
-    with path_of(manifest).open("r+b") as file:
-        file.seek(manifest.tensors[1].offset + 9)
-        file.write(b"\x01")
-    with pytest.raises(RuntimeError, match="norm came with checksums"):
-        read(manifest)
-
-
-def test_a_reader_cannot_write_into_the_weights_of_others() -> None:
-    manifest = fleet().publish(WEIGHTS, 4, {})
-
-    def load(tensors: NamedTensors) -> None:
-        for _, tensor in tensors:
-            tensor.zero_()
-
-    load_with(SharedMemoryReceiver(), manifest, load)
-    assert_same(read(manifest), WEIGHTS)
-
-
 def test_another_host_is_refused_by_name() -> None:
     manifest = fleet().publish(WEIGHTS, 4, {})
-    elsewhere = SharedFile(host="node-17", path="", nbytes=64)
-    manifest = replace(manifest, locations=(*manifest.locations, elsewhere))
+    manifest = replace(manifest, locations=(*manifest.locations, SharedFile("node-17", "")))
     expected = rf"shared_memory needs replicas and trainer on one machine, they are on .*{socket.gethostname()}"
     with pytest.raises(RuntimeError, match=expected) as raised:
         read(manifest)
@@ -115,9 +83,9 @@ def test_another_host_is_refused_by_name() -> None:
 def test_a_file_that_is_gone_or_too_short_is_not_read() -> None:
     trainer = fleet()
     manifest = trainer.publish(WEIGHTS, 4, {})
+    os.truncate(path_of(manifest), 3 * 64 - 64)
     with pytest.raises(RuntimeError):
-        [file] = manifest.located(SharedFile)
-        read(replace(manifest, locations=(replace(file, nbytes=file.nbytes + 1),)))
+        read(manifest)
     path_of(manifest).unlink()
     with pytest.raises(RuntimeError):
         read(manifest)
@@ -145,9 +113,3 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_is_written(
     with pytest.raises(RuntimeError, match=rf"{directory} has no room for 2\.0 MB of weights: .* No space left"):
         fleet().publish({"w": torch.zeros(1000, 500)}, 1, {})
     assert list(directory.iterdir()) == []
-
-
-def test_places_are_those_of_the_bucket() -> None:
-    manifest = fleet().publish(WEIGHTS, 4, {})
-    entries, nbytes = byte_layout.layout(specs_of(WEIGHTS))
-    assert (manifest.tensors, manifest.located(SharedFile)[0].nbytes) == (entries, nbytes)

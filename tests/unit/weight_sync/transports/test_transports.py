@@ -5,11 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.transport_cases import RECEIVERS, local_store, make_fleet, receive, rows_of, weights  # noqa: F401
-from weight_sync.protocol import GpuMemory, Manifest
+from tests.support.transport_cases import (
+    RECEIVERS,
+    assert_same,
+    load_with,
+    local_store,  # noqa: F401
+    make_fleet,
+    receive,
+    rows_of,
+    weights,
+)
+from weight_sync.protocol import Manifest
 from weight_sync.transports import cleanup
 from weight_sync.transports.checksums import checksum
-from weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, GpuMemory
 
 pytestmark = pytest.mark.usefixtures("local_store")
 
@@ -55,7 +64,7 @@ def test_rows_that_were_not_announced_are_refused(transport: str, directory: Pat
     with pytest.raises(
         ValueError, match=r"expected 12 bytes of \('embed', 'bfloat16'.* got \('embed', 'float32', 24\)"
     ):
-        for outcome in fleet.update({"embed": torch.ones(3, 2).bfloat16()}, 1, {}).sent:
+        for outcome in fleet.update({"embed": torch.ones(3, 2).bfloat16()}, 1, {"a": 1}).sent:
             assert isinstance(outcome, BaseException)
             raise outcome
 
@@ -68,8 +77,33 @@ def test_cuda_ipc_needs_gpus_on_both_sides_and_says_so() -> None:
         global_steps=1,
         nbytes=0,
         tensors=(),
-        locations=(GpuMemory(host="node-17", handles=()),),
+        locations=(GpuMemory("node-17", ()),),
         checksums=((),),
     )
     with pytest.raises(RuntimeError, match=r"cuda_ipc: the trainer's GPUs are on node-17, this replica is on cpu of "):
         receive(CudaIpcReceiver(), manifest)
+
+
+def file_of(manifest: Manifest) -> Path:
+    """The file that holds the rows of the last rank."""
+    location = manifest.locations[-1]
+    return Path(getattr(location, "path", location))
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "filesystem"])
+def test_readers_cannot_write_into_the_weights_of_others(transport: str, directory: Path) -> None:
+    manifest = make_fleet(transport, directory, num_ranks=1).publish(weights(1), 1, {})
+    load_with(RECEIVERS[transport](), manifest, lambda tensors: [tensor.zero_() for _, tensor in tensors])
+    assert_same(receive(RECEIVERS[transport](), manifest), weights(1))
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "filesystem"])
+def test_a_byte_that_changed_names_its_tensor(transport: str, directory: Path) -> None:
+    manifest = make_fleet(transport, directory, num_ranks=2).publish(weights(1), 1, {})
+    content = file_of(manifest).read_bytes()
+    place = content.index(weights(1)["large"][25:].numpy().tobytes()) + 9
+    with file_of(manifest).open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([content[place] ^ 1]))
+    with pytest.raises(RuntimeError, match="large came with checksums"):
+        receive(RECEIVERS[transport](), manifest)

@@ -44,7 +44,7 @@ lint: $(STAMP)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright
 
-docs: $(STAMP)  ## write the generated parts of docs/: the tables of keys and metrics
+docs: $(STAMP)  ## write the tables of keys in docs/configuration.md
 	@$(PY) -m scripts.docs
 
 clean:  ## remove caches and build artefacts; .venv and runs/ stay

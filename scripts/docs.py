@@ -1,44 +1,29 @@
-"""Write the generated parts of docs/, the tables of keys and of metrics: `make docs`. A test refuses stale ones."""
+"""Write the tables of keys in docs/configuration.md: `make docs`. A test refuses stale ones."""
 
 import ast
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
-from pathlib import Path
 from typing import get_args
 
 from configs.load import key_docs
 from configs.runtime.environment import REPO_ROOT
 from configs.schema import Config
-from trainer.tracking.catalog import SECTIONS
 
-DOCS = REPO_ROOT / "docs"
-BEGIN, END = "<!-- begin {}: written by `make docs` -->", "<!-- end {} -->"
+PAGE = REPO_ROOT / "docs" / "configuration.md"
+BEGIN, END = "<!-- begin keys: written by `make docs` -->", "<!-- end keys -->"
 
 
 def main() -> None:
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+    PAGE.write_text(key_page(), encoding="utf-8")
 
 
-def pages() -> Mapping[Path, str]:
-    """Every page with a generated part, as it should be."""
-    parts = {"configuration.md": ("keys", key_tables()), "metrics.md": ("metrics", metric_tables())}
-    return {
-        DOCS / page: replaced((DOCS / page).read_text(encoding="utf-8"), name, content)
-        for page, (name, content) in parts.items()
-    }
-
-
-def replaced(page: str, name: str, content: str) -> str:
-    """The page with `content` between the marks of the part `name`."""
-    begin, end = BEGIN.format(name), END.format(name)
-    head, _, rest = page.partition(begin)
-    _, found, tail = rest.partition(end)
-    if not found:
-        raise ValueError(f"no part {name!r} between {begin} and {end}")
-    return f"{head}{begin}\n\n{content}\n{end}{tail}"
+def key_page() -> str:
+    """The page as it should be."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{key_tables()}\n{END}{tail}"
 
 
 def key_tables() -> str:
@@ -49,15 +34,6 @@ def key_tables() -> str:
     return "\n".join(
         f"### {section or 'The run'}\n\n{_key_table(rows)}{''.join(_choices(section))}"
         for section, rows in sections.items()
-    )
-
-
-def metric_tables() -> str:
-    """One table per section of the catalog."""
-    return "\n".join(
-        f"### {title}\n\n"
-        + _table(("metric", "unit", "meaning", "when"), [(f"`{e.name}`", e.unit, e.meaning, e.when) for e in entries])
-        for title, entries in SECTIONS.items()
     )
 
 

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import Config
+from configs.schema import Config, WandbMode
 from scripts.launch.command import FAILED, STOPPED, Invocation, first_error, run_async, run_command
 
 if TYPE_CHECKING:
@@ -93,12 +93,14 @@ def _run(config: Config, device: str, run_dir: Path, checkpoint: "Checkpoint | N
 
 
 def _make_tracker(config: Config, run_dir: Path, failed: "FailedWrites") -> "Tracker":
-    from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
+    from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Sink, Tracker
     from trainer.tracking.wandb_sink import WandbSink
 
     wandb = config.wandb
-    dashboard = WandbSink(run_dir, wandb.mode.value, wandb.project, wandb.name, _as_plain_values(config))
-    return Tracker([JsonlSink(run_dir / METRICS_FILE), dashboard], failed)
+    sinks: list[Sink] = [JsonlSink(run_dir / METRICS_FILE)]
+    if wandb.mode is not WandbMode.disabled:
+        sinks.append(WandbSink(run_dir, wandb.mode.value, wandb.project, wandb.name, _as_plain_values(config)))
+    return Tracker(sinks, failed)
 
 
 def _describe(error: BaseException) -> tuple[str, str]:

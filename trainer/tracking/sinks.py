@@ -12,8 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from io import FileIO
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,21 +49,21 @@ class JsonlSink:
     name = METRICS_FILE
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; the first line makes the file and its folder."""
         self._path = path
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. It is in the file when this returns.
 
         Raises:
-            ValueError: a metric is called "step" or "time".
-            OSError: the file cannot be written. The next call tries again.
+            OSError: the line cannot be written. No part of it stays in the file, and the next call tries again.
         """
-        for key in ("step", "time"):
-            if key in metrics:
-                raise ValueError(f"metric {key!r} would overwrite the record's own field; rename it")
-        record = {"step": int(step), "time": time.time(), **{key: _encode(value) for key, value in metrics.items()}}
-        append_line(self._path, json.dumps(record, allow_nan=False))
+        line = _line({"step": step, "time": time.time(), **{key: float(value) for key, value in metrics.items()}})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) < len(line):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self, exit_code: int) -> None:
         """Do nothing: every line is written already."""
@@ -74,10 +73,9 @@ def cut_metrics(path: Path, global_steps: int) -> list[dict[str, Any]]:
     """Remove the records of steps after `global_steps`, atomically. Return the rest. Raises as `read_metrics` does."""
     if not path.exists():
         return []
-    lines, records = path.read_bytes().split(b"\n")[:-1], read_metrics(path)
-    kept = [(line, record) for line, record in zip(lines, records, strict=True) if record["step"] <= global_steps]
-    write_atomically(path, b"".join(line + b"\n" for line, _ in kept))
-    return [record for _, record in kept]
+    kept = [record for record in read_metrics(path) if record["step"] <= global_steps]
+    write_atomically(path, b"".join(map(_line, kept)))
+    return kept
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -87,8 +85,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ValueError: a complete line is no JSON object; the message names file and line.
         OSError: the file cannot be read.
     """
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            records.append({key: _NON_FINITE.get(value, value) for key, value in dict(json.loads(line)).items()})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: torn or damaged record: {error}") from error
+    return records
+
+
+def _line(record: Mapping[str, float]) -> bytes:
+    finite = {key: value if math.isfinite(value) else json.dumps(value) for key, value in record.items()}
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
 class FailedWrites:
@@ -134,30 +142,9 @@ class Tracker:
                 sink.log(step, metrics)
 
     def close(self, exit_code: int) -> None:
-        """Close all sinks, even when one of them raises. Any error but OSError is raised at the end."""
-        with ExitStack() as stack:
-            for sink in reversed(self._sinks):
-                stack.enter_context(self.failed.tolerated(sink.name))
-                stack.callback(sink.close, exit_code)
-
-
-def _encode(value: float) -> float | str:
-    value = float(value)
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _decode(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record: object = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: torn or damaged record: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    return {str(k): _NON_FINITE[v] if isinstance(v, str) and v in _NON_FINITE else v for k, v in record.items()}
+        for sink in self._sinks:
+            with self.failed.tolerated(sink.name):
+                sink.close(exit_code)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -177,33 +164,3 @@ def write_atomically(path: Path, data: bytes) -> None:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line, after removing a torn last line that an interrupted write left. Folders are made.
-
-    Raises:
-        OSError: the line cannot be written. No part of it stays in the file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b", buffering=0) as file:
-        end = _end_of_last_line(file)
-        data = line.encode() + b"\n"
-        if file.write(data) < len(data):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def _end_of_last_line(file: FileIO) -> int:
-    """Cut the file after its last newline, and return that position."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return 0
-    file.seek(size - 1)
-    if file.read(1) == b"\n":
-        return size
-    file.seek(0)
-    end = file.read(size).rfind(b"\n") + 1
-    logger.warning("%s: cutting a torn last line of %d bytes", file.name, size - end)
-    file.truncate(end)
-    return end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import threading
 import time
 from collections.abc import Mapping
@@ -83,15 +82,13 @@ def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(
     goes_on = threading.Event()
     monkeypatch.setattr("wandb.init", lambda **_: goes_on.wait(10))
     monkeypatch.setattr(wandb_sink, "START_SECONDS", 0.05)
-    monkeypatch.setattr(wandb_sink, "CALL_SECONDS", 0.0)
-    monkeypatch.setattr(wandb_sink, "HANGING_SECONDS", 0.05)
     started = time.monotonic()
     tracker, said = start(tmp_path, "online")
     tracker.log(1, {"a": 1.0})
     tracker.log(2, {"a": 1.0})
     assert time.monotonic() - started < 5
     assert steps_on_disk(tmp_path) == [1, 2]
-    assert said == ["wandb cannot be written, the training goes on: starting has taken more than 0 s"]
+    assert said == ["wandb cannot be written, the training goes on: starting has taken more than 0.05 s"]
     tracker.close(0)
     assert time.monotonic() - started < 5 and tracker.failed.counts == {"wandb": 3}
     goes_on.set()
@@ -121,26 +118,32 @@ def test_wandb_failing_to_log_is_said_once_and_the_file_goes_on(
     assert "while logging step 1" in sentence and "ConnectionResetError: Connection lost" in sentence
 
 
-def test_wandb_that_hangs_while_logging_costs_what_comes_meanwhile_and_may_come_back(
+def test_wandb_that_hangs_while_logging_gets_what_comes_meanwhile_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_end: None
 ) -> None:
     run = FakeRun(goes_on=threading.Event())
     assert run.goes_on is not None
     monkeypatch.setattr("wandb.init", lambda **_: run)
     tracker, said = start(tmp_path)
-    tracker.log(1, {"a": 1.0})
-    while run.calls == 0:
-        time.sleep(0.001)
-    tracker.log(2, {"a": 1.0})
-    with monkeypatch.context() as patch:
-        patch.setattr(wandb_sink, "CALL_SECONDS", 0.0)
-        tracker.log(3, {"a": 1.0})
-    assert said == ["wandb cannot be written, the training goes on: logging step 1 has taken more than 0 s"]
+    for step in (1, 2, 3):
+        tracker.log(step, {"a": 1.0})
+    assert steps_on_disk(tmp_path) == [1, 2, 3] and run.logged == []
     run.goes_on.set()
-    tracker.log(4, {"a": 1.0})
     tracker.close(0)
-    assert [record["global_steps"] for record in run.logged] == [1, 2, 4]
-    assert steps_on_disk(tmp_path) == [1, 2, 3, 4]
+    assert [record["global_steps"] for record in run.logged] == [1, 2, 3] and said == []
+
+
+def test_wandb_that_hangs_at_the_end_holds_nothing_up_past_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr("wandb.init", lambda **_: FakeRun(goes_on=goes_on))
+    monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", -9.9)
+    tracker, said = start(tmp_path)
+    tracker.log(1, {"a": 1.0})
+    tracker.close(0)
+    assert said == ["wandb cannot be written, the training goes on: finishing has taken more than 0.1 s"]
+    goes_on.set()
 
 
 def test_a_resumed_run_goes_on_under_its_id_and_logs_no_step_twice(
@@ -165,23 +168,3 @@ def test_a_resumed_run_goes_on_under_its_id_and_logs_no_step_twice(
     assert len(set(ids)) == 1 and len(ids) == 4 and ids[0][1] == "allow"
     sent = [(record["global_steps"], "eval/accuracy" in record) for record in run.logged]
     assert sent == [(0, True), (1, False), (2, False), (3, False), (2, True), (4, False), (5, False), (4, True)]
-
-
-def test_disabled_wandb_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import, imported = builtins.__import__, []
-
-    def recorded(name: str, *args: Any, **kwargs: Any) -> object:
-        imported.append(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", recorded)
-    sink = WandbSink(tmp_path, "disabled", "p", "n", {})
-    sink.log(1, {"a": 1.0})
-    sink.close(0)
-    assert "wandb" not in imported
-    assert not (tmp_path / "wandb").exists()
-
-
-def test_an_unknown_wandb_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"one of offline, online, disabled, got 'offlin'"):
-        WandbSink(tmp_path, "offlin", "p", "n", {})

@@ -3,16 +3,17 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from configs.schema import Config
-from rollout.types import TrainBatch, TrajectoryGroup
-from trainer.advantages.credit import Credit, assign_credit, keeps_idle, needs_scores, trainable
+from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
+from trainer.advantages.credit import assign_credit, keeps_idle, needs_scores, trainable
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
-from trainer.metrics import Metric, timed, to_floats
+from trainer.metrics import timed, to_floats
 from trainer.tokens import TokenSignals, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.tracking.recorder import RunRecorder
@@ -42,6 +43,7 @@ class Fleet(Protocol):
     async def gauges(self) -> dict[str, float]: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainLoop:
     """Takes the optimizer steps of a run.
 
@@ -59,39 +61,19 @@ class TrainLoop:
         checkpointer.commit(...)
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        *,
-        config: Config,
-        buffer: GroupSource,
-        workers: RecoveringWorkers,
-        manager: WeightUpdater,
-        held_out: HeldOut,
-        fleet: Fleet,
-        recorder: RunRecorder,
-        checkpointer: Checkpointer,
-    ):
-        """
-        Args:
-            buffer: yields the groups of each step, and frees their slots once their weights are live.
-            workers: train workers that hold the model and its optimizer.
-            manager: makes the workers' weights live on the replicas; `publishing` is locked while it reads them.
-            held_out: evaluates the live weights, concurrently with the steps.
-            fleet: read for its metrics only.
-            recorder: gets the metrics and groups of each step, and every evaluation.
-            checkpointer: saves the run; it decides when.
-        """
-        self._config = config
-        self._buffer = buffer
-        self._workers = workers
-        self._manager = manager
-        self._held_out = held_out
-        self._fleet = fleet
-        self._recorder = recorder
-        self._checkpointer = checkpointer
-        self._evaluating: asyncio.Task[None] | None = None
-        self._skipped_evaluations = 0
-        self._started = time.perf_counter()
+    config: Config
+    buffer: GroupSource
+    """Yields the groups of each step, and frees their slots once their weights are live."""
+    workers: RecoveringWorkers
+    manager: WeightUpdater
+    """Makes the workers' weights live on the replicas; `publishing` is locked while it reads them."""
+    held_out: HeldOut
+    fleet: Fleet
+    recorder: RunRecorder
+    checkpointer: Checkpointer
+    _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
+    _skipped_evaluations: int = field(default=0, init=False)
+    _started: float = field(default=0.0, init=False)
 
     async def run(self, first_step: int = 0, *, is_evaluated: bool = True) -> None:
         """Take the steps first_step .. total_steps - 1. The replicas must serve version `first_step` already.
@@ -103,63 +85,70 @@ class TrainLoop:
         async with asyncio.TaskGroup() as tasks:  # waits for the last evaluation; its error ends the steps
             if not is_evaluated:
                 await self._evaluate_if_due(first_step, tasks)
-            for global_steps in range(first_step, self._config.trainer.total_steps):
+            for global_steps in range(first_step, self.config.trainer.total_steps):
                 await self._step(global_steps)
                 await self._evaluate_if_due(global_steps + 1, tasks)
 
     async def _step(self, global_steps: int) -> None:
         """Take one optimizer step. `global_steps` were taken before it."""
         done = global_steps + 1
-        timings: dict[str, Metric] = {}
+        timings: dict[str, float] = {}
         with timed(timings, "step"):
             with timed(timings, "wait_batch"):
-                batch = await self._buffer.next_batch(global_steps)
+                batch = await self.buffer.next_batch(global_steps)
             broken = broken_rollouts(batch.groups)
             if broken is None:
-                credit, step_batch = await self._assemble(batch.groups, global_steps, timings)
+                step_batch, advantages, of_credit = await self._assemble(batch.groups, global_steps, timings)
             else:
-                credit, step_batch = _no_credit(batch.groups, global_steps), None
+                step_batch, of_credit = None, {}
+                advantages = [np.zeros(len(group.trajectories), np.float32) for group in batch.groups]
             actor, fleet = await asyncio.gather(
-                self._train(step_batch, global_steps, timings), self._fleet.gauges()
+                self._train(step_batch, global_steps, timings), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
             if actor["actor/skipped_steps"]:
-                self._record_skipped(done, broken or not_finite(actor), batch.groups, credit)
+                self._record_skipped(done, broken or not_finite(actor), batch.groups, advantages)
             update = await self._update(done, timings)
+        of_groups = group_metrics(batch.groups, advantages, global_steps, self.config.weight_sync.interval)
+        seconds = timings["timing_s/step"]
         metrics = {
-            **group_metrics(batch.groups, credit.advantages, global_steps, self._config.weight_sync.interval),
-            **credit.metrics,
+            **of_groups,
+            **of_credit,
             **actor,
-            **to_floats(timings),
+            **timings,
             **update,
-            **self._buffer.gauges(),
+            **self.buffer.gauges(),
             **fleet,
-            **self._workers.gauges(),
-            **self._checkpointer.gauges(),
+            **self.workers.gauges(),
+            **self.checkpointer.gauges(),
             "staleness/masked_tokens": float(batch.masked_tokens),
             "eval/skipped": float(self._skipped_evaluations),
             "timing_s/elapsed": time.perf_counter() - self._started,
+            "perf/throughput": of_groups["perf/tokens"] / seconds,
+            "perf/groups_per_second": len(batch.groups) / seconds,
+            "perf/trainer_idle": 1 - actor["perf/trainer_busy_s"] / seconds,
         }
-        self._recorder.record_step(done, _with_rates(metrics, len(batch.groups)), batch.groups, credit.advantages)
-        if self._checkpointer.is_due(done):
-            self._checkpointer.commit({"recorder": self._recorder.state()})
+        self.recorder.record_step(done, metrics, batch.groups, advantages)
+        if self.checkpointer.is_due(done):
+            self.checkpointer.commit({"recorder": self.recorder.state()})
 
     async def _assemble(
-        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, Metric]
-    ) -> tuple[Credit, StepBatch]:
-        """Compute what every token learns, and the micro-batches that carry it."""
-        algorithm = self._config.algorithm
+        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, float]
+    ) -> tuple[StepBatch, list[FloatArray], dict[str, float]]:
+        """Return the micro-batches with what every token learns, and advantages [G] per group with their metrics."""
+        algorithm = self.config.algorithm
         with timed(timings, "assemble"):
-            tokens, scores = sampled_tokens(groups, global_steps, self._config.weight_sync.interval), {}
+            tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
         if needs_scores(algorithm):
             with timed(timings, "score"):
-                scores = await self._workers.score(self._packed(groups, tokens, keep_idle=True))
+                scores = await self.workers.score(self._packed(groups, tokens, keep_idle=True))
         with timed(timings, "assemble"):
-            credit = assign_credit(groups, tokens, scores, self._config, global_steps)
+            credit = assign_credit(groups, tokens, scores, self.config, global_steps)
             trained = trainable(groups, algorithm.mask_truncated)
-            return credit, self._packed(trained, credit.tokens, keep_idle=keeps_idle(algorithm))
+            step_batch = self._packed(trained, credit.tokens, keep_idle=keeps_idle(algorithm))
+        return step_batch, credit.advantages, credit.metrics
 
     def _packed(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> StepBatch:
-        trainer = self._config.trainer
+        trainer = self.config.trainer
         return assemble(
             groups,
             tokens,
@@ -170,32 +159,32 @@ class TrainLoop:
         )
 
     async def _train(
-        self, step_batch: StepBatch | None, global_steps: int, timings: dict[str, Metric]
+        self, step_batch: StepBatch | None, global_steps: int, timings: dict[str, float]
     ) -> dict[str, float]:
-        """Run the optimizer step on the workers, while nobody reads their weights. None: only count the step."""
-        async with self._manager.publishing:
+        """Run the optimizer step on the workers, while nobody reads their weights."""
+        async with self.manager.publishing:
             with timed(timings, "train_step"):
-                if step_batch is None:
-                    return to_floats(await self._workers.skip_step(global_steps))
-                return to_floats(await self._workers.train_step(step_batch, global_steps))
+                return to_floats(await self.workers.train_step(step_batch, global_steps))
 
-    def _record_skipped(self, done: int, reason: str, groups: Sequence[TrajectoryGroup], credit: Credit) -> None:
+    def _record_skipped(
+        self, done: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
+    ) -> None:
         """Keep the batch of a step that NaN or infinity broke. Raise past trainer.max_skipped_steps."""
-        count, sentence = self._recorder.record_skipped_step(done, reason, groups, credit.advantages)
-        allowed = self._config.trainer.max_skipped_steps
+        count, sentence = self.recorder.record_skipped_step(done, reason, groups, advantages)
+        allowed = self.config.trainer.max_skipped_steps
         if count > allowed:
             raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {sentence}")
 
-    async def _update(self, done: int, timings: dict[str, Metric]) -> dict[str, float]:
+    async def _update(self, done: int, timings: dict[str, float]) -> dict[str, float]:
         """Every weight_sync.interval steps: make the weights live, stage a checkpoint if one is due, free the slots."""
-        if done % self._config.weight_sync.interval:
+        if done % self.config.weight_sync.interval:
             return {}
         with timed(timings, "update_weights"):
-            report = await self._manager.update_weights(done)
-        if self._checkpointer.is_due(done):
+            report = await self.manager.update_weights(done)
+        if self.checkpointer.is_due(done):
             with timed(timings, "checkpoint"):
-                await self._checkpointer.stage(done)  # before `advance`: the rollouts are saved with the slots held
-        await self._buffer.advance(done)
+                await self.checkpointer.stage(done)  # before `advance`: the rollouts are saved with the slots held
+        await self.buffer.advance(done)
         return report.gauges()
 
     async def _evaluate_if_due(self, done: int, tasks: asyncio.TaskGroup) -> None:
@@ -204,8 +193,8 @@ class TrainLoop:
         An evaluation that is due while another still runs is skipped and counted: if it started later, it would
         evaluate another version.
         """
-        trainer = self._config.trainer
-        is_due = is_first_update_after(trainer.eval_every, done, self._config.weight_sync.interval)
+        trainer = self.config.trainer
+        is_due = is_first_update_after(trainer.eval_every, done, self.config.weight_sync.interval)
         if not (is_due and 0 < done < trainer.total_steps):
             return
         if self._evaluating is None or self._evaluating.done():
@@ -215,20 +204,5 @@ class TrainLoop:
             self._skipped_evaluations += 1
 
     async def _evaluate(self) -> None:
-        evaluation = await self._held_out.evaluate()
-        self._recorder.record_evaluation(min(evaluation.versions), evaluation)
-
-
-def _no_credit(groups: Sequence[TrajectoryGroup], global_steps: int) -> Credit:
-    """The credit of a batch that is not trained: advantages of 0."""
-    zeros = [np.zeros(len(group.trajectories), np.float32) for group in groups]
-    return Credit(tokens=sampled_tokens(groups, global_steps), advantages=zeros, metrics={})
-
-
-def _with_rates(metrics: dict[str, float], num_groups: int) -> dict[str, float]:
-    seconds = metrics["timing_s/step"]
-    return metrics | {
-        "perf/throughput": metrics["perf/tokens"] / seconds,
-        "perf/groups_per_second": num_groups / seconds,
-        "perf/trainer_idle": 1 - metrics["perf/trainer_busy_s"] / seconds,
-    }
+        evaluation = await self.held_out.evaluate()
+        self.recorder.record_evaluation(min(evaluation.versions), evaluation)

@@ -11,25 +11,23 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol
 
 
 class Metric(Protocol):
-    """The interface of all metrics below."""
-
     @property
     def value(self) -> float:
         """The reduced value."""
         ...
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: Any) -> Metric:
         """Return the metric of both parts together; neither part changes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean. Example: a loss summed over 512 tokens is `Mean(total=loss_sum, count=512)`."""
+    """A weighted mean; NaN of nothing. Example: a loss summed over 512 tokens is `Mean(total=loss_sum, count=512)`."""
 
     total: float
     """Sum of the observations (times their weights)."""
@@ -38,11 +36,9 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """`total / count`; NaN when nothing was observed."""
         return self.total / self.count if self.count else math.nan
 
     def merge(self, other: Mean) -> Mean:
-        """Return the mean over both sets of observations."""
         return Mean(self.total + other.total, self.count + other.count)
 
 
@@ -51,11 +47,9 @@ class EffectiveSampleSize:
     """The effective sample size of n importance weights w, relative to n: (sum w)^2 / (n sum w^2), in (0, 1]."""
 
     total: float
-    """Sum of w."""
     total_squared: float
     """Sum of w^2."""
     count: float
-    """Number of weights, n."""
 
     @property
     def value(self) -> float:
@@ -64,7 +58,6 @@ class EffectiveSampleSize:
         return self.total**2 / divisor if divisor else math.nan
 
     def merge(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
-        """Return the effective sample size of both sets of weights together."""
         return EffectiveSampleSize(
             self.total + other.total, self.total_squared + other.total_squared, self.count + other.count
         )
@@ -72,72 +65,47 @@ class EffectiveSampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A total, for example tokens trained or seconds spent."""
-
     value: float
 
     def merge(self, other: Sum) -> Sum:
-        """Return the sum of both."""
         return Sum(self.value + other.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest observation; NaN wins."""
-
     value: float
 
     def merge(self, other: Max) -> Max:
-        """Return the larger of both."""
         return self if math.isnan(self.value) or self.value >= other.value else other
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The latest observation, for example a learning rate or a queue length."""
+    """The latest observation, for example a learning rate."""
 
     value: float
 
     def merge(self, other: Last) -> Last:
-        """Return `other`, which came later."""
         return other
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge parts in order, key by key; a key may be missing from some parts.
-
-    Raises:
-        TypeError: one key has two metric types.
-    """
+    """Merge parts in order, key by key; a key may be missing from some parts, but has one type."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for key, metric in part.items():
-            if key not in merged:
-                merged[key] = metric
-                continue
-            kept = merged[key]
-            if type(kept) is not type(metric):
-                raise TypeError(f"metric {key!r} is both {type(kept).__name__} and {type(metric).__name__}")
-            merged[key] = kept.merge(metric)
+            merged[key] = merged[key].merge(metric) if key in merged else metric
     return merged
 
 
 def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the reduced value of every metric, as the sinks want them."""
     return {key: float(metric.value) for key, metric in metrics.items()}
 
 
 @contextmanager
-def timed(metrics: dict[str, Metric], key: str) -> Iterator[None]:
-    """Add the seconds spent in the block to the `Sum` under `timing_s/<key>`, also when the block raises.
-
-    Raises:
-        TypeError: `timing_s/<key>` is already there and is no `Sum`.
-    """
+def timed(metrics: dict[str, float], key: str) -> Iterator[None]:
+    """Add the seconds spent in the block to `timing_s/<key>`."""
     start = time.perf_counter()
-    try:
-        yield
-    finally:
-        name = f"timing_s/{key}"
-        before = {name: metrics[name]} if name in metrics else {}
-        metrics.update(merge_metrics([before, {name: Sum(time.perf_counter() - start)}]))
+    yield
+    name = f"timing_s/{key}"
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start

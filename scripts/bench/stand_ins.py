@@ -20,13 +20,10 @@ class SimulatedTrainer:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         raise RuntimeError("the job has no reference policy")
 
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
         await asyncio.sleep(self._train_s)
         self.global_steps = global_steps + 1
         return {"perf/trainer_busy_s": Max(self._train_s), "actor/skipped_steps": Last(0.0)}
-
-    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        raise RuntimeError("simulated logprobs are finite")
 
     def gauges(self) -> dict[str, float]:
         return {}

@@ -77,8 +77,11 @@ class World:
         kl[::3] = np.arange(len(kl) // 3)
         return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
 
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
         assert self.publishing.locked(), "the weights may be read meanwhile"
+        if batch is None:
+            await self.happen(f"skip_step {global_steps}")
+            return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
         await self.happen(f"train_step {global_steps}")
         self.batches.append(batch)
         is_broken = global_steps in self.broken_steps
@@ -116,10 +119,6 @@ class World:
         assert [group.prompt.ordinal for group in groups] == [2 * global_steps - 2, 2 * global_steps - 1]
         self.records[global_steps] = metrics
         self.recorded_advantages.append([group_advantages.tolist() for group_advantages in advantages])
-
-    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        await self.happen(f"skip_step {global_steps}")
-        return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
 
     def record_skipped_step(
         self, global_steps: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]

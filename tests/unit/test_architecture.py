@@ -280,15 +280,16 @@ def test_attributes_are_written_out(name: str) -> None:
 
 def reads(path: Path) -> Iterator[tuple[str, str]]:
     """("rollout", "top_p") for `config.rollout.top_p`, `rollout.top_p`, `x.top_p` after `x = config.rollout`, and
-    `x.top_p` and `self._x.top_p` in a file that takes an `x: RolloutConfig`.
+    `x.top_p` and `self._x.top_p` in a file with an argument or a field `x: RolloutConfig`.
 
     The checkpoint manager, which has one section only, passes the names of its deadlines to `_within` as strings.
     """
     section_of = {get_type_hints(Config)[field.name].__name__: field.name for field in fields(Config)}
     sections = {
-        node.arg: section_of[node.annotation.id]
+        node.arg if isinstance(node, ast.arg) else ast.unparse(node.target): section_of[node.annotation.id]
         for node in nodes(path)
-        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in section_of
+        if isinstance(node, ast.arg | ast.AnnAssign)
+        if isinstance(node.annotation, ast.Name) and node.annotation.id in section_of
     }
     for node in nodes(path):
         if (

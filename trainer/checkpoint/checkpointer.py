@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from trainer.worker.recovery import RecoveringWorkers
 
 T = TypeVar("T")
-SAVE_ERRORS = (CheckpointError, OSError, TimeoutError)
-"""Errors of a save that do not end the training. Any other error is a bug."""
-
-Snapshots = Mapping[str, Callable[[], Awaitable[bytes]]]
-"""By name, functions that return the state of a part of the run."""
+SAVE_ERRORS = (CheckpointError, OSError)
+"""Errors of a save that do not end the training; a TimeoutError is an OSError. Any other error is a bug."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +37,7 @@ def is_first_update_after(every: int, global_steps: int, interval: int) -> bool:
     return is_update and global_steps // every > (global_steps - interval) // every
 
 
+@dataclass(kw_only=True, eq=False)
 class Checkpointer:
     """Saves one checkpoint at a time: `stage` while nothing trains, then `commit`, which returns at once.
 
@@ -54,40 +52,26 @@ class Checkpointer:
                 checkpointer.commit({"recorder": ...})   # writes it while training continues
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        *,
-        store: CheckpointStore,
-        workers: "RecoveringWorkers",
-        snapshots: Snapshots,
-        config: CheckpointConfig,
-        total_steps: int,
-        update_interval: int,
-        report: Callable[[str], None],
-    ):
-        """
-        Args:
-            snapshots: taken by `stage`.
-            update_interval: weight_sync.interval. Only an update can be followed by a checkpoint.
-            report: shows a message to the user.
-        """
-        self._store = store
-        self._workers = workers
-        self._snapshots = snapshots
-        self._config = config
-        self._total_steps, self._update_interval = total_steps, update_interval
-        self._report = report
-        self._model_files: dict[str, bytes] | None = None
-        self._staged: _Save | None = None
-        self._committing: asyncio.Task[None] | None = None
-        self._failures = 0
-        self._last: dict[str, float] = {}
+    store: CheckpointStore
+    workers: "RecoveringWorkers"
+    snapshots: Mapping[str, Callable[[], Awaitable[bytes]]]
+    """By name, functions that return the state of a part of the run; `stage` calls them."""
+    config: CheckpointConfig
+    total_steps: int
+    update_interval: int
+    """weight_sync.interval. Only an update can be followed by a checkpoint."""
+    report: Callable[[str], None]
+    _model_files: dict[str, bytes] | None = field(default=None, init=False)
+    _staged: _Save | None = field(default=None, init=False)
+    _committing: asyncio.Task[None] | None = field(default=None, init=False)
+    _failures: int = field(default=0, init=False)
+    _last: dict[str, float] = field(default_factory=dict, init=False)
 
     def is_due(self, global_steps: int) -> bool:
         """Whether the update to version `global_steps` is followed by a checkpoint."""
-        every = self._config.every
-        is_last = every > 0 and global_steps == self._total_steps
-        return is_last or is_first_update_after(every, global_steps, self._update_interval)
+        every = self.config.every
+        is_last = every > 0 and global_steps == self.total_steps
+        return is_last or is_first_update_after(every, global_steps, self.update_interval)
 
     async def stage(self, global_steps: int) -> None:
         """Take the snapshots and copy the train workers' state. First wait for the previous save.
@@ -96,19 +80,15 @@ class Checkpointer:
         """
         await self._until_committed()
         started = time.perf_counter()
-        files = {snapshot_file(name): await take() for name, take in self._snapshots.items()}
+        files = {snapshot_file(name): await take() for name, take in self.snapshots.items()}
+        aside = None
         try:
             if self._model_files is None:
-                self._model_files = await self._workers.model_files()
-            aside = await self._in_thread(self._store.begin, global_steps)
-            try:
-                await self._workers.stage_checkpoint(aside / TRAIN_FOLDER)
-            except SAVE_ERRORS:
-                await self._remove(f"what is left of step {global_steps}", self._store.abandon, aside)
-                raise
+                self._model_files = await self.workers.model_files()
+            aside = await self._in_thread(self.store.begin, global_steps)
+            await self.workers.stage_checkpoint(aside / TRAIN_FOLDER)
         except SAVE_ERRORS as error:
-            self._failed(global_steps, error)
-            return
+            return await self._failed(global_steps, aside, error)
         files |= {f"{MODEL_FOLDER}/{name}": data for name, data in self._model_files.items()}
         self._staged = _Save(global_steps, aside, files, started)
 
@@ -134,7 +114,7 @@ class Checkpointer:
         return {"checkpoint/failures": float(self._failures), **self._last}
 
     async def __aenter__(self) -> Self:
-        await self._remove("what an interrupted save left", self._store.remove_leftovers)
+        await self._remove("what an interrupted save left", self.store.remove_leftovers)
         return self
 
     async def __aexit__(
@@ -153,35 +133,33 @@ class Checkpointer:
 
     async def _commit(self, save: _Save) -> None:
         try:
-            await self._workers.finish_checkpoint()
-            marker = await self._in_thread(self._store.seal, save.aside, save.global_steps, save.files)
-            async with self._store.busy:
-                checkpoint = await self._in_thread(self._store.publish, save.aside, save.global_steps, marker)
-                self._workers.forget_before(save.global_steps)
+            await self.workers.finish_checkpoint()
+            marker = await self._in_thread(self.store.seal, save.aside, save.global_steps, save.files)
+            async with self.store.busy:
+                checkpoint = await self._in_thread(self.store.publish, save.aside, save.global_steps, marker)
+                self.workers.forget_before(save.global_steps)
         except SAVE_ERRORS as error:
-            self._failed(save.global_steps, error)
-            await self._remove(f"what is left of step {save.global_steps}", self._store.abandon, save.aside)
-            return
+            return await self._failed(save.global_steps, save.aside, error)
         self._last = {
             "checkpoint/seconds": time.perf_counter() - save.started,
             "checkpoint/megabytes": checkpoint.nbytes / 1e6,
         }
-        keep_last, keep_every = self._config.keep_last, self._config.keep_every
-        async with self._store.busy:
-            await self._remove("an older checkpoint", self._store.prune, keep_last, keep_every, checkpoint)
+        keep_last, keep_every = self.config.keep_last, self.config.keep_every
+        async with self.store.busy:
+            await self._remove("an older checkpoint", self.store.prune, keep_last, keep_every, checkpoint)
 
     async def _remove(self, what: str, function: Callable[..., None], *args: object) -> None:
         try:
             await self._in_thread(function, *args)
-        except (OSError, TimeoutError) as error:
-            self._report(f"{what} could not be removed: {error}")
+        except OSError as error:
+            self.report(f"{what} could not be removed: {error}")
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
-        async with within(
-            self._config.timeout_s, "checkpoint.timeout_s", f"storing a checkpoint ({function.__name__})"
-        ):
+        async with within(self.config.timeout_s, "checkpoint.timeout_s", f"storing a checkpoint ({function.__name__})"):
             return await asyncio.to_thread(function, *args)
 
-    def _failed(self, global_steps: int, error: BaseException) -> None:
+    async def _failed(self, global_steps: int, aside: Path | None, error: Exception) -> None:
         self._failures += 1
-        self._report(f"the checkpoint of step {global_steps} failed: {error}; training goes on")
+        self.report(f"the checkpoint of step {global_steps} failed: {error}; training goes on")
+        if aside is not None:
+            await self._remove(f"what is left of step {global_steps}", self.store.abandon, aside)

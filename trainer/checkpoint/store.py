@@ -14,9 +14,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ TRAIN_FOLDER = "train"
 MODEL_FOLDER = "model"
 CHUNK = 2**22
 _COMPLETE_NAME = re.compile(r"step_(\d{6,})")
-_ASIDE_NAME = re.compile(r"\.step_\d{6,}\.[0-9a-f]+")
 
 
 class CheckpointError(RuntimeError):
@@ -65,29 +65,13 @@ def snapshot_file(name: str) -> str:
     return f"{name}.bin"
 
 
-class Disk:
-    """The operations of the store on the file system, so that a test can crash before, within and after each."""
-
-    def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-
-    def write(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data)
-
-    def sync(self, path: Path) -> None:
-        """Flush the content of a file, or the names in a folder, to the disk."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def rename(self, old: Path, new: Path) -> None:
-        old.rename(new)
-
-    def remove(self, path: Path) -> None:
-        """Remove a file or an empty folder."""
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+def sync(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class CheckpointStore:
@@ -101,29 +85,27 @@ class CheckpointStore:
         store.prune(keep_last=2, keep_every=None, newest=checkpoint)
     """
 
-    def __init__(self, folder: Path, disk: Disk | None = None):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.busy = asyncio.Lock()
         """Held while a checkpoint is committed, pruned or loaded."""
-        self._disk = disk or Disk()
 
     def begin(self, global_steps: int) -> Path:
         """Make a folder into which the checkpoint of that step is written."""
         aside = self.folder / f".step_{global_steps:06d}.{uuid.uuid4().hex[:8]}"
-        self._disk.make_folder(aside)
+        aside.mkdir(parents=True)
         return aside
 
     def seal(self, aside: Path, global_steps: int, files: Mapping[str, bytes]) -> bytes:
         """Add `files` (by relative path) and flush everything to the disk. Return the marker. This is the slow part."""
         for name, data in files.items():
-            self._disk.make_folder((aside / name).parent)
-            self._disk.write(aside / name, data)
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            (aside / name).write_bytes(data)
         entries: dict[str, list[int]] = {}
-        for path in _files(aside):
-            self._disk.sync(path)
-            entries[str(path.relative_to(aside))] = [path.stat().st_size, _checksum(path)]
-        for folder in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
-            self._disk.sync(folder)
+        for path in [*aside.rglob("*"), aside]:
+            sync(path)
+            if path.is_file():
+                entries[str(path.relative_to(aside))] = [path.stat().st_size, _checksum(path)]
         return _marker_text({"global_steps": global_steps, "files": entries})
 
     def publish(self, aside: Path, global_steps: int, marker: bytes) -> Checkpoint:
@@ -131,13 +113,13 @@ class CheckpointStore:
         path = self.folder / f"step_{global_steps:06d}"
         if path.exists():
             self._remove(path)
-        self._disk.rename(aside, path)
-        self._disk.sync(self.folder)
+        aside.rename(path)
+        sync(self.folder)
         marker_aside = path / f".{MARKER}"
-        self._disk.write(marker_aside, marker)
-        self._disk.sync(marker_aside)
-        self._disk.rename(marker_aside, path / MARKER)
-        self._disk.sync(path)
+        marker_aside.write_bytes(marker)
+        sync(marker_aside)
+        marker_aside.rename(path / MARKER)
+        sync(path)
         return _checkpoint(path, _parse_marker(marker))
 
     def prune(self, keep_last: int, keep_every: int | None, newest: Checkpoint) -> None:
@@ -159,9 +141,8 @@ class CheckpointStore:
 
     def remove_leftovers(self) -> None:
         """Remove the folders of saves that a crash interrupted. No save may be running."""
-        for path in sorted(self.folder.glob(".step_*")):
-            if _ASIDE_NAME.fullmatch(path.name):
-                self._remove(path)
+        for path in self.folder.glob(".step_*"):
+            self._remove(path)
 
     def remove_after(self, global_steps: int) -> None:
         """Remove checkpoints of later steps, because the run continues from `global_steps`."""
@@ -171,14 +152,13 @@ class CheckpointStore:
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest checkpoint that passes `verified`. Each newer one is reported, with what is wrong."""
-        refused: list[str] = []
-        found = None
+        refused, found = [], None
         for path in self._folders():
             try:
                 found = verified(path)
                 break
             except CheckpointError as error:
-                refused.append(str(error))
+                refused.append(error)
         instead = "there is none before it" if found is None else f"{found.path} is taken instead"
         for problem in refused:
             report(f"a checkpoint is refused: {problem}; {instead}")
@@ -193,11 +173,9 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._disk.remove(path / MARKER)
-            self._disk.sync(path)
-        for inner in sorted(path.rglob("*"), reverse=True):  # the content of a folder before the folder
-            self._disk.remove(inner)
-        self._disk.remove(path)
+            (path / MARKER).unlink()
+            sync(path)
+        shutil.rmtree(path)
 
 
 def verified(path: Path) -> Checkpoint:
@@ -241,10 +219,6 @@ def _parse_marker(data: bytes) -> dict[str, Any]:
 
 def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path, content["global_steps"], sum(size for size, _ in content["files"].values()))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def _steps_of(path: Path) -> int:

@@ -78,23 +78,13 @@ class RecoveringWorkers:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         return await self.again_if_lost(lambda: self._group.score(batch))
 
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
-        return await self._step(batch, global_steps)
-
-    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        return await self._step(None, global_steps)
-
-    async def _step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
-        metrics = await self.again_if_lost(lambda: self._take(batch, global_steps))
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+        """Take an optimizer step; without a batch, only count it."""
+        metrics = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
         if self._keeps_batches:
             self._trained[global_steps] = batch
         self._next_step = global_steps + 1
         return metrics
-
-    async def _take(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
-        if batch is None:
-            return await self._group.skip_step(global_steps)
-        return await self._group.train_step(batch, global_steps)
 
     @property
     def global_steps(self) -> int:
@@ -182,7 +172,7 @@ class RecoveringWorkers:
             again = [(step, self._trained[step]) for step in steps]  # copied: a waiting save may drop some
             await self._group.start_again(None if checkpoint is None else checkpoint.train_folder)
         for step, batch in again:
-            await self._take(batch, step)
+            await self._group.train_step(batch, step)
         origin = "the first policy" if checkpoint is None else checkpoint.path.name
         self._report(
             f"the train workers are back at step {self._next_step}, {time.perf_counter() - started:.0f} s later: "

@@ -100,11 +100,14 @@ class TrainWorker:
             self._reference.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
         return scores
 
-    def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
-        """Take an optimizer step over this rank's micro-batches, and return this rank's metrics.
+    def train_step(self, micro_batches: tuple[MicroBatch, ...] | None, global_steps: int) -> dict[str, Metric]:
+        """Take an optimizer step over this rank's micro-batches, and return this rank's metrics. None: only count it.
 
         All ranks must call with equally many micro-batches. `global_steps` were taken before.
         """
+        if micro_batches is None:
+            self._global_steps = global_steps + 1
+            return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
         started = time.perf_counter()
         parts = []
         for index, batch in enumerate(micro_batches):
@@ -146,11 +149,6 @@ class TrainWorker:
         self._is_finite = True
         self._global_steps = global_steps + 1
         return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
-
-    def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        """Count a step without taking it."""
-        self._global_steps = global_steps + 1
-        return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
 
     def _on_all_ranks(self, condition: bool) -> bool:
         """Whether the condition holds on every rank."""

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,14 +14,15 @@ from configs.runtime.deadline import within
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import Config
 from rollout.types import FloatArray
-from trainer.batch import MicroBatch, StepBatch
+from trainer.batch import StepBatch
 from trainer.checkpoint.store import CheckpointError
 from trainer.metrics import Metric, merge_metrics
-from weight_sync.protocol import Checksums, Manifest, PublishOrder, combine, merge
+from weight_sync.protocol import Manifest, PublishOrder, combine, merge
 
 if TYPE_CHECKING:
-    from trainer.worker.worker import MakeSender
+    from trainer.worker.worker import MakeSender, TrainWorker
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -29,8 +30,7 @@ ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 class TrainWorkerActor:
     """TrainWorker as a Ray actor. It imports torch inside its process only: the driver does without.
 
-    Calls without a concurrency group run one at a time and always in one thread: CUDA's device belongs to a thread.
-    Calls of the group "control" run concurrently with them.
+    `call` runs one at a time and always in one thread: CUDA's device belongs to a thread. The others run beside it.
     """
 
     def __init__(self, on_start: Callable[[], None], *, config: Config, device: str, make_sender: "MakeSender"):
@@ -45,40 +45,12 @@ class TrainWorkerActor:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
-        return self._worker.setup(model_path, rank, world_size, master)
-
-    def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
-        return self._worker.score(micro_batches)
-
-    def train_step(self, micro_batches: tuple[MicroBatch, ...], global_steps: int) -> dict[str, Metric]:
-        return self._worker.train_step(micro_batches, global_steps)
-
-    def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        return self._worker.skip_step(global_steps)
-
-    def publish(self, order: PublishOrder) -> Manifest:
-        return self._worker.publish(order)
-
-    def send(self, manifest: Manifest) -> Checksums:
-        return self._worker.send(manifest)
-
-    def stage_checkpoint(self, folder: Path) -> None:
-        self._worker.stage_checkpoint(folder)
-
-    def load_checkpoint(self, folder: Path) -> int:
-        return self._worker.load_checkpoint(folder)
-
-    def model_files(self) -> dict[str, bytes]:
-        return self._worker.model_files()
+    def call(self, function: "Callable[[TrainWorker], T]") -> T:
+        return function(self._worker)
 
     @ray.method(concurrency_group="control")
-    def finish_checkpoint(self) -> None:
-        self._worker.finish_checkpoint()
-
-    @ray.method(concurrency_group="control")
-    def stop_sending(self, manifest: Manifest) -> None:
-        self._worker.stop_sending(manifest)
+    def call_beside(self, function: "Callable[[TrainWorker], T]") -> T:
+        return function(self._worker)
 
     @ray.method(concurrency_group="control")
     def is_alive(self) -> bool:
@@ -87,6 +59,8 @@ class TrainWorkerActor:
 
 class TrainWorkerGroup:
     """The train workers on the driver's side. `RecoveringWorkers` wraps it, and restarts it when a worker is lost.
+
+    Calls raise TimeoutError, which names the key, past their deadlines.
 
     Example:
         group = TrainWorkerGroup(config=config, device="cuda", make_sender=make_sender, on_start=on_start)
@@ -105,9 +79,7 @@ class TrainWorkerGroup:
         release: Callable[[], None] = lambda: None,
     ):
         """`release` removes what dead workers have published."""
-        self._step_timeout_s = config.trainer.step_timeout_s
-        self._start_timeout_s = config.trainer.start_timeout_s
-        self._answer_timeout_s = config.trainer.answer_timeout_s
+        self._trainer = config.trainer
         self._checkpoint_timeout_s = config.checkpoint.timeout_s
         self._release = release
         options: dict[str, Any] = {
@@ -125,57 +97,53 @@ class TrainWorkerGroup:
         self._model_path = ""
 
     async def setup(self, model_path: str) -> int:
-        """Load the model on every rank. Return its parameter count. TimeoutError past the deadline."""
+        """Load the model on every rank. Return its parameter count."""
         self._model_path = model_path
-        async with within(self._start_timeout_s, "trainer.start_timeout_s", "starting the train workers"):
+        async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "starting the train workers"):
             return await self._setup()
 
     async def start_again(self, checkpoint: Path | None) -> None:
-        """Start new processes from the checkpoint, or from the first policy. TimeoutError past the deadline."""
+        """Start new processes from the checkpoint, or from the first policy."""
         self.kill()
         self._release()
         self.actors = self._make_actors()
-        async with within(self._start_timeout_s, "trainer.start_timeout_s", "starting the train workers again"):
+        async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "starting the train workers again"):
             await self._setup()
             if checkpoint is not None:
-                await self._on_all(lambda actor: actor.load_checkpoint.remote(checkpoint))
+                await self._on_all(lambda worker: worker.load_checkpoint(checkpoint))
 
     async def _setup(self) -> int:
         master = await self.actors[0].find_address.remote()
-        world_size = len(self.actors)
-        calls = [
-            actor.setup.remote(self._model_path, rank, world_size, master) for rank, actor in enumerate(self.actors)
-        ]
-        return (await asyncio.gather(*calls))[0]
+        path, world_size = self._model_path, len(self.actors)
+        parameters = await self._on_each(
+            [lambda worker, rank=rank: worker.setup(path, rank, world_size, master) for rank in range(world_size)]
+        )
+        return parameters[0]
 
     async def load_checkpoint(self, checkpoint: Path) -> None:
         """Load the checkpoint into the ranks that `setup` made."""
-        async with within(self._start_timeout_s, "trainer.start_timeout_s", f"loading {checkpoint}"):
-            await self._on_all(lambda actor: actor.load_checkpoint.remote(checkpoint))
+        async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", f"loading {checkpoint}"):
+            await self._on_all(lambda worker: worker.load_checkpoint(checkpoint))
 
     async def find_lost(self) -> str | None:
         """Return a sentence about a train worker that has died or does not answer, or None."""
+        answer_timeout_s = self._trainer.answer_timeout_s
         for rank, actor in enumerate(self.actors):
             try:
-                async with asyncio.timeout(self._answer_timeout_s):
+                async with asyncio.timeout(answer_timeout_s):
                     await actor.is_alive.remote()
             except RayActorError as error:
                 logger.warning("train worker %d died", rank, exc_info=error)
                 return f"train worker {rank} died"
             except TimeoutError:
-                return f"train worker {rank} does not answer for trainer.answer_timeout_s={self._answer_timeout_s:g}"
+                return f"train worker {rank} does not answer for trainer.answer_timeout_s={answer_timeout_s:g}"
         return None
 
     async def stage_checkpoint(self, folder: Path) -> None:
-        """Copy the state of all ranks into host memory and begin to write it.
-
-        Raises:
-            CheckpointError: the ranks cannot stage now.
-            TimeoutError: checkpoint.timeout_s has passed.
-        """
+        """Copy the state of all ranks into host memory and begin to write it. CheckpointError if they cannot now."""
         async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "staging the checkpoint"):
             try:
-                await self._on_all(lambda actor: actor.stage_checkpoint.remote(folder))
+                await self._on_all(lambda worker: worker.stage_checkpoint(folder))
             except RuntimeError as error:
                 raise CheckpointError(f"the train workers cannot stage: {_reason(error)}") from error
 
@@ -183,56 +151,53 @@ class TrainWorkerGroup:
         """Wait until all ranks have written what was staged, concurrently with training. Raises CheckpointError."""
         try:
             async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "writing the checkpoint"):
-                await self._on_all(lambda actor: actor.finish_checkpoint.remote())
+                await asyncio.gather(
+                    *(a.call_beside.remote(lambda worker: worker.finish_checkpoint()) for a in self.actors)
+                )
         except Exception as error:
             raise CheckpointError(f"the train workers could not write: {_reason(error)}") from error
 
     async def model_files(self) -> dict[str, bytes]:
         """Return config and tokenizer of the policy, by file name."""
         async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "reading the model's config"):
-            return await self.actors[0].model_files.remote()
+            return await self.actors[0].call.remote(lambda worker: worker.model_files())
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
-        """Return `TrainWorker.score` by name, [T] over the step's loss tokens. TimeoutError past the deadline."""
-        calls = [
-            actor.score.remote(micro_batches)
-            for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
-        ]
-        async with within(self._step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
-            scores = await asyncio.gather(*calls)
+        """Return `TrainWorker.score` by name, [T] over the step's loss tokens."""
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
+            calls = [lambda worker, mine=mine: worker.score(mine) for mine in batch.micro_batches]
+            scores = await self._on_each(calls)
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
 
-    async def train_step(self, batch: StepBatch, global_steps: int) -> dict[str, Metric]:
-        """Take an optimizer step on all ranks. Return their merged metrics. TimeoutError past the deadline."""
-        calls = [
-            actor.train_step.remote(micro_batches, global_steps)
-            for actor, micro_batches in zip(self.actors, batch.micro_batches, strict=True)
-        ]
-        async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
-            return merge_metrics(await asyncio.gather(*calls))
-
-    async def skip_step(self, global_steps: int) -> dict[str, Metric]:
-        """Count a step on all ranks without taking it."""
-        async with within(self._step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
-            return merge_metrics(await self._on_all(lambda actor: actor.skip_step.remote(global_steps)))
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+        """Take an optimizer step on all ranks, or without a batch only count it. Return their merged metrics."""
+        per_rank = [None] * len(self.actors) if batch is None else batch.micro_batches
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
+            calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps) for mine in per_rank]
+            return merge_metrics(await self._on_each(calls))
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Let every rank offer its rows."""
-        return merge(await self._on_all(lambda actor: actor.publish.remote(order)))
+        return merge(await self._on_all(lambda worker: worker.publish(order)))
 
     async def send(self, manifest: Manifest) -> int:
         """Send the weights and return their checksum. If it fails on one rank or is cancelled, all sides stop."""
         if manifest.checksum is not None:
             return manifest.checksum
         try:
-            return combine(await self._on_all(lambda actor: actor.send.remote(manifest)))
+            return combine(await self._on_all(lambda worker: worker.send(manifest)))
         except BaseException:
             for actor in self.actors:
-                actor.stop_sending.remote(manifest)
+                actor.call_beside.remote(lambda worker: worker.stop_sending(manifest))
             raise
 
-    async def _on_all(self, call: Callable[[Any], Any]) -> list[Any]:
-        return await asyncio.gather(*(call(actor) for actor in self.actors))
+    async def _on_all(self, function: "Callable[[TrainWorker], T]") -> list[T]:
+        return await self._on_each([function] * len(self.actors))
+
+    async def _on_each(self, functions: "Sequence[Callable[[TrainWorker], T]]") -> list[T]:
+        """Call one function per rank, in the worker's process."""
+        calls = [actor.call.remote(function) for actor, function in zip(self.actors, functions, strict=True)]
+        return await asyncio.gather(*calls)
 
     def kill(self) -> None:
         for actor in self.actors:

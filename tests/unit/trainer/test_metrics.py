@@ -7,17 +7,7 @@ import time
 
 import pytest
 
-from trainer.metrics import (
-    EffectiveSampleSize,
-    Last,
-    Max,
-    Mean,
-    Metric,
-    Sum,
-    merge_metrics,
-    timed,
-    to_floats,
-)
+from trainer.metrics import EffectiveSampleSize, Last, Max, Mean, Metric, Sum, merge_metrics, timed, to_floats
 
 
 def test_every_type_is_reduced_in_its_own_way() -> None:
@@ -30,9 +20,7 @@ def test_every_type_is_reduced_in_its_own_way() -> None:
 
 
 def test_mean_is_weighted_by_count_not_by_part() -> None:
-    merged = Mean(total=100.0, count=100).merge(Mean(total=0.0, count=300))
-    assert merged == Mean(100.0, 400)
-    assert merged.value == 0.25
+    assert Mean(total=100.0, count=100).merge(Mean(total=0.0, count=300)).value == 0.25
 
 
 def test_effective_sample_size_is_of_all_weights_together() -> None:
@@ -66,24 +54,11 @@ def test_parts_may_lack_keys_and_are_left_unchanged() -> None:
     assert merge_metrics([]) == {}
 
 
-def test_one_key_with_two_types_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"'staleness/max' is both Max and Mean"):
-        merge_metrics([{"staleness/max": Max(1.0)}, {"staleness/max": Mean(1.0, 1)}])
-
-
-def test_timed_accumulates_seconds_also_of_a_block_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_adds_up_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 10.5, 20.0, 22.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    metrics: dict[str, Metric] = {}
-    with timed(metrics, "old_logprobs"):
-        pass
-    assert metrics == {"timing_s/old_logprobs": Sum(0.5)}
-    with pytest.raises(RuntimeError, match="boom"), timed(metrics, "old_logprobs"):
-        raise RuntimeError("boom")
-    assert metrics == {"timing_s/old_logprobs": Sum(2.5)}
-
-
-def test_timed_refuses_a_key_of_another_type() -> None:
-    metrics: dict[str, Metric] = {"timing_s/step": Last(1.0)}
-    with pytest.raises(TypeError, match="timing_s/step"), timed(metrics, "step"):
-        pass
+    metrics: dict[str, float] = {}
+    for seconds in (0.5, 2.5):
+        with timed(metrics, "assemble"):
+            pass
+        assert metrics == {"timing_s/assemble": seconds}

@@ -90,7 +90,8 @@ def test_while_the_trainer_publishes_replicas_generate_and_it_takes_no_step(scen
         updating = asyncio.create_task(manager.update_weights(scene.version + 1))
         while len(list(tmp_path.glob("gate-*"))) < len(actors):
             await asyncio.sleep(0.01)
-        steps = asyncio.gather(*(actor.train_step.remote((), scene.version + 1) for actor in actors))
+        version = scene.version + 1
+        steps = asyncio.gather(*(actor.call.remote(lambda worker: worker.train_step((), version)) for actor in actors))
         groups = [r.client.generate_group(requests(f"meanwhile-{r.name}", 4, 50)) for r in scene.replicas]
         completions = sum(await asyncio.gather(*groups), [])
         assert not updating.done() and not steps.done()

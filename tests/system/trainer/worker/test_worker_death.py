@@ -182,7 +182,7 @@ def test_a_rank_that_stands_still_is_started_again_at_the_deadline(
         stopped.append(psutil.Process(await killed.pid(1)))
         stopped[0].suspend()
         with monkeypatch.context() as patch:
-            patch.setattr(killed.group, "_step_timeout_s", 15)
+            patch.setattr(killed.group, "_trainer", replace(CONFIG.trainer, step_timeout_s=15))
             await killed.workers.score(killed.steps[0])
         return await killed.workers.train_step(killed.steps[0], -1)
 

@@ -11,8 +11,9 @@ import pytest
 
 from configs.checkpoint import CheckpointConfig
 from tests.support.fakes import settle
+from trainer.checkpoint import store
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.store import MARKER, CheckpointError, CheckpointStore, Disk
+from trainer.checkpoint.store import MARKER, CheckpointError, CheckpointStore
 
 
 @dataclass
@@ -51,17 +52,6 @@ class Workers:
         self._happen(f"forget before {global_steps}")
 
 
-class FullDisk(Disk):
-    """Lets nothing be written whose name contains `full`."""
-
-    full = "\0"
-
-    def write(self, path: Path, data: bytes) -> None:
-        if self.full in path.name:
-            raise OSError(28, "No space left on device", str(path))
-        super().write(path, data)
-
-
 @dataclass
 class Scene:
     folder: Path
@@ -69,11 +59,10 @@ class Scene:
     update_interval: int = 1
     workers: Workers = field(default_factory=Workers)
     reports: list[str] = field(default_factory=list)
-    disk: FullDisk = field(default_factory=FullDisk)
     rollouts: Callable[[], bytes] = lambda: b"groups"
 
     def __post_init__(self) -> None:
-        self.store = CheckpointStore(self.folder, self.disk)
+        self.store = CheckpointStore(self.folder)
         self.workers.written.set()
         self.checkpointer = Checkpointer(
             store=self.store,
@@ -209,14 +198,21 @@ def test_workers_that_cannot_save_are_reported_and_counted_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("full", ["rollouts", "config", MARKER])
-def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(tmp_path: Path, full: str) -> None:
-    scene = Scene(tmp_path)
+def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    scene, write = Scene(tmp_path), Path.write_bytes
+
+    def write_unless_full(path: Path, data: bytes) -> None:
+        if full in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, data)
 
     async def scenario() -> None:
         async with scene.checkpointer:
             await scene.save(10)
             await committed()
-            scene.disk.full = full
+            monkeypatch.setattr(Path, "write_bytes", write_unless_full)
             await scene.save(20)
         found = scene.store.newest_good(lambda text: None)
         assert found is not None and found.global_steps == 10
@@ -227,16 +223,12 @@ def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(tmp_path: Path,
     assert scene.checkpointer.gauges()["checkpoint/failures"] == 1
 
 
-def test_a_disk_that_hangs_is_left_at_the_deadline_and_never_marked(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_is_left_at_the_deadline_and_never_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = Scene(tmp_path, config=CheckpointConfig(every=10, timeout_s=0.5))
     go_on = threading.Event()
-
-    class HangingDisk(FullDisk):
-        def sync(self, path: Path) -> None:
-            assert go_on.wait(10)
-            super().sync(path)
-
-    scene.store._disk = HangingDisk()
+    monkeypatch.setattr(store, "sync", lambda path: go_on.wait(10))
 
     async def scenario() -> None:
         async with scene.checkpointer:

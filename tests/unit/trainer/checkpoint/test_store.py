@@ -4,49 +4,54 @@ whole, and the one it should be."""
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore, Disk, verified
+from trainer.checkpoint import store as store_module
+from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore, verified
 
 
 class CrashError(BaseException):
     """Power off. Nothing that handles errors handles it."""
 
 
-class FailingDisk(Disk):
-    """The operation number `fails_at` does half of its work and raises. Notes every one."""
+def noted(patch: pytest.MonkeyPatch, act: Callable[[], object], fails_at: int | None = None) -> list[tuple[str, Path]]:
+    """The operations on the disk that `act` does. That number `fails_at` does half of its work and is the last."""
+    events: list[tuple[str, Path]] = []
 
-    def __init__(self, fails_at: int | None = None):
-        self.fails_at = fails_at
-        self.events: list[tuple[str, Path]] = []
+    def counted(event: str, do: Callable[..., Any], half: Callable[..., object] = lambda *_: None) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            events.append((event, args[1] if event == "rename" else args[0]))
+            if len(events) - 1 == fails_at:
+                half(*args)
+                raise CrashError(event)
+            return do(*args, **kwargs)
 
-    def _next(self, event: str, path: Path, half: Callable[[], object] = lambda: None) -> None:
-        self.events.append((event, path))
-        if len(self.events) - 1 == self.fails_at:
-            half()
-            raise CrashError(f"{event} {path}")
+        return operation
 
-    def make_folder(self, path: Path) -> None:
-        self._next("make", path)
-        super().make_folder(path)
+    write, unlink = Path.write_bytes, Path.unlink
 
-    def write(self, path: Path, data: bytes) -> None:
-        self._next("write", path, lambda: path.write_bytes(data[: len(data) // 2]))
-        super().write(path, data)
+    def write_half(path: Path, data: bytes) -> None:
+        write(path, data[: len(data) // 2])
 
-    def sync(self, path: Path) -> None:
-        self._next("sync", path)
-        super().sync(path)
+    def remove_some(folder: Path) -> None:
+        for path in [path for path in folder.rglob("*") if path.is_file()][:2]:
+            unlink(path)
 
-    def rename(self, old: Path, new: Path) -> None:
-        self._next("rename", new)
-        super().rename(old, new)
-
-    def remove(self, path: Path) -> None:
-        self._next("remove", path)
-        super().remove(path)
+    with patch.context() as disk:
+        for name, half in (("mkdir", None), ("write_bytes", write_half), ("rename", None), ("unlink", None)):
+            disk.setattr(Path, name, counted(name, getattr(Path, name), *filter(None, [half])))
+        disk.setattr(store_module, "sync", counted("sync", store_module.sync))
+        disk.setattr(shutil, "rmtree", counted("rmtree", shutil.rmtree, remove_some))
+        if fails_at is None:
+            act()
+        else:
+            with pytest.raises(CrashError):
+                act()
+    return events
 
 
 def save(store: CheckpointStore, step: int, keep_last: int = 2, keep_every: int | None = None) -> Checkpoint:
@@ -94,62 +99,50 @@ def test_a_checkpoint_is_found_with_what_was_written(tmp_path: Path) -> None:
     assert names(store) == ["step_000020", "step_1000000"]
 
 
-def test_a_crash_within_any_operation_of_save_and_prune_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
-    """A third save with keep_last=1: it prunes what is before it, a half one too."""
-    before = tmp_path / "before"
-    save(CheckpointStore(before), 10)
-    save(CheckpointStore(before), 20)
+@pytest.mark.parametrize("step", [30, 20], ids=["a new step", "a step whose checkpoint is broken"])
+def test_a_crash_within_any_operation_of_save_and_prune_leaves_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """With keep_last=1: it prunes what is before it, a half one too."""
+    before, old = tmp_path / "before", 20
+    for other in (10, 20):
+        save(CheckpointStore(before), other)
     (before / "step_000005").mkdir()
-    counting = FailingDisk()
+    if step == 20:
+        (before / "step_000020" / "rollouts.bin").write_bytes(b"broken")
+        old = 10
     shutil.copytree(before, tmp_path / "whole")
-    save(CheckpointStore(tmp_path / "whole", counting), 30, keep_last=1)
+    whole = noted(monkeypatch, lambda: save(CheckpointStore(tmp_path / "whole"), step, keep_last=1))
     outcomes = []
-    for index in range(len(counting.events)):
+    for index in range(len(whole)):
         folder = tmp_path / f"crash-{index}"
         shutil.copytree(before, folder)
-        with pytest.raises(CrashError):
-            save(CheckpointStore(folder, FailingDisk(index)), 30, keep_last=1)
         after = CheckpointStore(folder)
+        noted(monkeypatch, partial(save, after, step, keep_last=1), fails_at=index)
         outcomes.append(good(after)[0])
         after.remove_leftovers()
         assert good(after)[0] == outcomes[-1]
         save(after, 40, keep_last=1)  # and goes on
         assert (good(after), names(after)) == ((40, []), ["step_000040"])
-    marked = counting.events.index(("rename", tmp_path / "whole" / "step_000030" / MARKER))
-    assert outcomes == [20] * (marked + 1) + [30] * (len(counting.events) - marked - 1)
-    assert marked > 10 and len(outcomes) > marked + 10
+    marked = whole.index(("rename", tmp_path / "whole" / f"step_{step:06d}" / MARKER))
+    assert outcomes == [old] * (marked + 1) + [step] * (len(whole) - marked - 1)
+    assert marked > 10 and len(outcomes) > marked + 3
 
 
-def test_a_step_that_is_saved_again_takes_the_place_of_a_broken_one(tmp_path: Path) -> None:
-    before = tmp_path / "before"
-    for step in (10, 20):
-        save(CheckpointStore(before), step)
-    (before / "step_000020" / "rollouts.bin").write_bytes(b"broken")
-    counting = FailingDisk()
-    shutil.copytree(before, tmp_path / "whole")
-    save(CheckpointStore(tmp_path / "whole", counting), 20)
-    for index in range(len(counting.events)):
-        folder = tmp_path / f"crash-{index}"
-        shutil.copytree(before, folder)
-        with pytest.raises(CrashError):
-            save(CheckpointStore(folder, FailingDisk(index)), 20)
-        assert good(CheckpointStore(folder))[0] in (10, 20)
-    assert good(CheckpointStore(tmp_path / "whole")) == (20, [])
-
-
-def test_all_is_on_the_disk_before_the_name_and_the_name_before_the_marker(tmp_path: Path) -> None:
-    disk = FailingDisk()
-    save(CheckpointStore(tmp_path, disk), 20)
+def test_all_is_on_the_disk_before_the_name_and_the_name_before_the_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = noted(monkeypatch, lambda: save(CheckpointStore(tmp_path), 20))
     path = tmp_path / "step_000020"
-    renamed = disk.events.index(("rename", path))
-    aside = tmp_path / disk.events[0][1].name
-    synced = {event[1] for event in disk.events[:renamed] if event[0] == "sync"}
+    renamed = events.index(("rename", path))
+    aside = tmp_path / events[0][1].name
+    synced = {event[1] for event in events[:renamed] if event[0] == "sync"}
     files = {aside / file for file in ("train/0.distcp", "train/1.distcp", "rollouts.bin", "model/config.json")}
     assert synced == files | {aside, aside / "train", aside / "model"}
-    assert disk.events[renamed:] == [
+    assert events[renamed:] == [
         ("rename", path),
         ("sync", tmp_path),
-        ("write", path / f".{MARKER}"),
+        ("write_bytes", path / f".{MARKER}"),
         ("sync", path / f".{MARKER}"),
         ("rename", path / MARKER),
         ("sync", path),

@@ -3,8 +3,9 @@
 import ast
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -32,11 +33,7 @@ $APP_CONFIG_GROUPS
 
 
 def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Config:
-    """Raises ConfigError for values that cannot work.
-
-    Args:
-        needed_files: the keys of data.* whose files this command reads.
-    """
+    """Raises ConfigError for values that cannot work. `needed_files`: see `check`."""
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     check(config, needed_files)
@@ -54,16 +51,29 @@ def without_token(composed: DictConfig) -> DictConfig:
 @cache
 def key_docs() -> Mapping[str, tuple[str, str]]:
     """Maps the dotted name of every key to (its default as YAML, its documentation)."""
-    defaults = OmegaConf.structured(Config)
-    own_docs = _field_docs(Config)
-    docs: dict[str, tuple[str, str]] = {}
-    for name, field in Config.__dataclass_fields__.items():
-        assert isinstance(field.type, type)
-        if is_dataclass(field.type):
-            for key, doc in _field_docs(field.type).items():
-                docs[f"{name}.{key}"] = (_show(defaults[name][key]), doc)
+    return dict(_section_docs(Config, OmegaConf.structured(Config), ""))
+
+
+def _section_docs(section: type, defaults: DictConfig, prefix: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    docs = literal_docs(section)
+    for name, field in section.__dataclass_fields__.items():
+        default = defaults[name]
+        if OmegaConf.is_dict(default):
+            yield from _section_docs(field.type, default, f"{name}.")
         else:
-            docs[name] = (_show(defaults[name]), own_docs[name])
+            shown = default.value if isinstance(default, Enum) else json.dumps(default)
+            yield prefix + name, (shown, docs.get(name, ""))
+
+
+def literal_docs(section: type) -> dict[str, str]:
+    """Maps each field of a dataclass, or member of an enum, to the string literal under it, where there is one."""
+    docs: dict[str, str] = {}
+    (node,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    for statement, following in itertools.pairwise(node.body):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(following, ast.Expr):
+            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            docs[ast.unparse(target)] = " ".join(ast.literal_eval(following.value).split())
     return docs
 
 
@@ -104,23 +114,3 @@ def _writable(node: DictConfig) -> DictConfig:
         if OmegaConf.is_dict(node[key]):
             _writable(node[key])
     return node
-
-
-def _field_docs(section: type) -> dict[str, str]:
-    """Maps each field to the string literal under it, or to ''."""
-    docs: dict[str, str] = {}
-    (node,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(node, ast.ClassDef)
-    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            docs[statement.target.id] = " ".join(str(following.value.value).split()) if is_doc else ""  # pyright: ignore
-    return docs
-
-
-def _show(value: object) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if value is None:
-        return "null"
-    return repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

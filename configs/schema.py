@@ -11,37 +11,19 @@ from enum import Enum
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.checkpoint import CheckpointConfig
 from configs.data import DataConfig
-from configs.model import Device, DType, ModelConfig, ModelKind
-from configs.rollout import EvaluationConfig, RolloutConfig, StalePolicy
+from configs.model import Device, ModelConfig
+from configs.model import DType as DType
+from configs.model import ModelKind as ModelKind
+from configs.rollout import EvaluationConfig, RolloutConfig
+from configs.rollout import StalePolicy as StalePolicy
 from configs.serve import ServeConfig
-from configs.trainer import Layout, TrainerConfig
-from configs.weight_sync import InFlightKv, PauseMode, Staging, Transport, WeightSyncConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "Config",
-    "CriticConfig",
-    "DType",
-    "DataConfig",
-    "Device",
-    "EvaluationConfig",
-    "InFlightKv",
-    "Layout",
-    "ModelConfig",
-    "ModelKind",
-    "PauseMode",
-    "RayConfig",
-    "RolloutConfig",
-    "ServeConfig",
-    "StalePolicy",
-    "Staging",
-    "TrainerConfig",
-    "Transport",
-    "WandbConfig",
-    "WandbMode",
-    "WeightSyncConfig",
-]
+from configs.trainer import Layout as Layout
+from configs.trainer import TrainerConfig
+from configs.weight_sync import InFlightKv as InFlightKv
+from configs.weight_sync import PauseMode as PauseMode
+from configs.weight_sync import Staging as Staging
+from configs.weight_sync import Transport as Transport
+from configs.weight_sync import WeightSyncConfig
 
 
 class WandbMode(Enum):

@@ -14,18 +14,14 @@ class ConfigError(ValueError):
 
 
 def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
-    """Raises ConfigError that lists every problem found.
-
-    Args:
-        needed_files: the keys of data.* whose files this command reads. With dry_run they may be missing: the plan
-            says so.
-    """
+    """Raises ConfigError that lists every problem found. `needed_files`: the keys of data.* whose files this command
+    reads. With dry_run they may be missing: the plan says so."""
     problems = [
         *out_of_range(config),
         *sections.model_problems(config),
         *sections.data_problems(config, needed_files),
         *([] if config.dry_run else sections.missing_data(config, needed_files)),
-        *sections.serve_problems(config.serve),
+        *sections.serve_problems(config),
         *sections.rollout_problems(config),
         *sections.evaluation_problems(config),
         *algorithm_problems(config),
@@ -34,4 +30,4 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
         *sections.sharing_problems(config),
     ]
     if problems:
-        raise ConfigError("\n".join(f"{key}={value}: {allowed}" for key, value, allowed in problems))
+        raise ConfigError("\n".join(problem.line(config) for problem in problems))

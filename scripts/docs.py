@@ -1,13 +1,11 @@
 """Write the tables of keys in docs/configuration.md: `make docs`. A test refuses stale ones."""
 
-import ast
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
 from typing import get_args
 
-from configs.load import key_docs
+from configs.load import key_docs, literal_docs
 from configs.runtime.environment import REPO_ROOT
 from configs.schema import Config
 
@@ -46,22 +44,9 @@ def _choices(section: str) -> Iterator[str]:
     config = Config.__dataclass_fields__[section].type if section else Config
     for name, field in config.__dataclass_fields__.items():
         for kind in (field.type, *get_args(field.type)):
-            if isinstance(kind, type) and issubclass(kind, Enum) and len(docs := member_docs(kind)) > 1:
+            if isinstance(kind, type) and issubclass(kind, Enum) and len(docs := literal_docs(kind)) > 1:
                 key = f"{section}.{name}" if section else name
                 yield "\n" + "".join(f"- `{key}={member}`: {doc}\n" for member, doc in docs.items())
-
-
-def member_docs(choices: type[Enum]) -> dict[str, str]:
-    """Member -> the string literal under it, where it has one."""
-    (node,) = ast.parse(inspect.getsource(choices)).body
-    assert isinstance(node, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for statement, following in zip(node.body, node.body[1:], strict=False):
-        if isinstance(statement, ast.Assign) and isinstance(following, ast.Expr):
-            (target,) = statement.targets
-            assert isinstance(target, ast.Name) and isinstance(following.value, ast.Constant)
-            docs[target.id] = " ".join(str(following.value.value).split())
-    return docs
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

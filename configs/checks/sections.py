@@ -1,5 +1,6 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.data import parse_sources
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
-from configs.schema import Config, Device, ModelKind, PauseMode, ServeConfig, Transport
+from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 
 TRAIN_AND_VAL = ("train_files", "val_files")
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
@@ -17,112 +18,101 @@ BUILT_IN_AGENT_LOOPS = ("single_turn",)
 
 def model_problems(config: Config) -> Iterator[Problem]:
     model = config.model
-    if model.kind is ModelKind.hf and model.path is None:
-        yield Problem("model.path", None, "model.kind=hf needs the folder or hub name of a Hugging Face model")
-    if model.kind is ModelKind.tiny and model.path is not None:
-        yield Problem("model.path", model.path, "model.kind=tiny makes its own model; choose model=hf to load one")
-    if model.kind is ModelKind.tiny and model.hidden_size % 32 != 0:
-        yield Problem("model.hidden_size", model.hidden_size, "must be a multiple of 32")
-    if model.kind is ModelKind.hf and model.path is not None:
+    if model.kind is ModelKind.tiny:
+        if model.path is not None:
+            yield Problem("model.path", "model.kind=tiny makes its own model; choose model=hf to load one")
+        if model.hidden_size % 32 != 0:
+            yield Problem("model.hidden_size", "must be a multiple of 32")
+    elif model.path is None:
+        yield Problem("model.path", "model.kind=hf needs the folder or hub name of a Hugging Face model")
+    else:
         folder = Path(model.path).expanduser()
         if folder.is_dir() and not ((folder / "config.json").is_file() or is_checkpoint(folder)):
-            allowed = "no Hugging Face model: the folder has no config.json; nor a checkpoint"
-            yield Problem("model.path", model.path, allowed)
+            yield Problem("model.path", "no Hugging Face model: the folder has no config.json; nor a checkpoint")
 
 
 def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
     data = config.data
     if "{question}" not in data.prompt_template:
-        yield Problem("data.prompt_template", repr(data.prompt_template), "must contain {question}")
+        yield Problem("data.prompt_template", "must contain {question}", repr(data.prompt_template))
     if tuple(needed_files) == TRAIN_AND_VAL and (data.train_files is None) != (data.val_files is None):
         given = "train_files" if data.val_files is None else "val_files"
-        allowed = "train_files and val_files are set both, or neither"
-        yield Problem(f"data.{given}", _files(config, given), allowed)
+        yield Problem(f"data.{given}", "train_files and val_files are set both, or neither")
     if data.loader is not None:
         if data.train_files is None and data.val_files is None:
-            allowed = "needs data.train_files and data.val_files, which it is called with"
-            yield Problem("data.loader", data.loader, allowed)
+            yield Problem("data.loader", "needs data.train_files and data.val_files, which it is called with")
         yield from dotted_problems("data.loader", data.loader, (), ("entries",))
 
 
-def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> list[Problem]:
+def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:
     """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
     hint = f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes"
-    return [
-        Problem(f"data.{key}", source, hint)
-        for key in needed_files
-        if (entries := _files(config, key)) is not None and config.data.loader is None
-        for source in parse_sources(entries)
-        if not source.may_be_on_the_hub and (not source.name or not source.path.exists())
-    ]
-
-
-def _files(config: Config, key: str) -> str | None:
-    return config.data.train_files if key == "train_files" else config.data.val_files
+    for key in needed_files:
+        entries = getattr(config.data, key)
+        if entries is not None and config.data.loader is None:
+            for source in parse_sources(entries):
+                if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
+                    yield Problem(f"data.{key}", hint, str(source))
 
 
 def rollout_problems(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
+    if not 0 < rollout.temperature < math.inf:
+        yield Problem("rollout.temperature", "must be above 0 (evaluation may be greedy)")
+    if rollout.top_k == 0 or rollout.top_k < -1:
+        yield Problem("rollout.top_k", "must be -1 (the whole vocabulary) or at least 1")
     yield from dotted_problems("rollout.agent_loop", rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",))
     try:
-        terms = parse_reward(rollout.reward)
-    except ValueError as error:
-        allowed = str(error).removeprefix(f"rollout.reward={rollout.reward}: ")
-        yield Problem("rollout.reward", rollout.reward, allowed)
-    else:
-        for term in terms:
+        for term in parse_reward(rollout.reward):
             yield from dotted_problems("rollout.reward", term.path, BUILT_IN_REWARDS, ("prompt", "text"))
+    except ValueError as error:
+        yield Problem("rollout.reward", str(error).removeprefix(f"rollout.reward={rollout.reward}: "))
     try:
         re.compile(rollout.format_pattern)
     except re.error as error:
-        yield Problem("rollout.format_pattern", repr(rollout.format_pattern), f"must be a regular expression: {error}")
+        yield Problem("rollout.format_pattern", f"must be a regular expression: {error}", repr(rollout.format_pattern))
     if rollout.min_replicas > rollout.num_replicas:
-        allowed = f"at most rollout.num_replicas={rollout.num_replicas}"
-        yield Problem("rollout.min_replicas", rollout.min_replicas, allowed)
+        yield Problem("rollout.min_replicas", f"at most rollout.num_replicas={rollout.num_replicas}")
     if config.device is Device.cpu and rollout.kv_cache_mb is None:
-        yield Problem("rollout.kv_cache_mb", None, "device=cpu needs a size in MiB (null is for GPUs)")
+        yield Problem("rollout.kv_cache_mb", "device=cpu needs a size in MiB (null is for GPUs)")
 
 
 def evaluation_problems(config: Config) -> Iterator[Problem]:
     evaluation, num_replicas = config.evaluation, config.rollout.num_replicas
     if evaluation.samples > 1 and evaluation.temperature == 0:
-        allowed = "greedy samples are all the same: set evaluation.temperature, or samples=1"
-        yield Problem("evaluation.samples", evaluation.samples, allowed)
+        yield Problem("evaluation.samples", "greedy samples are all the same: set evaluation.temperature, or samples=1")
     if evaluation.replicas > max(1, num_replicas - 1):
-        allowed = f"must leave one of rollout.num_replicas={num_replicas} to the training"
-        yield Problem("evaluation.replicas", evaluation.replicas, allowed)
+        yield Problem("evaluation.replicas", f"must leave one of rollout.num_replicas={num_replicas} to the training")
 
 
 def trainer_problems(config: Config) -> Iterator[Problem]:
     trainer, checkpoint, interval = config.trainer, config.checkpoint, config.weight_sync.interval
     if trainer.prompts_per_step < trainer.num_ranks:
-        allowed = f"at most trainer.prompts_per_step={trainer.prompts_per_step}"
-        yield Problem("trainer.num_ranks", trainer.num_ranks, allowed)
+        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:
             allowed = f"with checkpoint.keep_every, must be a multiple of weight_sync.interval={interval}"
-            yield Problem("checkpoint.every", checkpoint.every, allowed)
+            yield Problem("checkpoint.every", allowed)
         if checkpoint.keep_every % checkpoint.every:
             allowed = f"must be a multiple of checkpoint.every={checkpoint.every}: no other step has a checkpoint"
-            yield Problem("checkpoint.keep_every", checkpoint.keep_every, allowed)
+            yield Problem("checkpoint.keep_every", allowed)
 
 
 def weight_sync_problems(config: Config) -> Iterator[Problem]:
     sync, total_steps = config.weight_sync, config.trainer.total_steps
     if sync.interval > 0 and total_steps % sync.interval:
-        yield Problem("weight_sync.interval", sync.interval, f"must divide trainer.total_steps={total_steps}")
+        yield Problem("weight_sync.interval", f"must divide trainer.total_steps={total_steps}")
     if sync.prefill_grace_s >= sync.pause_timeout_s:
         allowed = f"must be less than weight_sync.pause_timeout_s={sync.pause_timeout_s}"
-        yield Problem("weight_sync.prefill_grace_s", sync.prefill_grace_s, allowed)
+        yield Problem("weight_sync.prefill_grace_s", allowed)
     if sync.pause_mode is PauseMode.wait:
         allowed = "must be keep or abort: an update that waits for the longest trajectory would stop the replica"
-        yield Problem("weight_sync.pause_mode", sync.pause_mode.value, allowed)
+        yield Problem("weight_sync.pause_mode", allowed)
     if (sync.transport is Transport.filesystem) != (sync.directory is not None):
         allowed = "set with weight_sync.transport=filesystem, and only then: a folder that all machines share"
-        yield Problem("weight_sync.directory", sync.directory, allowed)
+        yield Problem("weight_sync.directory", allowed)
     if sync.transport is Transport.cuda_ipc and config.device is Device.cpu:
-        allowed = "needs GPUs; shared_memory, collective and filesystem work without"
-        yield Problem("weight_sync.transport", sync.transport.value, allowed)
+        yield Problem("weight_sync.transport", "needs GPUs; shared_memory, collective and filesystem work without")
 
 
 def sharing_problems(config: Config) -> Iterator[Problem]:
@@ -136,19 +126,18 @@ def sharing_problems(config: Config) -> Iterator[Problem]:
         ("rollout.data_parallel_size", rollout.data_parallel_size),
     ):
         if size > 1:
-            yield Problem(key, size, f"at most 1 with {share}: each of several needs a GPU of its own")
+            yield Problem(key, f"at most 1 with {share}: each of several needs a GPU of its own")
     if rollout.gpu_memory_utilization > config.gpu_share:
         allowed = f"at most {share}: the rest of the GPU belongs to the processes that share it"
-        yield Problem("rollout.gpu_memory_utilization", rollout.gpu_memory_utilization, allowed)
+        yield Problem("rollout.gpu_memory_utilization", allowed)
     if config.weight_sync.transport is Transport.collective:
-        allowed = f"with {share}, must be cuda_ipc, shared_memory or filesystem"
-        yield Problem("weight_sync.transport", config.weight_sync.transport.value, allowed)
+        yield Problem("weight_sync.transport", f"with {share}, must be cuda_ipc, shared_memory or filesystem")
 
 
-def serve_problems(serve: ServeConfig) -> Iterator[Problem]:
+def serve_problems(config: Config) -> Iterator[Problem]:
+    serve = config.serve
     if serve.token is not None:
         if not (serve.token.strip() and serve.token.isascii() and serve.token.isprintable()):
-            yield Problem("serve.token", "(not shown)", "must be printable ASCII, and not empty")
+            yield Problem("serve.token", "must be printable ASCII, and not empty", "(not shown)")
     elif not serve.is_loopback:
-        allowed = f"serve.host={serve.host} is not a loopback address: control routes need a token"
-        yield Problem("serve.token", None, allowed)
+        yield Problem("serve.token", f"serve.host={serve.host} is not a loopback address: control routes need a token")

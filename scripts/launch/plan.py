@@ -61,7 +61,7 @@ def serving_plan(config: Config, device: str) -> str:
 
 def warnings(config: Config, device: str, needed_files: Sequence[str] = TRAIN_AND_VAL) -> list[str]:
     """What a dry run only warns of and a real run refuses."""
-    missing = [f"{key}={value}: {reason}" for key, value, reason in missing_data(config, needed_files)]
+    missing = [problem.line(config) for problem in missing_data(config, needed_files)]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")
     return [f"    warning: {line}" for line in missing]

@@ -42,11 +42,8 @@ def test_a_recipe_needs_its_files_which_a_dry_run_only_misses() -> None:
     assert [line.split("=")[0] for line in lines] == ["data.train_files", "data.val_files"]
     assert all("no such file" in line and "`python -m scripts.prepare_data all`" in line for line in lines)
     planned = resolve("recipe=gsm8k", "dry_run=true")
-    missing = [(key, str(source)) for key, source, _ in missing_data(planned)]
-    assert missing == [
-        ("data.train_files", "data/gsm8k/train.parquet"),
-        ("data.val_files", "data/gsm8k/test.parquet"),
-    ]
+    missing = [(problem.key, problem.shown) for problem in missing_data(planned)]
+    assert missing == [("data.train_files", "data/gsm8k/train.parquet"), ("data.val_files", "data/gsm8k/test.parquet")]
 
 
 def test_the_dapo_recipe_has_the_published_values() -> None:

@@ -16,17 +16,13 @@ class _Waiter:
 
 
 class Admission:
-    """A request enters, is submitted to the engine, and leaves. All calls come from one event loop.
-
-    While held, no request enters, but those inside continue. Between `enter` and `submitted` the weights cannot change,
-    because `hold` waits for every request on that way: the cache salt that a request gets is that of the live version.
+    """Between `enter` and `submitted` the weights cannot change, because `hold` waits for all on that way: the
+    cache salt that a request gets is that of the live version.
 
     Example:
         if await admission.enter("7"):    # waits for a seat
-            ...                           # submit it to the engine
-            admission.submitted("7")      # from here on the weights may change
-            ...                           # it generates
-            admission.leave("7")
+            admission.submitted("7")      # to the engine; from here on the weights may change
+            admission.leave("7")          # it has generated
     """
 
     def __init__(self, num_seats: int):
@@ -53,10 +49,7 @@ class Admission:
 
     async def enter(self, request_id: str, width: int = 1, is_continuation: bool = False) -> bool:
         """Wait for `width` seats (at most all of them). False when the request was turned away while it waited.
-
-        `is_continuation`: a part of it was inside before. It comes before all those of which none was.
-        Raises ValueError for an id that is inside or waiting already.
-        """
+        `is_continuation`: a part of it was inside before. It comes before all those of which none was."""
         if self.has(request_id):
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -13,11 +13,8 @@ from weight_sync.protocol import Manifest, WeightTag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """How a replica's engine is started."""
-
     model_path: str
-    device: str
-    """"cpu" or "cuda"."""
+    device: str  # "cpu" or "cuda"
     dtype: str
     max_model_len: int
     """Prompt and response of one trajectory."""
@@ -58,10 +55,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Waits while the engine is held or full. Cancelling the call aborts the request.
-
-        An aborted request answers with the tokens it has, none if it never ran, and finish_reason "abort".
-        """
+        """Waits while the engine is held or full. Cancelling the call aborts the request. An aborted request answers
+        with the tokens it has, none if it never ran, and finish_reason "abort"."""
         ...
 
     async def abort(self, names: Collection[str] | None) -> list[str]:
@@ -74,8 +69,7 @@ class Engine(Protocol):
         ...
 
     async def freeze(self, clear_cache: bool) -> None:
-        """While held: stop between two steps, keeping every request; with `clear_cache` without their KV cache.
-        Returns when no token is sampled any more. Idempotent."""
+        """While held: stop between two steps, keeping every request; with `clear_cache` without their KV cache."""
 
     async def thaw(self) -> float:
         """Returns for how many seconds the engine was frozen."""
@@ -98,7 +92,7 @@ class Engine(Protocol):
         ...
 
     async def tag_loaded(self, global_steps: int) -> None:
-        """Tag the weights that the engine was started with. Before the first request only."""
+        """Tag the weights that the engine was started with."""
 
     @property
     def num_workers(self) -> int:
@@ -111,7 +105,7 @@ class Engine(Protocol):
 
     @property
     def usage(self) -> Usage:
-        """Usage by all requests: those of agent loops and those of clients over HTTP."""
+        """Usage by all requests, those of HTTP clients too."""
         ...
 
     def gauges(self) -> dict[str, float]:

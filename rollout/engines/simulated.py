@@ -38,8 +38,6 @@ class _Sequence:
 
 
 class SimulatedEngine:
-    """The `Engine` protocol on a clock, which may be virtual."""
-
     def __init__(
         self,
         *,
@@ -180,7 +178,6 @@ class SimulatedEngine:
         }
 
     def shutdown(self) -> None:
-        """Like the end of a process: whatever waits for an answer gets an error."""
         self.kill()
         if self._stepper is not None:
             self._stepper.cancel()

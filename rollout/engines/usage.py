@@ -4,11 +4,9 @@ import asyncio
 
 
 class Usage:
-    """Requests that run or wait now, and, since the start, the seconds with at least one (`busy_s`) and the seconds of
-    all requests, summed (`request_s`)."""
-
     def __init__(self) -> None:
         self.running = 0
+        """Requests that run or wait now."""
         self.tokens = 0
         """Sampled since the start; for a request that was cancelled, as many as were known. Never falls."""
         self._busy_s = self._request_s = self._counted = 0.0
@@ -19,11 +17,13 @@ class Usage:
 
     @property
     def busy_s(self) -> float:
+        """Seconds with at least one request since the start."""
         self._count()
         return self._busy_s
 
     @property
     def request_s(self) -> float:
+        """Seconds of all requests since the start, summed."""
         self._count()
         return self._request_s
 

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
 
-from rollout.fleet.fleet import FleetRefusalError
-from rollout.fleet.lifecycle import IllegalTransitionError
+from rollout.fleet.lifecycle import FleetRefusalError
 from rollout.fleet.operator import FleetOperator
 from rollout.http.control import answer_with
 
@@ -35,6 +34,5 @@ def fleet_app(operator: FleetOperator) -> FastAPI:
         """Return when the replica has ended."""
         await operator.remove(name)
 
-    for refusal in (FleetRefusalError, IllegalTransitionError):
-        app.add_exception_handler(refusal, answer_with(409))
+    app.add_exception_handler(FleetRefusalError, answer_with(409))
     return app

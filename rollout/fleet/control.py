@@ -1,7 +1,6 @@
 """Orders and questions to all replicas at once: pause, resume, abort, state and counters."""
 
 import asyncio
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -20,7 +19,6 @@ from weight_sync.protocol import ReplicaStatus
 T = TypeVar("T")
 Deadline = Callable[[str], AbstractAsyncContextManager[None]]
 """`within`, but for what is waited for."""
-logger = logging.getLogger(__name__)
 
 
 class FleetControl:
@@ -29,19 +27,16 @@ class FleetControl:
     Example:
         await control.pause(PauseMode.keep)  # every replica is frozen, or none is and FleetPauseError is raised
         await control.align(replica)         # a replica that starts meanwhile is paused too
-        await control.resume()
     """
 
     def __init__(self, fleet: ReplicaFleet, pause_timeout_s: float = 60.0):
-        """`pause_timeout_s`: weight_sync.pause_timeout_s."""
         self._fleet = fleet
         self._pausing: Deadline = partial(within, pause_timeout_s, "weight_sync.pause_timeout_s")
         self._answering: Deadline = partial(within, fleet.answer_timeout_s, "rollout.answer_timeout_s")
         self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
         self._num_orders = 0
         self._before: tuple[PauseMode | None, dict[str, str | None]] | None = None
-        """State of the fleet and of each replica before the oldest pause that is under way: a pause that fails goes
-        back to it."""
+        """State of the fleet and of each replica before the oldest pause that is under way."""
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
         self._last_busy_s = 0.0
@@ -87,7 +82,7 @@ class FleetControl:
         return self._num_orders
 
     async def resume(self) -> None:
-        """Return when every replica generates again. Raises FleetPauseError; the other replicas do generate."""
+        """Return when every replica generates again. Raises FleetPauseError."""
         self._order(None)
         self._before = None
         _, errors = await self._on_all(lambda r: r.resume(), "resume", self._pausing)
@@ -95,8 +90,7 @@ class FleetControl:
             raise FleetPauseError("resume", errors)
 
     async def abort(self, names: Collection[str] | None = None) -> list[str]:
-        """End these requests, by default all. Returns the ids of those that ended. Raises FleetPauseError; on the other
-        replicas they have ended."""
+        """End these requests, by default all. Returns the ids of those that ended. Raises FleetPauseError."""
         answers, errors = await self._on_all(lambda r: r.abort(names), "abort", self._answering)
         ended = [request_id for ids in answers.values() for request_id in ids]
         if errors:
@@ -106,8 +100,7 @@ class FleetControl:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     async def is_paused(self) -> bool:
-        """Whether the fleet is paused; an empty fleet is what the last order made it. Raises FleetPauseError when the
-        replicas differ, or one does not answer."""
+        """Raises FleetPauseError when the replicas differ, or one does not answer."""
         statuses, errors = await self._on_all(lambda r: r.status(), "reading the state", self._answering)
         if errors:
             raise FleetPauseError("is_paused", errors)
@@ -121,21 +114,16 @@ class FleetControl:
 
     async def statuses(self) -> list[ReplicaStatus]:
         """The state of each replica that answers."""
-        statuses, _ = await self._on_all(lambda r: r.status(), "reading the state", self._answering)
-        return list(statuses.values())
+        return list((await self._on_all(lambda r: r.status(), "reading the state", self._answering))[0].values())
 
     # -- counters ------------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, dict[str, float]]:
         """Counters of each replica that answers, since its start."""
-        stats, errors = await self._on_all(lambda r: r.stats(), "reading the counters", self._answering)
-        for error in errors.values():
-            logger.info("%r", error)  # whether the replica is lost is for the monitor to decide
-        return stats
+        return (await self._on_all(lambda r: r.stats(), "reading the counters", self._answering))[0]
 
     async def totals(self) -> dict[str, float]:
-        """Counters summed over all replicas there have been. A replica that died, or does not answer in time, counts
-        with its last answer."""
+        """Counters summed over all replicas there have been, each with its last answer."""
         self._last_stats |= await self.stats()
         totals: defaultdict[str, float] = defaultdict(float)
         for stats in self._last_stats.values():

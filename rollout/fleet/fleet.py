@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from configs.runtime.deadline import within
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.lifecycle import Lifecycle, ReplicaState
+from rollout.fleet.lifecycle import FleetRefusalError, Lifecycle, ReplicaState
 from rollout.fleet.member import FleetMember
 from rollout.progress import Progress, ProgressReport
 from rollout.request_ids import RequestId
@@ -20,10 +20,6 @@ CAN_SERVE = (ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
 
 class NoProgressError(RuntimeError):
     """A replica could not report its progress. The message names it, the cause says why."""
-
-
-class FleetRefusalError(ValueError):
-    """The fleet refuses a change. The message says what is allowed."""
 
 
 class ReplicaFleet:
@@ -48,8 +44,8 @@ class ReplicaFleet:
         progress: Progress | None = None,
         answer_timeout_s: float = 5.0,
     ):
-        """`replicas`: their engines run. `report`: called with a sentence whenever a replica leaves or comes.
-        `serving`: version that the replicas serve already; None routes nothing to them before their first update."""
+        """`report`: called with a sentence whenever a replica leaves or comes. `serving`: version that the replicas
+        serve already; None routes nothing to them before their first update."""
         self.router = router
         self.progress = progress or Progress()
         self.answer_timeout_s = answer_timeout_s
@@ -153,8 +149,8 @@ class ReplicaFleet:
             await self.router.eject(name, error)
 
     async def pin(self, count: int, why: str) -> list[str]:
-        """Take up to `count` replicas out of service and out of updates, but leave one in service. Requests in flight
-        continue. The caller makes sure that no update is under way. Returns the names."""
+        """Take up to `count` replicas out of service and out of updates, but leave one in service. No update may be
+        under way. Returns the names."""
         names = self.router.healthy[1:][-count:] if count else []
         for name in names:
             self._pinned.add(name)
@@ -162,28 +158,25 @@ class ReplicaFleet:
         return names
 
     def unpin(self, names: Collection[str]) -> None:
-        """Let updates reach the replicas again. The next update, or catching up, brings them back into service."""
+        """Let updates reach the replicas again, which bring them back into service."""
         self._pinned.difference_update(names)
 
     async def drain(self, name: str) -> None:
-        """Route nothing more to the replica, for good; it finishes its requests. Raises IllegalTransitionError, and
-        FleetRefusalError when too few replicas would be left."""
+        """Route nothing more to the replica, for good. Raises FleetRefusalError."""
         self._require_spare(name)
         self.lives[name].enter(ReplicaState.DRAINING)
         self._report(f"{name} drains")
         await self.router.eject(name, RuntimeError("draining"))
 
     async def retire(self, name: str, why: str) -> None:
-        """Shut down a replica that is no longer wanted, without a replacement. Its trajectories continue elsewhere.
-        Idempotent. Raises FleetRefusalError when too few replicas would be left."""
+        """Shut down a replica that is no longer wanted, without a replacement. Idempotent. Raises FleetRefusalError."""
         self._require_spare(name)
         if self.lives[name].state is not ReplicaState.DEAD:
             self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"))
         await asyncio.shield(self._endings[name])
 
     async def give_up(self, name: str, error: BaseException) -> None:
-        """Shut down a replica that failed, and replace it within rollout.max_replacements. Every caller that reports
-        the same loss waits until the shutdown is complete."""
+        """Shut down a replica that failed, and replace it within rollout.max_replacements."""
         await asyncio.shield(self._loss(name, error))
 
     async def lose(self, name: str, error: BaseException) -> bool:
@@ -241,8 +234,8 @@ class ReplicaFleet:
         self._endings[name] = asyncio.create_task(self._shut_down(name, error), name=f"end-{name}")
 
     async def _shut_down(self, name: str, error: BaseException) -> bool:
-        """Kill the replica, after a last question for its progress: killing it fails the requests that wait for its
-        answers, and they are tried again from what is known then. Returns whether it answered."""
+        """Kill the replica, after a last question for its progress: the requests that wait for its answers fail then,
+        and are tried again from what is known. Returns whether it answered."""
         await self.router.remove(name, error)
         if name not in self._replicas:  # it was still starting
             return True

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from rollout.progress import ProgressReport
 
 WINDOW = 0.5
-"""Share of rollout.replica_timeout_s that a replica must have generated before its speed is judged. Only time with
-requests counts, however long ago: a fast replica may stand idle while the trainer waits for a slow one."""
+"""Share of rollout.replica_timeout_s that a replica must have generated before its speed is judged, however long ago: a
+fast replica may stand idle while the trainer waits for a slow one."""
 LONGEST_GAP = 0.25
 """Share of rollout.replica_timeout_s that the gap between two observations counts at most. A longer gap says that the
-driver itself stood still. A replica is therefore judged after four observations at the earliest."""
+driver itself stood still."""
 SLOW_IN_ALL = 2.0
 """A slow replica also has less than 1 / SLOW_IN_ALL of the others' tokens/s in all. Tokens/s per request alone would
-condemn a replica with a full batch, whose requests are slower though it generates more. Tokens/s in all would condemn a
-replica with few requests. A GPU that throttles or is shared is behind in both: in all by less, because it keeps its
-requests for longer and so has more of them than the others."""
+condemn a replica with a full batch, and tokens/s in all one with few requests. A GPU that throttles is behind in both:
+in all by less, because it keeps its requests for longer and so has more of them than the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +25,10 @@ class _Interval:
     seconds: float
     tokens: int
     request_seconds: float
-    """Seconds summed over requests: two that run for one second are two."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What is known of one replica."""
-
     observed: float
     report: ProgressReport | None = None
     silent_s: float = 0.0
@@ -64,12 +60,8 @@ class HealthMonitor:
         self._watches: dict[str, _Watch] = {}
 
     def observe(self, name: str, now: float, report: ProgressReport | None) -> str | None:
-        """Take in one report. Returns why the replica is lost, or None while it is well.
-
-        Args:
-            now: seconds of a monotonic clock.
-            report: None when the replica has not answered since the last call.
-        """
+        """Take in one report, or None when the replica has not answered since the last call. Returns why the replica is
+        lost, or None while it is well."""
         watch = self._watches.setdefault(name, _Watch(observed=now))
         elapsed = min(now - watch.observed, LONGEST_GAP * self._timeout_s)
         watch.observed = now

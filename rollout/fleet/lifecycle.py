@@ -30,18 +30,13 @@ FROM = {
 """State -> states from which a replica may enter it."""
 
 
-class IllegalTransitionError(RuntimeError):
-    """The message names the replica, its state and the state that was asked of it."""
+class FleetRefusalError(RuntimeError):
+    """A replica cannot change its state, or not without leaving too few. The message says what is allowed."""
 
 
 @dataclass(slots=True)
 class Lifecycle:
-    """State machine of one replica.
-
-    Example:
-        STARTING -> SYNCING -> READY -> DRAINING -> DEAD
-        READY -> STALE -> SYNCING -> READY
-    """
+    """State machine of one replica. Example: STARTING -> SYNCING -> READY -> STALE -> SYNCING -> READY"""
 
     name: str
     state: ReplicaState = ReplicaState.STARTING
@@ -49,17 +44,15 @@ class Lifecycle:
     """Tag of the weights that were verified last; -1 before the first."""
 
     def enter(self, state: ReplicaState) -> None:
-        """Raises IllegalTransitionError where `FROM` does not allow it."""
+        """Raises FleetRefusalError where `FROM` does not allow it."""
         if self.state not in FROM[state]:
             allowed = " or ".join(allowed.value for allowed in FROM[state])
-            raise IllegalTransitionError(
+            raise FleetRefusalError(
                 f"{self.name} is {self.state.value}: cannot be {state.value}, which only {allowed} can become"
             )
         self.state = state
 
     def verified(self, global_steps: int) -> None:
         """Enter READY: every worker of the replica holds exactly the weights that were published with this tag."""
-        if global_steps < 0:
-            raise ValueError(f"{self.name}: {global_steps} is no version of the weights; tags begin at 0")
         self.enter(ReplicaState.READY)
         self.global_steps = global_steps

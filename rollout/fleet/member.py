@@ -6,20 +6,14 @@ from typing import Protocol
 from configs.schema import PauseMode
 from rollout.progress import ProgressReport
 from rollout.request_ids import RequestId
-from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
+from weight_sync.protocol import WeightTarget
 
 
-class FleetMember(Protocol):
-    @property
-    def name(self) -> str: ...
-
+class FleetMember(WeightTarget, Protocol):
     @property
     def node(self) -> str:
         """The node that runs it."""
         ...
-
-    @property
-    def num_workers(self) -> int: ...
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None: ...
 
@@ -27,15 +21,7 @@ class FleetMember(Protocol):
 
     async def abort(self, names: Collection[str] | None = None) -> list[str]: ...
 
-    async def status(self) -> ReplicaStatus: ...
-
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport: ...
-
-    async def stage(self, manifest: Manifest) -> None: ...
-
-    async def commit(self, tag: WeightTag) -> CommitReport: ...
-
-    async def receive(self, manifest: Manifest) -> CommitReport: ...
 
     async def stats(self) -> dict[str, float]: ...
 

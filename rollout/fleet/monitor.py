@@ -13,8 +13,7 @@ from rollout.progress import ProgressReport
 class FleetMonitor:
     """Runs one watch per replica: a question every `interval_s`, while it also waits for the replica's death.
 
-    Example of one watch:
-        fleet.take_progress(name) -> health.observe(name, now, report) -> "no answer for 60 s" -> fleet.lose(name, ...)
+    Example: fleet.take_progress -> health.observe -> "no answer for 60 s" -> fleet.lose
     """
 
     fleet: ReplicaFleet

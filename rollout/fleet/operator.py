@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.fleet.control import FleetControl
-from rollout.fleet.fleet import FleetRefusalError, ReplicaFleet
+from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
-from rollout.fleet.lifecycle import ReplicaState
+from rollout.fleet.lifecycle import FleetRefusalError, ReplicaState
 from rollout.fleet.member import FleetMember
 
 SPEED_OVER_S = 1.0
@@ -34,8 +34,7 @@ class ReplicaRow:
 class FleetOperator:
     """Starts the replicas that the fleet wants, and brings each to the current weights before it serves.
 
-    Example of a replacement:
-        fleet.wanted.get -> start(name) -> fleet.register -> control.align -> catch_up([name]) -> fleet.admit
+    Example: fleet.wanted.get -> start(name) -> fleet.register -> control.align -> catch_up([name]) -> fleet.admit
     """
 
     fleet: ReplicaFleet
@@ -96,7 +95,7 @@ class FleetOperator:
         self._task(self._end_when_empty(name))
 
     async def remove(self, name: str) -> None:
-        """Return when the replica has ended. Its trajectories continue elsewhere."""
+        """Return when the replica has ended."""
         if name in self.fleet.lives and self.fleet.lives[name].state is ReplicaState.DEAD:
             raise FleetRefusalError(f"{name} is DEAD: it has ended already")
         await self.fleet.retire(name, "removed by the operator")

@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
@@ -42,23 +43,17 @@ STATUSES = {409: PauseConflictError, 504: TimeoutError}
 class Controlled(Protocol):
     """What the control routes act on: one replica, or the fleet."""
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None:
-        """Return when the pause is complete. When it fails, everything is as it was before."""
-        ...
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None: ...
 
     async def resume(self) -> object: ...
 
-    async def abort(self, names: Collection[str] | None) -> list[str]:
-        """End these requests, or all. Returns the engine's names of those that it ended."""
-        ...
+    async def abort(self, names: Collection[str] | None) -> list[str]: ...
 
     async def is_paused(self) -> bool: ...
 
     async def statuses(self) -> Sequence[ReplicaStatus]: ...
 
-    async def stats(self) -> dict[str, dict[str, float]]:
-        """Counters of each replica."""
-        ...
+    async def stats(self) -> dict[str, dict[str, float]]: ...
 
     async def out_of_service(self) -> str | None:
         """Why it cannot serve; None when it can."""
@@ -71,7 +66,6 @@ class AbortRequests(BaseModel):
 
 
 def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
-    """An app with all control routes. The caller may add others."""
     app = FastAPI(title="slipstream")
     _add_vllm_routes(app, controlled)
     _add_fastdeploy_routes(app, controlled)
@@ -83,8 +77,6 @@ def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
 
 
 def answer_with(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """A handler that answers an exception with this status and its message."""
-
     async def handle(_request: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, status_code=status)
 
@@ -92,8 +84,7 @@ def answer_with(status: int) -> Callable[[Request, Exception], Awaitable[Respons
 
 
 def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
-    """vLLM's `/pause`, `/resume`, `/is_paused`. Its `clear_cache` defaults to true; here to false, because the prefix
-    cache is salted with the version: new requests never read what older weights computed."""
+    """As vLLM's, but `clear_cache` is false unless given, because the prefix cache is salted with the version."""
 
     @app.post("/pause")
     async def pause(
@@ -101,7 +92,6 @@ def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
         clear_cache: bool = False,
         timeout_s: Annotated[float, Query(gt=0)] = PAUSE_TIMEOUT_S,
     ) -> dict[str, str]:
-        """Answer when the pause is complete. Requests in flight end (`abort`), finish (`wait`) or freeze (`keep`)."""
         await controlled.pause(mode, clear_cache, timeout_s)
         return {"status": "paused"}
 
@@ -116,7 +106,7 @@ def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
 
 
 def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
-    """FastDeploy's control routes: its pause aborts, and every answer is `{"status": "success", "result": ...}`."""
+    """As FastDeploy's: its pause aborts."""
 
     @app.post("/v1/pause")
     async def pause() -> dict[str, Any]:
@@ -159,7 +149,6 @@ def _add_state_routes(app: FastAPI, controlled: Controlled, with_engine_metrics:
 
     @app.get("/versions")
     async def versions() -> dict[str, int]:
-        """The `global_steps` of the weights that each replica serves; -1 before its first."""
         return {status.name: status.global_steps for status in await controlled.statuses()}
 
     @app.get("/metrics")
@@ -183,8 +172,7 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
 
 
 def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[str, float]], with_engine: bool) -> bytes:
-    """State and counters of replicas as Prometheus text, labelled with the replica's name. `with_engine`: also what the
-    engine in this process exports."""
+    """Prometheus text. `with_engine`: also what the engine in this process exports."""
     registry = CollectorRegistry()
     gauges = {
         name: Gauge(f"slipstream_{name}", text, ["replica"], registry=registry)
@@ -200,23 +188,20 @@ def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[st
     return generate_latest(registry) + (generate_latest(REGISTRY) if with_engine else b"")
 
 
+@dataclass
 class RequireToken:
-    """ASGI middleware: every path outside `open_paths` needs `Authorization: Bearer <token>`, and answers 401 without.
+    """ASGI middleware: every path outside `open_paths` needs the token."""
 
-    Paths are closed by default, so that a new route is not open by mistake.
-    """
-
-    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str]):
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-        self._open_paths = frozenset(open_paths)
+    app: ASGIApp
+    token: str
+    open_paths: Collection[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._open_paths:
-            return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get("authorization", "").encode()
-        if hmac.compare_digest(given, self._expected):  # takes as long for a good guess as for a bad one
-            return await self._app(scope, receive, send)
+        if scope["type"] == "lifespan" or scope["path"] in self.open_paths:
+            return await self.app(scope, receive, send)
+        given, expected = Headers(scope=scope).get("authorization", ""), f"Bearer {self.token}"
+        if hmac.compare_digest(given.encode(), expected.encode()):  # as long for a good guess as for a bad one
+            return await self.app(scope, receive, send)
         answer = JSONResponse(
             {"error": f"{scope['path']} needs 'Authorization: Bearer <serve.token>'"},
             status_code=401,

@@ -12,8 +12,8 @@ async def generate_in_parts(
     generate: Callable[[GenerationRequest, Completion | None], Awaitable[Completion]],
     interrupted: Callable[[RequestId], bool],
 ) -> tuple[Completion, int]:
-    """Generate the request, from `request.partial` on, and again from where an update interrupted it. The response
-    limit holds over all parts. Returns the whole completion, and the number of parts that were sent.
+    """Generate the request, from `request.partial` on, and again from where an update interrupted it. Returns the whole
+    completion, and the number of parts that were sent.
 
     Args:
         generate: sends one part; its second argument is what was sampled before.

@@ -19,8 +19,6 @@ TORN = "the weights are torn"
 
 @dataclass(slots=True)
 class UpdateWindow:
-    """The time in which weights may change."""
-
     torn: bool = False
     """True while some of the live weights may be new and others old."""
     frozen_s: float = 0.0
@@ -39,17 +37,13 @@ class PauseControl:
     | `torn`: an update failed half-way   | wait outside | frozen           |
 
     Every change of the state takes its turn, and `_settle` then freezes, thaws or opens the engine as the state says.
-    Calls may come at any time and from several clients. Pausing again in the same mode, and resuming twice, change
-    nothing. While a `wait` waits, updates run, `abort` ends its waiting, `resume` interrupts it, and `keep` is refused.
+    While a `wait` waits, updates run, `abort` ends its waiting, `resume` interrupts it, and `keep` is refused.
 
     Example:
-        control = PauseControl(engine, timeout_s=30)
-        await control.pause(PauseMode.keep)
         async with control.update_window(clear_cache=False, before_abort=None) as window:
             window.torn = True
             await engine.swap(global_steps)
             window.torn = False
-        await control.resume()
     """
 
     def __init__(self, engine: Engine, timeout_s: float):
@@ -90,8 +84,7 @@ class PauseControl:
             self.mode = mode
 
     async def _pause_when_empty(self, clear_cache: bool) -> None:
-        """Other calls take their turns while this waits. The caller sets a deadline: it knows how long its requests
-        take."""
+        """Other calls take their turns while this waits. The caller sets a deadline."""
         wait = asyncio.get_running_loop().create_future()
         try:
             async with self._turn:
@@ -146,9 +139,8 @@ class PauseControl:
     async def update_window(
         self, clear_cache: bool, before_abort: Callable[[list[str]], None] | None
     ) -> AsyncIterator[UpdateWindow]:
-        """The engine is frozen inside the window, and afterwards as before, unless the window is left torn. Leaving it
-        whole heals an engine that was torn. `before_abort`: called with the names of the running requests, which are
-        then aborted; None keeps them."""
+        """The engine is frozen inside the window, and afterwards as before, unless the window is left torn.
+        `before_abort`: called with the names of the running requests, which are then aborted; None keeps them."""
         async with self._turn:
             window = UpdateWindow(torn=self.torn)
             await self._close()

@@ -26,11 +26,7 @@ class _Entry:
 class ProgressLog:
     """The requests of one replica. A finished one is kept until its end has been reported, if the driver asks at all.
 
-    Example:
-        log.begin(request)
-        log.begin_part(part_id, before=None)  # the engine gets it
-        deltas = log.deltas(known, engine.partials(log.known_parts(known)))
-        log.end(request.request_id, completion)
+    Example of a report: log.deltas(known, engine.partials(log.known_parts(known)))
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""A rollout replica: one engine, its state, and its counters. A plain class; `replica_group.py` puts it into Ray."""
+"""A rollout replica: one engine, its state, and its counters. `replica_group.py` puts it into Ray."""
 
 import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from configs.runtime.deadline import within
@@ -27,7 +28,6 @@ class RolloutReplica:
     """One engine, which generates for agent workers and HTTP clients and takes updates of its weights.
 
     Example:
-        replica = RolloutReplica("replica-0", engine, config)
         await replica.stage(manifest)  # while it generates
         await replica.commit(tag)  # pause, swap, verify, resume
         completions = await replica.generate_group(requests)
@@ -44,7 +44,7 @@ class RolloutReplica:
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, which must come before any request."""
-        self._started = self._aborted = self._continued = self._cached_tokens = self._prompt_tokens = 0
+        self._counters = Counter(trajectories=0, aborted=0, continued=0, prompt_tokens=0, cached_tokens=0)
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Generate all requests concurrently, so that they share the prefix."""
@@ -58,22 +58,24 @@ class RolloutReplica:
     async def _generate(self, request: GenerationRequest) -> Completion:
         if self.global_steps < 0:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
-        self._started += 1
+        self._counters["trajectories"] += 1
         self._log.begin(request)
         try:
             completion, parts = await generate_in_parts(request, self._generate_part, self._was_interrupted)
         except BaseException as error:
-            self._aborted += 1
+            self._counters["aborted"] += 1
             if isinstance(error, EngineDiedError) and error.partial is not None:
                 self._log.lose(request.request_id, error.partial)
             else:
                 self._log.end(request.request_id, None)
             raise
         self._log.end(request.request_id, completion)
-        self._continued += parts - 1  # -1 if `partial` was complete, but for its finish_reason
-        self._aborted += completion.finish_reason == "abort"
-        self._prompt_tokens += len(request.prompt_ids)
-        self._cached_tokens += completion.cached_tokens
+        self._counters.update(
+            continued=parts - 1,  # -1 if `partial` was complete, but for its finish_reason
+            aborted=completion.finish_reason == "abort",
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=completion.cached_tokens,
+        )
         return completion
 
     async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
@@ -92,10 +94,8 @@ class RolloutReplica:
         return await self._control.resume()
 
     async def abort(self, names: Collection[str] | None = None) -> list[str]:
-        """End these requests, running, frozen or waiting, with the tokens they have; None is all of them.
-
-        `names`: the texts of `RequestId`s, or what HTTP clients know their requests by. Returns the engine's names.
-        """
+        """End these requests, running, frozen or waiting, with the tokens they have; None is all of them. `names`: the
+        texts of `RequestId`s, or what HTTP clients know their requests by. Returns the engine's names."""
         if names is not None:
             names = {str(self._log.current_part(own)) if (own := RequestId.parse(name)) else name for name in names}
         ended = await self._control.abort(names)
@@ -127,18 +127,13 @@ class RolloutReplica:
         await self._engine.stage(manifest)
 
     async def commit(self, tag: WeightTag) -> CommitReport:
-        """Pause, swap in what is staged, verify, resume: the part of an update in which nothing is generated.
-
-        It runs to its end even if the caller goes away: the weights are whole and the replica open, or the replica is
-        torn and frozen. Raises TimeoutError past a deadline, WeightVerificationError, or what the engine raised.
-        """
+        """Pause, swap in what is staged, verify, resume. It runs to its end even if the caller goes away: the weights
+        are whole and the replica open, or the replica is torn and frozen."""
         return await self._transact(tag.global_steps, tag.checksum, lambda: self._engine.swap(tag.global_steps))
 
     async def receive(self, manifest: Manifest) -> CommitReport:
-        """Like `commit`, of weights that are not staged but received while paused (weight_sync.staging=none).
-
-        Where the manifest has no checksum, because the transport verifies each tensor, the workers must only agree.
-        """
+        """Like `commit`, of weights that are received while paused (weight_sync.staging=none). Where the transport
+        verifies each tensor, the manifest has no checksum, and the workers must only agree."""
         return await self._transact(manifest.global_steps, manifest.checksum, lambda: self._engine.load(manifest))
 
     async def _transact(self, global_steps: int, checksum: int | None, swap: Swap) -> CommitReport:
@@ -190,13 +185,9 @@ class RolloutReplica:
         usage = self._engine.usage
         return {
             "global_steps": self.global_steps,
-            "trajectories": self._started,
-            "aborted": self._aborted,
-            "continued": self._continued,
+            **self._counters,
             "running": usage.running,
             "tokens": usage.tokens,
-            "prompt_tokens": self._prompt_tokens,
-            "cached_tokens": self._cached_tokens,
             "busy_s": usage.busy_s,
             **self._engine.gauges(),
         }

@@ -24,7 +24,6 @@ from weight_sync.protocol import Manifest
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ReplicaMethod = Callable[Concatenate[RolloutReplica, P], Coroutine[Any, Any, R]]
 LOOPBACK = "127.0.0.1"
 
 # Two replicas and a trainer share a laptop's two cores: vLLM's own binding would put all of them on the same core.
@@ -41,27 +40,15 @@ manifest_ref = lru_cache(maxsize=1)(ray.put)
 to 20 ms. To be cleared before the cluster ends."""
 
 
-def control(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaActor, P], CoroutineType[Any, Any, R]]":
-    """Makes a method of `ReplicaActor` of one of its replica. Ray runs it on the event loop of another concurrency
-    group, so that it never queues behind generations; from there it hops to the loop on which the engine lives.
-
-    Without `functools.wraps`: Ray would look for the group on the method that is wrapped.
-    """
-
-    async def on_engine_loop(self: "ReplicaActor", *args: P.args, **kwargs: P.kwargs) -> R:
-        call = method(self._replica, *args, **kwargs)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
-
-    return ray.method(concurrency_group="control")(on_engine_loop)  # pyright: ignore[reportReturnType]
-
-
-def to_actor(method: ReplicaMethod[P, R]) -> "Callable[Concatenate[ReplicaHandle, P], CoroutineType[Any, Any, R]]":
-    """Makes a method of `ReplicaHandle` that calls `method` of the replica in its actor."""
+def to_actor(
+    method: Callable[Concatenate[RolloutReplica, P], Coroutine[Any, Any, R]],
+) -> "Callable[Concatenate[ReplicaHandle, P], CoroutineType[Any, Any, R]]":
+    """Makes a method of `ReplicaHandle` that calls this one of the replica in its actor."""
 
     async def call(self: "ReplicaHandle", *args: P.args, **kwargs: P.kwargs) -> R:
         positional = [manifest_ref(arg) if isinstance(arg, Manifest) else arg for arg in args]
         try:
-            return await getattr(self.actor, method.__name__).remote(*positional, **kwargs)
+            return await self.actor.control.remote(method, *positional, **kwargs)
         except RayTaskError as error:
             error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
             raise error.cause from None
@@ -91,7 +78,7 @@ class ReplicaActor:
         return ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid()
 
     async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
-        """Start an HTTP server on the engine's loop: on 127.0.0.1, or on this node's address. Returns its URL."""
+        """Start an HTTP server on the engine's loop. Returns its URL."""
         from rollout.http.server import listen, serve, url_of  # FastAPI, which no other process that imports this needs
         from rollout.replica.app import replica_app
 
@@ -104,27 +91,16 @@ class ReplicaActor:
         """Callers use `ReplicaClient.generate_group`."""
         return pack_completions(await self._replica.generate_group(requests))
 
-    tag_loaded = control(RolloutReplica.tag_loaded)
-    pause = control(RolloutReplica.pause)
-    resume = control(RolloutReplica.resume)
-    abort = control(RolloutReplica.abort)
-    status = control(RolloutReplica.status)
-    stage = control(RolloutReplica.stage)
-    commit = control(RolloutReplica.commit)
-    receive = control(RolloutReplica.receive)
-    progress = control(RolloutReplica.progress)
-    stats = control(RolloutReplica.stats)
-    wait_dead = control(RolloutReplica.wait_dead)
+    @ray.method(concurrency_group="control")
+    async def control(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any, **kwargs: Any) -> R:
+        """Call a method of the replica. Ray runs this on the event loop of a concurrency group of its own, so that it
+        never queues behind generations; from there it hops to the loop on which the engine lives."""
+        call = method(self._replica, *args, **kwargs)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
 
 
 class ReplicaHandle:
-    """The driver's side of one replica. Calls raise what the replica raised, with its traceback as a note.
-
-    Example:
-        replica = create_replica("replica-0", spec, on_start)
-        await replica.start(spec, config)
-        await replica.pause(PauseMode.keep)
-    """
+    """The driver's side of one replica. Calls raise what the replica raised, with its traceback as a note."""
 
     def __init__(self, name: str, actor: Any):
         self.name = name
@@ -166,8 +142,7 @@ class ReplicaHandle:
     wait_dead = to_actor(RolloutReplica.wait_dead)
 
     def kill(self) -> None:
-        """End the actor and the engine's processes, stopped ones too. Ray kills all processes of an actor that does not
-        react 5 s later; on this node we do not wait for that."""
+        """End the actor and the engine's processes, stopped ones too, for which Ray would take 5 s."""
         ray.kill(self.actor)
         if self._processes:
             actor, *engine = self._processes

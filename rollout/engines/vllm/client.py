@@ -30,15 +30,7 @@ HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
 
 
 class GatedLLM(AsyncLLM):
-    """AsyncLLM whose every request passes the admission, is salted with the version, and waits while held.
-
-    Example of a pause:
-        await llm.admission.hold()             # no request enters any more
-        await llm.freeze(clear_cache=False)    # those inside finish their prefill, then no step runs
-        ...                                    # swap weights, set global_steps and salt
-        await llm.thaw()                       # those inside continue with their KV cache
-        llm.admission.release()
-    """
+    """AsyncLLM whose every request passes the admission, is salted with the version, and waits while held."""
 
     def open_gate(self, max_num_seqs: int, prefill_grace_s: float) -> None:
         """Called once before the first request. `prefill_grace_s`: how long a freeze waits for admitted requests to be
@@ -135,7 +127,6 @@ class GatedLLM(AsyncLLM):
             await self._drain_outputs()
 
     async def thaw(self) -> float:
-        """Returns for how many seconds the scheduler stood still."""
         if self.frozen_at is None:
             return 0.0
         await self.engine_core.resume_scheduler_async()
@@ -181,8 +172,8 @@ class GatedLLM(AsyncLLM):
         return list(dict.fromkeys(s.external_req_id for s in states if s.external_req_id not in begun))
 
     async def _drain_outputs(self) -> None:
-        """Returns when every output that came before the reply to the pause has been processed: a sentinel behind them
-        in the queue is taken only then."""
+        """Returns when every output that came before the reply to the pause has been processed, and so a sentinel
+        behind them."""
         queue = self.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
         queue.put_nowait(EngineCoreOutputs())
         while not queue.empty():

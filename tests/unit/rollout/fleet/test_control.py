@@ -355,7 +355,7 @@ def test_gauges_are_of_the_time_since_the_last_call(monkeypatch: pytest.MonkeyPa
         await asyncio.sleep(4.5)
         await control.abort({"0-1"})
         await asyncio.sleep(5.5)
-        setup.replicas["b"]._cached_tokens = 3  # of three prompts that are done, of two tokens each
+        setup.replicas["b"]._counters["cached_tokens"] = 3  # of three prompts that are done, of two tokens each
         assert await control.gauges() == {
             "perf/replica_idle": 0.25,
             "rollout/engine_requests": 4,

@@ -6,8 +6,7 @@ import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.fleet import FleetRefusalError
-from rollout.fleet.lifecycle import IllegalTransitionError
+from rollout.fleet.lifecycle import FleetRefusalError
 from rollout.replica.replica import RolloutReplica
 from tests.support.fakes import ClockedEngine, now, settle, start_group
 from tests.support.fleets import DIED, DRAIN_S, START_S, OperatedFleet, operated
@@ -216,7 +215,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(FleetRefusalError, match="replica-1 is DEAD: it has ended already"):
             await setup.operator.remove("replica-1")
         setup.operator.add(1)
-        with pytest.raises(IllegalTransitionError, match="replica-3 is STARTING: cannot be DRAINING"):
+        with pytest.raises(FleetRefusalError, match="replica-3 is STARTING: cannot be DRAINING"):
             await setup.operator.drain("replica-3")
         assert setup.states()["replica-0"] == "READY"
 

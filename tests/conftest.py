@@ -2,11 +2,14 @@
 
 import atexit
 import gc
+import inspect
 import os
 from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
+
+from scripts.bench.virtual_clock import run_virtual
 
 # Before torch is imported. As in every process of a run; two test processes on two cores would spin for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +34,15 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()  # what is imported stays: no later collection looks at it again
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run on the virtual clock."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run_virtual(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,9 +1,11 @@
 """Small stand-ins for the parts around the one under test, and a clock that does not tick by itself."""
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,26 @@ from rollout.types import (
 )
 from scripts.bench.virtual_clock import run_virtual as run_virtual
 from weight_sync.protocol import Manifest, PublishOrder, WeightTag
+
+AsyncTest = Callable[..., Awaitable[None]]
+Given = Callable[[], AbstractAsyncContextManager[tuple[Any, ...]]]
+
+
+def as_test(num_given: int, given: Given, test: AsyncTest) -> Callable[..., None]:
+    """A test, on the virtual clock, whose first parameters are what `given` gives. The others are pytest's."""
+
+    async def main(params: dict[str, Any]) -> None:
+        async with given() as arguments:
+            await test(*arguments, **params)
+
+    @wraps(test)
+    def run(**params: Any) -> None:
+        run_virtual(main(params))
+
+    del run.__wrapped__
+    parameters = list(inspect.signature(test).parameters.values())
+    run.__signature__ = inspect.Signature(parameters[num_given:])
+    return run
 
 
 async def settle() -> None:

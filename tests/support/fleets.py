@@ -1,7 +1,9 @@
 """Fleets of replicas on simulated engines and a virtual clock: as they are, and with an operator and a monitor."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
-from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual, settle, start_group, update
+from tests.support.fakes import AsyncTest, ClockedEngine, as_test, make_replica, now, settle, start_group, update
 from tests.support.updates import FakeSource
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -42,19 +44,25 @@ class FleetSetup:
         return {status.name: status.pause_mode for status in await self.control.statuses()}
 
 
-def on_fleet(test: Callable[[FleetSetup], Awaitable[None]], num_replicas: int = 2, min_replicas: int = 1) -> None:
-    async def main() -> None:
+def on_fleet(num_replicas: int = 2, min_replicas: int = 1) -> Callable[[AsyncTest], Callable[..., None]]:
+    """Makes a test of `async def test(setup, ...)`."""
+
+    @asynccontextmanager
+    async def given() -> AsyncIterator[tuple[FleetSetup]]:
         setup = FleetSetup(num_replicas, min_replicas)
         for name, replica in setup.replicas.items():
             await update(replica, 0)
             setup.engines[name].events.clear()
-        await test(setup)
+        yield (setup,)
 
-    run_virtual(main())
+    return partial(as_test, 1, given)
 
 
 class OperatedFleet:
     """Replicas replica-0, replica-1 on version 7; a new one takes 10 s to start."""
+
+    running: "asyncio.Future[Any]"
+    """Operator and monitor."""
 
     def __init__(self, min_replicas: int = 1, max_replacements: int = 2):
         self.told: list[str] = []
@@ -106,17 +114,20 @@ class OperatedFleet:
         return {name: life.state.value for name, life in self.fleet.lives.items()}
 
 
-def operated(test: Callable[..., Awaitable[None]], *, fails: bool = False, **options: int) -> None:
-    async def main() -> None:
+def operated(*, fails: bool = False, **options: int) -> Callable[[AsyncTest], Callable[..., None]]:
+    """Makes a test of `async def test(setup, ...)`."""
+
+    @asynccontextmanager
+    async def given() -> AsyncIterator[tuple[OperatedFleet]]:
         setup = OperatedFleet(**options)
         assert setup.router.healthy == [], "nothing is routed before the first weights"
         await setup.manager.update_weights(7)
-        running = asyncio.gather(setup.operator.run(), setup.monitor.run())
+        setup.running = asyncio.gather(setup.operator.run(), setup.monitor.run())
         await settle()
-        await test(setup, running)
+        yield (setup,)
         await asyncio.sleep(3 * START_S)  # whoever is on its way arrives
-        running.cancel()
+        setup.running.cancel()
         with pytest.raises(ExceptionGroup if fails else asyncio.CancelledError):
-            await running
+            await setup.running
 
-    run_virtual(main())
+    return partial(as_test, 1, given)

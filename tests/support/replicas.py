@@ -1,9 +1,9 @@
 """Replicas and pause controls over clocked engines, what they are expected to do, and how their engines fail."""
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable
-from functools import partial, wraps
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from configs.schema import PauseMode
@@ -11,10 +11,11 @@ from rollout.replica.pause import PauseControl
 from rollout.replica.replica import RolloutReplica
 from rollout.types import VersionSpan
 from tests.support.fakes import (
+    AsyncTest,
     ClockedEngine,
     answer,
+    as_test,
     make_replica,
-    run_virtual,
     settle,
     start,
     start_group,
@@ -24,7 +25,6 @@ from tests.support.fakes import (
 
 ABORT, WAIT, KEEP = PauseMode.abort, PauseMode.wait, PauseMode.keep
 MODES = list(PauseMode)
-AsyncTest = Callable[..., Awaitable[None]]
 
 
 class EngineFault(Exception):
@@ -41,13 +41,14 @@ FREEZE_FAILS: dict[str, Callable[[ClockedEngine], None]] = {
 def on_engine(*, max_num_seqs: int = 8) -> Callable[[AsyncTest], Callable[..., None]]:
     """Makes a test of `async def test(control, engine, ...)`, on an engine at version 0, with no events yet."""
 
-    async def prepare() -> tuple[PauseControl, ClockedEngine]:
+    @asynccontextmanager
+    async def given() -> AsyncIterator[tuple[PauseControl, ClockedEngine]]:
         engine = ClockedEngine(max_num_seqs)
         await update_engine(engine, 0)
         engine.events.clear()
-        return PauseControl(engine, timeout_s=10), engine
+        yield PauseControl(engine, timeout_s=10), engine
 
-    return partial(_as_test, prepare)
+    return partial(as_test, 2, given)
 
 
 async def assert_open(control: PauseControl, engine: ClockedEngine, name: str = "later") -> None:
@@ -71,31 +72,16 @@ def on_replica(
     """Makes a test of `async def test(replica, engine, ...)`. The replica serves the first version, with no events
     yet."""
 
-    async def prepare() -> tuple[RolloutReplica, ClockedEngine]:
+    @asynccontextmanager
+    async def given() -> AsyncIterator[tuple[RolloutReplica, ClockedEngine]]:
         engine = ClockedEngine(max_num_seqs)
         replica = make_replica("replica-3", engine, **config)
         if first_version is not None:
             await update(replica, first_version)
         engine.events.clear()
-        return replica, engine
+        yield replica, engine
 
-    return partial(_as_test, prepare)
-
-
-def _as_test(prepare: Callable[[], Awaitable[tuple[Any, ClockedEngine]]], test: AsyncTest) -> Callable[..., None]:
-    """The parameters of the test, less the two that `prepare` gives, are pytest's."""
-
-    async def main(params: dict[str, Any]) -> None:
-        await test(*await prepare(), **params)
-
-    @wraps(test)
-    def run(**params: Any) -> None:
-        run_virtual(main(params))
-
-    del run.__wrapped__
-    signature = inspect.signature(test)
-    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[2:])
-    return run
+    return partial(as_test, 2, given)
 
 
 async def assert_serves(replica: RolloutReplica, version: int) -> None:

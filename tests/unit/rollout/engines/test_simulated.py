@@ -1,7 +1,9 @@
 """The simulated engine keeps the contract of `engines.base.Engine`: every token carries the version that sampled it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,27 +13,29 @@ from hypothesis import strategies as st
 from rollout.engines.simulated import EngineDiedError, SimulatedEngine
 from rollout.types import Completion, VersionSpan
 from tests.support.fakes import (
+    AsyncTest,
     ClockedEngine,
+    as_test,
     make_manifest,
     make_request,
     make_tag,
     now,
-    run_virtual,
     settle,
     start,
     update_engine,
 )
 
 
-def on_engine(test: Callable[[ClockedEngine], Awaitable[None]], max_num_seqs: int = 8, swap_s: float = 0.0) -> None:
-    """Runs the test on a virtual clock, with an engine that serves version 0."""
+def on_engine(max_num_seqs: int = 8, swap_s: float = 0.0) -> Callable[[AsyncTest], Callable[..., None]]:
+    """Makes a test of `async def test(engine, ...)`, on an engine that serves version 0."""
 
-    async def main() -> None:
+    @asynccontextmanager
+    async def given() -> AsyncIterator[tuple[ClockedEngine]]:
         engine = ClockedEngine(max_num_seqs, swap_s)
         await update_engine(engine, 0)
-        await test(engine)
+        yield (engine,)
 
-    run_virtual(main())
+    return partial(as_test, 1, given)
 
 
 async def stop(engine: ClockedEngine, clear_cache: bool = False) -> None:
@@ -48,20 +52,18 @@ async def go_on(engine: ClockedEngine) -> float:
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
-def test_spans_are_exact_over_several_updates_of_one_request() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        task = start(engine, "a", 10)
-        await asyncio.sleep(2.5)  # in the middle of the third token, which the pause lets finish
-        await update_engine(engine, 1, frozen_s=50)
-        await asyncio.sleep(2.25)
-        await update_engine(engine, 2, frozen_s=50)
-        await update_engine(engine, 3)  # no token in between
-        completion = await task
-        assert completion.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 6, 1), VersionSpan(6, 10, 3))
-        assert completion.token_ids.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3, 3]
-        assert now() == pytest.approx(110)
-
-    on_engine(test)
+@on_engine()
+async def test_spans_are_exact_over_several_updates_of_one_request(engine: ClockedEngine) -> None:
+    task = start(engine, "a", 10)
+    await asyncio.sleep(2.5)  # in the middle of the third token, which the pause lets finish
+    await update_engine(engine, 1, frozen_s=50)
+    await asyncio.sleep(2.25)
+    await update_engine(engine, 2, frozen_s=50)
+    await update_engine(engine, 3)  # no token in between
+    completion = await task
+    assert completion.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 6, 1), VersionSpan(6, 10, 3))
+    assert completion.token_ids.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3, 3]
+    assert now() == pytest.approx(110)
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,189 +96,165 @@ def test_every_token_is_of_the_version_that_was_live_when_its_step_began(
             from_spans = np.concatenate([np.full(s.end - s.start, s.global_steps) for s in completion.spans])
             assert from_spans.tolist() == expected
 
-    on_engine(test, max_num_seqs, swap_s)
+    on_engine(max_num_seqs, swap_s)(test)()
 
 
-def test_a_version_that_was_not_staged_is_not_swapped_in() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        with pytest.raises(RuntimeError, match="cannot swap in version 1: staged is None"):
-            await engine.swap(1)
-        await engine.stage(make_manifest(1))
-        with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
-            await engine.swap(2)
-
-    on_engine(test)
+@on_engine()
+async def test_a_version_that_was_not_staged_is_not_swapped_in(engine: ClockedEngine) -> None:
+    with pytest.raises(RuntimeError, match="cannot swap in version 1: staged is None"):
+        await engine.swap(1)
+    await engine.stage(make_manifest(1))
+    with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
+        await engine.swap(2)
 
 
-def test_a_tag_has_the_checksum_of_what_was_staged() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        await engine.stage(make_manifest(7))
-        assert await engine.swap(7) == [make_tag(7)]
-
-    on_engine(test)
+@on_engine()
+async def test_a_tag_has_the_checksum_of_what_was_staged(engine: ClockedEngine) -> None:
+    await engine.stage(make_manifest(7))
+    assert await engine.swap(7) == [make_tag(7)]
 
 
 # -- pause -------------------------------------------------------------------------------------------------------------
 
 
-def test_paused_nothing_moves_however_long_it_takes() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        task = start(engine, "a", 4)
-        await asyncio.sleep(1.5)
-        await stop(engine)
-        assert now() == 2  # the step under way has ended
-        await asyncio.sleep(1e6)
-        assert engine.step_starts == [0, 1] and not task.done()
-        assert await go_on(engine) == 1e6
-        await task
-        assert engine.step_starts == [0, 1, 1000002, 1000003]
-
-    on_engine(test)
+@on_engine()
+async def test_paused_nothing_moves_however_long_it_takes(engine: ClockedEngine) -> None:
+    task = start(engine, "a", 4)
+    await asyncio.sleep(1.5)
+    await stop(engine)
+    assert now() == 2  # the step under way has ended
+    await asyncio.sleep(1e6)
+    assert engine.step_starts == [0, 1] and not task.done()
+    assert await go_on(engine) == 1e6
+    await task
+    assert engine.step_starts == [0, 1, 1000002, 1000003]
 
 
-def test_a_request_sent_while_paused_starts_after_the_resume_with_the_new_weights() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        await engine.stage(make_manifest(1))
-        await stop(engine)
-        task = start(engine, "a", 2)
-        await asyncio.sleep(10)
-        assert engine.step_starts == [] and not task.done()
-        await engine.swap(1)
-        await go_on(engine)
-        assert (await task).spans == (VersionSpan(0, 2, 1),)
-        assert engine.step_starts == [10, 11]
-
-    on_engine(test)
+@on_engine()
+async def test_a_request_sent_while_paused_starts_after_the_resume_with_the_new_weights(engine: ClockedEngine) -> None:
+    await engine.stage(make_manifest(1))
+    await stop(engine)
+    task = start(engine, "a", 2)
+    await asyncio.sleep(10)
+    assert engine.step_starts == [] and not task.done()
+    await engine.swap(1)
+    await go_on(engine)
+    assert (await task).spans == (VersionSpan(0, 2, 1),)
+    assert engine.step_starts == [10, 11]
 
 
-def test_aborted_requests_answer_with_the_tokens_they_have_and_the_others_do_not_notice() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        tasks = {name: start(engine, name, 9) for name in "abcd"}
-        await asyncio.sleep(2.5)
-        await update_engine(engine, 1)
-        await asyncio.sleep(1.5)
-        assert sorted(await engine.abort({"a", "d", "unknown"})) == ["a", "d"]
-        ended, unstarted = await tasks["a"], await tasks["d"]
-        assert (ended.token_ids.tolist(), ended.finish_reason) == ([0, 0, 0, 1], "abort")
-        assert ended.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 4, 1)) and len(ended.logprobs) == 4
-        assert (unstarted.token_ids.tolist(), unstarted.finish_reason, unstarted.spans) == ([], "abort", ())
-        assert await engine.abort({"a"}) == []
-        for name, end in (("b", 9), ("c", 4 + 1 + 9)):  # the seat of "a" was free after the step under way
-            assert len((await tasks[name]).token_ids) == 9
-            assert now() == pytest.approx(end, abs=1)
+@on_engine(max_num_seqs=2)
+async def test_aborted_requests_answer_with_the_tokens_they_have_and_the_others_do_not_notice(
+    engine: ClockedEngine,
+) -> None:
+    tasks = {name: start(engine, name, 9) for name in "abcd"}
+    await asyncio.sleep(2.5)
+    await update_engine(engine, 1)
+    await asyncio.sleep(1.5)
+    assert sorted(await engine.abort({"a", "d", "unknown"})) == ["a", "d"]
+    ended, unstarted = await tasks["a"], await tasks["d"]
+    assert (ended.token_ids.tolist(), ended.finish_reason) == ([0, 0, 0, 1], "abort")
+    assert ended.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 4, 1)) and len(ended.logprobs) == 4
+    assert (unstarted.token_ids.tolist(), unstarted.finish_reason, unstarted.spans) == ([], "abort", ())
+    assert await engine.abort({"a"}) == []
+    for name, end in (("b", 9), ("c", 4 + 1 + 9)):  # the seat of "a" was free after the step under way
+        assert len((await tasks[name]).token_ids) == 9
+        assert now() == pytest.approx(end, abs=1)
 
-    on_engine(test, max_num_seqs=2)
 
-
-def test_a_pause_right_after_a_resume_freezes() -> None:
+@on_engine()
+async def test_a_pause_right_after_a_resume_freezes(engine: ClockedEngine) -> None:
     """The engine has been woken up but has not run yet."""
-
-    async def test(engine: ClockedEngine) -> None:
-        task = start(engine, "a", 2)
-        await asyncio.sleep(0.5)
-        await stop(engine)
-        await settle()
-        await go_on(engine)
-        await stop(engine)
-        await asyncio.sleep(10)
-        assert engine.step_starts == [0]
-        await go_on(engine)
-        assert len((await task).token_ids) == 2
-
-    on_engine(test)
+    task = start(engine, "a", 2)
+    await asyncio.sleep(0.5)
+    await stop(engine)
+    await settle()
+    await go_on(engine)
+    await stop(engine)
+    await asyncio.sleep(10)
+    assert engine.step_starts == [0]
+    await go_on(engine)
+    assert len((await task).token_ids) == 2
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
-def test_at_most_max_num_seqs_run_and_the_others_wait_in_order() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        ends: list[tuple[str, float]] = []
+@on_engine(max_num_seqs=2)
+async def test_at_most_max_num_seqs_run_and_the_others_wait_in_order(engine: ClockedEngine) -> None:
+    ends: list[tuple[str, float]] = []
 
-        async def note(name: str) -> None:
-            await engine.generate(make_request(name, 3))
-            ends.append((name, now()))
+    async def note(name: str) -> None:
+        await engine.generate(make_request(name, 3))
+        ends.append((name, now()))
 
-        await asyncio.gather(*map(note, "abcde"))
-        assert ends == [("a", 3), ("b", 3), ("c", 6), ("d", 6), ("e", 9)]
-        assert engine.gauges()["engine_requests"] == 5
-
-    on_engine(test, max_num_seqs=2)
+    await asyncio.gather(*map(note, "abcde"))
+    assert ends == [("a", 3), ("b", 3), ("c", 6), ("d", 6), ("e", 9)]
+    assert engine.gauges()["engine_requests"] == 5
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_cancelled_request_frees_its_place(paused: bool) -> None:
-    async def test(engine: ClockedEngine) -> None:
-        running, waiting, last = start(engine, "a", 100), start(engine, "b", 100), start(engine, "c", 2)
-        await asyncio.sleep(2.5)
-        if paused:
-            await stop(engine)
-        running.cancel()
-        waiting.cancel()
-        await asyncio.wait([running, waiting])
-        if paused:
-            await go_on(engine)
-        assert len((await last).token_ids) == 2
-        assert now() == 5  # the step that was under way, and two more
-
-    on_engine(test, max_num_seqs=1)
+@on_engine(max_num_seqs=1)
+async def test_a_cancelled_request_frees_its_place(engine: ClockedEngine, paused: bool) -> None:
+    running, waiting, last = start(engine, "a", 100), start(engine, "b", 100), start(engine, "c", 2)
+    await asyncio.sleep(2.5)
+    if paused:
+        await stop(engine)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.wait([running, waiting])
+    if paused:
+        await go_on(engine)
+    assert len((await last).token_ids) == 2
+    assert now() == 5  # the step that was under way, and two more
 
 
-def test_a_request_cancelled_in_its_last_step_does_not_stop_the_engine() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        other = start(engine, "b", 5)
-        task = start(engine, "a", 3)
-        await asyncio.sleep(2.5)
-        # A timer that was set later than the engine's own, for the same time: the engine runs before the request does.
-        asyncio.get_running_loop().call_at(3.0, task.cancel)
-        assert len((await other).token_ids) == 5
-        assert task.done()
-
-    on_engine(test)
+@on_engine()
+async def test_a_request_cancelled_in_its_last_step_does_not_stop_the_engine(engine: ClockedEngine) -> None:
+    other = start(engine, "b", 5)
+    task = start(engine, "a", 3)
+    await asyncio.sleep(2.5)
+    # A timer that was set later than the engine's own, for the same time: the engine runs before the request does.
+    asyncio.get_running_loop().call_at(3.0, task.cancel)
+    assert len((await other).token_ids) == 5
+    assert task.done()
 
 
-def test_a_response_that_is_cut_off_says_so() -> None:
-    async def main() -> None:
-        for length, expected in ((5, ("stop", 5)), (8, ("stop", 8)), (9, ("length", 8))):
-            engine = SimulatedEngine(length_of=lambda _, n=length: n, step_s=1.0, max_num_seqs=1)
-            completion = await engine.generate(make_request("a", 8))
-            assert (completion.finish_reason, len(completion.token_ids)) == expected
-
-    run_virtual(main())
+async def test_a_response_that_is_cut_off_says_so() -> None:
+    for length, expected in ((5, ("stop", 5)), (8, ("stop", 8)), (9, ("length", 8))):
+        engine = SimulatedEngine(length_of=lambda _, n=length: n, step_s=1.0, max_num_seqs=1)
+        completion = await engine.generate(make_request("a", 8))
+        assert (completion.finish_reason, len(completion.token_ids)) == expected
 
 
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_killed_engine_fails_every_request_now_and_later(paused: bool) -> None:
-    async def test(engine: ClockedEngine) -> None:
-        watcher = asyncio.create_task(engine.wait_dead())
-        tasks = [start(engine, name, 5) for name in "abc"]
-        await asyncio.sleep(1.5)
-        if paused:
-            await stop(engine)
-        assert not watcher.done()
-        engine.kill()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineDiedError] * 3
-        assert isinstance(await watcher, EngineDiedError)
-        with pytest.raises(EngineDiedError):
-            await engine.generate(make_request("d", 1))
-        engine.kill()  # twice is once
-
-    on_engine(test, max_num_seqs=2)
+@on_engine(max_num_seqs=2)
+async def test_a_killed_engine_fails_every_request_now_and_later(engine: ClockedEngine, paused: bool) -> None:
+    watcher = asyncio.create_task(engine.wait_dead())
+    tasks = [start(engine, name, 5) for name in "abc"]
+    await asyncio.sleep(1.5)
+    if paused:
+        await stop(engine)
+    assert not watcher.done()
+    engine.kill()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineDiedError] * 3
+    assert isinstance(await watcher, EngineDiedError)
+    with pytest.raises(EngineDiedError):
+        await engine.generate(make_request("d", 1))
+    engine.kill()  # twice is once
 
 
-def test_an_engine_killed_as_it_lets_a_request_in_has_nothing_of_it() -> None:
-    async def test(engine: ClockedEngine) -> None:
-        first, second = start(engine, "a", 5), start(engine, "b", 5)
-        await asyncio.sleep(1.5)
-        first.cancel()
-        await asyncio.sleep(0)  # its seat is the second's, which has not been told yet
-        engine.kill()
-        with pytest.raises(EngineDiedError) as caught:
-            await second
-        assert caught.value.partial is None
-
-    on_engine(test, max_num_seqs=1)
+@on_engine(max_num_seqs=1)
+async def test_an_engine_killed_as_it_lets_a_request_in_has_nothing_of_it(engine: ClockedEngine) -> None:
+    first, second = start(engine, "a", 5), start(engine, "b", 5)
+    await asyncio.sleep(1.5)
+    first.cancel()
+    await asyncio.sleep(0)  # its seat is the second's, which has not been told yet
+    engine.kill()
+    with pytest.raises(EngineDiedError) as caught:
+        await second
+    assert caught.value.partial is None

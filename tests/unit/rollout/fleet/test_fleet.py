@@ -16,52 +16,50 @@ from tests.support.fleets import DIED, START_S, FleetSetup, OperatedFleet, on_fl
 # -- who serves --------------------------------------------------------------------------------------------------------
 
 
-def test_an_ejected_replica_goes_on_with_what_it_has_and_comes_back() -> None:
-    async def test(setup: FleetSetup) -> None:
-        groups = setup.start(5)
-        await setup.fleet.eject("b", OSError("not verified"))
-        assert setup.router.healthy == ["a"] and [replica.name for replica in setup.fleet.targets] == ["a", "b"]
-        assert answer((await groups["b"])[0]) == (5, "stop")
-        for _ in range(2):
-            await setup.fleet.admit("b", 1)
-        assert setup.router.healthy == ["a", "b"]
-        assert setup.told == ["b is out of service: not verified", "b is back in service"]
-
-    on_fleet(test)
-
-
-def test_a_replica_that_is_given_up_is_ended_with_what_it_generates_and_never_comes_back() -> None:
-    async def test(setup: FleetSetup) -> None:
-        groups = setup.start(5)
-        await settle()
-        for _ in range(2):
-            await setup.fleet.give_up("b", OSError("torn"))
-        with pytest.raises(EngineDiedError):
-            await groups["b"]
+@on_fleet()
+async def test_an_ejected_replica_goes_on_with_what_it_has_and_comes_back(setup: FleetSetup) -> None:
+    groups = setup.start(5)
+    await setup.fleet.eject("b", OSError("not verified"))
+    assert setup.router.healthy == ["a"] and [replica.name for replica in setup.fleet.targets] == ["a", "b"]
+    assert answer((await groups["b"])[0]) == (5, "stop")
+    for _ in range(2):
         await setup.fleet.admit("b", 1)
-        assert setup.router.healthy == ["a"] and [replica.name for replica in setup.fleet.targets] == ["a"]
-        assert setup.told == ["b is given up: torn"]
-        await setup.control.pause(PauseMode.keep)
-        assert await setup.paused() == {"a": "keep"}
-
-    on_fleet(test)
+    assert setup.router.healthy == ["a", "b"]
+    assert setup.told == ["b is out of service: not verified", "b is back in service"]
 
 
-@pytest.mark.parametrize(("min_replicas", "enough"), [(1, True), (2, False)])
-def test_a_loss_that_leaves_too_few_is_an_error(min_replicas: int, enough: bool) -> None:
-    async def test(setup: FleetSetup) -> None:
-        error = OSError("out of memory")
-        for _ in range(2):  # the watch and a group that ran there tell of the same death
-            if enough:
-                await setup.fleet.lose("b", error)
-            else:
-                with pytest.raises(TooFewReplicasError) as raised:
-                    await setup.fleet.lose("b", error)
-                assert raised.value.__cause__ is error
-                assert str(raised.value) == "1 replicas are left in service, rollout.min_replicas=2: out of memory"
-        assert setup.told == ["b is given up: out of memory"]
+@on_fleet()
+async def test_a_replica_that_is_given_up_is_ended_with_what_it_generates_and_never_comes_back(
+    setup: FleetSetup,
+) -> None:
+    groups = setup.start(5)
+    await settle()
+    for _ in range(2):
+        await setup.fleet.give_up("b", OSError("torn"))
+    with pytest.raises(EngineDiedError):
+        await groups["b"]
+    await setup.fleet.admit("b", 1)
+    assert setup.router.healthy == ["a"] and [replica.name for replica in setup.fleet.targets] == ["a"]
+    assert setup.told == ["b is given up: torn"]
+    await setup.control.pause(PauseMode.keep)
+    assert await setup.paused() == {"a": "keep"}
 
-    on_fleet(test, min_replicas=min_replicas)
+
+@on_fleet(min_replicas=1)
+async def test_a_loss_that_two_tell_of_counts_once(setup: FleetSetup) -> None:
+    for _ in range(2):
+        await setup.fleet.lose("b", DIED)
+    assert setup.told == ["b is given up: out of memory"]
+
+
+@on_fleet(min_replicas=2)
+async def test_a_loss_that_leaves_too_few_is_an_error(setup: FleetSetup) -> None:
+    for _ in range(2):
+        with pytest.raises(TooFewReplicasError) as raised:
+            await setup.fleet.lose("b", DIED)
+        assert raised.value.__cause__ is DIED
+        assert str(raised.value) == "1 replicas are left in service, rollout.min_replicas=2: out of memory"
+    assert setup.told == ["b is given up: out of memory"]
 
 
 # -- whatever happens --------------------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ async def take(step: str, number: int, setup: OperatedFleet, pinned: list[str]) 
 def test_whatever_happens_only_the_ready_are_routable_on_one_version_and_nobody_comes_back_from_the_dead(
     steps: list[tuple[str, int]],
 ) -> None:
-    async def test(setup: OperatedFleet, running: asyncio.Task[None]) -> None:
+    async def test(setup: OperatedFleet) -> None:
         dead: set[str] = set()
         pinned: list[str] = []
         newest = 0
@@ -125,4 +123,4 @@ def test_whatever_happens_only_the_ready_are_routable_on_one_version_and_nobody_
                 assert newest <= (newest := max(serving))
             assert dead <= (dead := {name for name, life in lives.items() if life.state is ReplicaState.DEAD})
 
-    operated(test)
+    operated()(test)()

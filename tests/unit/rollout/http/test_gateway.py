@@ -17,7 +17,7 @@ from rollout.http.server import listen, served, url_of
 from rollout.replica.app import ReplicaControl, replica_app
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
-from tests.support.fakes import ClockedEngine, run_virtual, settle
+from tests.support.fakes import ClockedEngine, settle
 
 URLS = {"r0": "http://replica-0", "r1": "http://replica-1"}
 
@@ -109,167 +109,140 @@ def in_flight(router: ReplicaRouter) -> float:
     return router.gauges()["rollout/inflight_trajectories"]
 
 
-def test_a_request_goes_up_as_it_is_and_the_answer_comes_back_part_by_part() -> None:
-    async def main() -> None:
-        upstream = Upstream(status=201)
-        app, router = gateway(upstream, token="inner")
-        headers = {"authorization": "Bearer the client's", "x-request-id": "job-1", "connection": "close", "host": "me"}
-        client = Client(app, query=b"a=1&b=%20", headers=headers)
-        task = client.start()
+async def test_a_request_goes_up_as_it_is_and_the_answer_comes_back_part_by_part() -> None:
+    upstream = Upstream(status=201)
+    app, router = gateway(upstream, token="inner")
+    headers = {"authorization": "Bearer the client's", "x-request-id": "job-1", "connection": "close", "host": "me"}
+    client = Client(app, query=b"a=1&b=%20", headers=headers)
+    task = client.start()
+    await settle()
+    (request,) = upstream.requests
+    assert (request.method, str(request.url)) == ("POST", "http://replica-0/v1/completions?a=1&b=%20")
+    assert (request.content, request.headers["x-request-id"]) == (b'{"prompt": "hi"}', "job-1")
+    assert (request.headers["authorization"], request.headers["host"]) == ("Bearer inner", "replica-0")
+    for number, part in enumerate([b"data: 1\n\n", b"data: 2\n\n"], start=1):
+        upstream.parts.put_nowait(part)
         await settle()
-        (request,) = upstream.requests
-        assert (request.method, str(request.url)) == ("POST", "http://replica-0/v1/completions?a=1&b=%20")
-        assert (request.content, request.headers["x-request-id"]) == (b'{"prompt": "hi"}', "job-1")
-        assert (request.headers["authorization"], request.headers["host"]) == ("Bearer inner", "replica-0")
-        for number, part in enumerate([b"data: 1\n\n", b"data: 2\n\n"], start=1):
-            upstream.parts.put_nowait(part)
-            await settle()
-            assert client.body.count(b"data") == number and not task.done()
-        assert in_flight(router) == 1
-        upstream.parts.put_nowait(None)
-        await task
-        assert client.status == 201
-        names = {name for name, _ in client.sent[0]["headers"]}
-        assert b"x-own" in names and b"connection" not in names
-        assert (in_flight(router), upstream.closed) == (0, 1)
-
-    run_virtual(main())
+        assert client.body.count(b"data") == number and not task.done()
+    assert in_flight(router) == 1
+    upstream.parts.put_nowait(None)
+    await task
+    assert client.status == 201
+    names = {name for name, _ in client.sent[0]["headers"]}
+    assert b"x-own" in names and b"connection" not in names
+    assert (in_flight(router), upstream.closed) == (0, 1)
 
 
 @pytest.mark.parametrize("status", [400, 404, 503])
-def test_errors_of_the_replica_are_passed_on(status: int) -> None:
-    async def main() -> None:
-        upstream = Upstream(status)
-        upstream.parts.put_nowait(b'{"error": "no such model"}')
-        upstream.parts.put_nowait(None)
-        app, _ = gateway(upstream)
-        client = Client(app, path="/v1/chat/completions")
-        await client.start()
-        assert (client.status, client.body) == (status, b'{"error": "no such model"}')
-
-    run_virtual(main())
+async def test_errors_of_the_replica_are_passed_on(status: int) -> None:
+    upstream = Upstream(status)
+    upstream.parts.put_nowait(b'{"error": "no such model"}')
+    upstream.parts.put_nowait(None)
+    app, _ = gateway(upstream)
+    client = Client(app, path="/v1/chat/completions")
+    await client.start()
+    assert (client.status, client.body) == (status, b'{"error": "no such model"}')
 
 
-def test_requests_go_to_the_least_loaded_replica_in_service() -> None:
-    async def main() -> None:
-        upstream = Upstream()
-        app, router = gateway(upstream)
-        tasks = []
-        for _ in range(3):
-            tasks.append(Client(app).start())
-            await settle()
-        await router.eject("r0", RuntimeError("torn"))
+async def test_requests_go_to_the_least_loaded_replica_in_service() -> None:
+    upstream = Upstream()
+    app, router = gateway(upstream)
+    tasks = []
+    for _ in range(3):
         tasks.append(Client(app).start())
         await settle()
-        assert [request.url.host for request in upstream.requests] == [
-            "replica-0",
-            "replica-1",
-            "replica-0",
-            "replica-1",
-        ]
-        for _ in tasks:
-            upstream.parts.put_nowait(None)
-        await asyncio.gather(*tasks)
-
-    run_virtual(main())
-
-
-def test_a_client_that_goes_away_ends_its_request_at_the_replica() -> None:
-    async def main() -> None:
-        upstream = Upstream()
-        app, router = gateway(upstream)
-        client = Client(app)
-        task = client.start()
-        upstream.parts.put_nowait(b"data: 1\n\n")
-        await settle()
-        client.gone.set()
-        await task
-        assert (upstream.closed, in_flight(router)) == (1, 0)
-
-    run_virtual(main())
+    await router.eject("r0", RuntimeError("torn"))
+    tasks.append(Client(app).start())
+    await settle()
+    assert [request.url.host for request in upstream.requests] == [
+        "replica-0",
+        "replica-1",
+        "replica-0",
+        "replica-1",
+    ]
+    for _ in tasks:
+        upstream.parts.put_nowait(None)
+    await asyncio.gather(*tasks)
 
 
-def test_a_replica_that_cannot_be_reached_is_named() -> None:
-    async def main() -> None:
-        app, router = gateway(Upstream(error=httpx.ConnectError("refused")))
-        client = Client(app)
+async def test_a_client_that_goes_away_ends_its_request_at_the_replica() -> None:
+    upstream = Upstream()
+    app, router = gateway(upstream)
+    client = Client(app)
+    task = client.start()
+    upstream.parts.put_nowait(b"data: 1\n\n")
+    await settle()
+    client.gone.set()
+    await task
+    assert (upstream.closed, in_flight(router)) == (1, 0)
+
+
+async def test_a_replica_that_cannot_be_reached_is_named() -> None:
+    app, router = gateway(Upstream(error=httpx.ConnectError("refused")))
+    client = Client(app)
+    await client.start()
+    assert client.status == 502
+    assert json.loads(client.body)["error"]["message"] == "r0 did not answer: ConnectError('refused')"
+    assert in_flight(router) == 0
+
+
+async def test_an_answer_that_breaks_off_is_not_passed_off_as_whole() -> None:
+    upstream = Upstream()
+    app, router = gateway(upstream)
+    client = Client(app)
+    upstream.parts.put_nowait(b"data: 1\n\n")
+    upstream.parts.put_nowait(httpx.ReadError("the replica died"))
+    with pytest.raises(httpx.ReadError):  # the server then cuts the connection
         await client.start()
-        assert client.status == 502
-        assert json.loads(client.body)["error"]["message"] == "r0 did not answer: ConnectError('refused')"
-        assert in_flight(router) == 0
-
-    run_virtual(main())
+    assert client.sent[-1]["more_body"], "no end was sent"
+    assert in_flight(router) == 0
 
 
-def test_an_answer_that_breaks_off_is_not_passed_off_as_whole() -> None:
-    async def main() -> None:
-        upstream = Upstream()
-        app, router = gateway(upstream)
-        client = Client(app)
-        upstream.parts.put_nowait(b"data: 1\n\n")
-        upstream.parts.put_nowait(httpx.ReadError("the replica died"))
-        with pytest.raises(httpx.ReadError):  # the server then cuts the connection
-            await client.start()
-        assert client.sent[-1]["more_body"], "no end was sent"
-        assert in_flight(router) == 0
-
-    run_virtual(main())
-
-
-def test_without_a_replica_in_service_a_request_waits_a_while_for_one() -> None:
-    async def main() -> None:
-        upstream = Upstream()
-        app, router = gateway(upstream)
-        for name in URLS:
-            await router.eject(name, RuntimeError("torn"))
-        patient = Client(app)
-        task = patient.start()
-        await asyncio.sleep(9)
-        assert upstream.requests == []
-        await router.admit("r1")
-        upstream.parts.put_nowait(None)
-        await task
-        assert (patient.status, upstream.requests[0].url.host) == (200, "replica-1")
-        await router.eject("r1", RuntimeError("torn again"))
-        waited = Client(app)
-        await waited.start()
-        assert (waited.status, asyncio.get_running_loop().time()) == (503, 19)
-        assert json.loads(waited.body)["error"]["message"].startswith("waiting for a replica in service took longer")
-        for name in URLS:
-            await router.remove(name, RuntimeError("died"))
-        refused = Client(app)
-        await refused.start()
-        assert (refused.status, asyncio.get_running_loop().time()) == (503, 19), "nobody will come back"
-
-    run_virtual(main())
+async def test_without_a_replica_in_service_a_request_waits_a_while_for_one() -> None:
+    upstream = Upstream()
+    app, router = gateway(upstream)
+    for name in URLS:
+        await router.eject(name, RuntimeError("torn"))
+    patient = Client(app)
+    task = patient.start()
+    await asyncio.sleep(9)
+    assert upstream.requests == []
+    await router.admit("r1")
+    upstream.parts.put_nowait(None)
+    await task
+    assert (patient.status, upstream.requests[0].url.host) == (200, "replica-1")
+    await router.eject("r1", RuntimeError("torn again"))
+    waited = Client(app)
+    await waited.start()
+    assert (waited.status, asyncio.get_running_loop().time()) == (503, 19)
+    assert json.loads(waited.body)["error"]["message"].startswith("waiting for a replica in service took longer")
+    for name in URLS:
+        await router.remove(name, RuntimeError("died"))
+    refused = Client(app)
+    await refused.start()
+    assert (refused.status, asyncio.get_running_loop().time()) == (503, 19), "nobody will come back"
 
 
-def test_generation_needs_no_token_at_the_gateway_and_control_does() -> None:
-    async def main() -> None:
-        upstream = Upstream()
-        upstream.parts.put_nowait(None)
-        app, _ = gateway(upstream, token="inner")
-        generation, control = Client(app), Client(app, path="/pause")
-        await asyncio.gather(generation.start(), control.start())
-        assert (generation.status, control.status) == (200, 401)
-
-    run_virtual(main())
+async def test_generation_needs_no_token_at_the_gateway_and_control_does() -> None:
+    upstream = Upstream()
+    upstream.parts.put_nowait(None)
+    app, _ = gateway(upstream, token="inner")
+    generation, control = Client(app), Client(app, path="/pause")
+    await asyncio.gather(generation.start(), control.start())
+    assert (generation.status, control.status) == (200, 401)
 
 
-def test_our_routes_of_a_replica_come_before_those_of_the_engine() -> None:
-    async def main() -> None:
-        replica = RolloutReplica("r0", ClockedEngine(), WeightSyncConfig())
-        openai_app = PlainTextResponse("the engine's")
-        for token, expected in ((None, 200), ("inner", 401)):
-            app = replica_app(replica, openai_app, token)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                assert (await client.get("/health")).text == ""
-                assert (await client.get("/metrics")).status_code == expected
-                assert (await client.post("/v1/completions")).status_code == expected
-                allowed = await client.post("/v1/completions", headers={"authorization": "Bearer inner"})
-                assert allowed.text == "the engine's"
-
-    run_virtual(main())
+async def test_our_routes_of_a_replica_come_before_those_of_the_engine() -> None:
+    replica = RolloutReplica("r0", ClockedEngine(), WeightSyncConfig())
+    openai_app = PlainTextResponse("the engine's")
+    for token, expected in ((None, 200), ("inner", 401)):
+        app = replica_app(replica, openai_app, token)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            assert (await client.get("/health")).text == ""
+            assert (await client.get("/metrics")).status_code == expected
+            assert (await client.post("/v1/completions")).status_code == expected
+            allowed = await client.post("/v1/completions", headers={"authorization": "Bearer inner"})
+            assert allowed.text == "the engine's"
 
 
 def test_an_app_is_served_while_the_block_runs() -> None:

@@ -15,28 +15,25 @@ from rollout.replica.app import ReplicaControl
 from scripts.serve import serve
 from scripts.train import _as_plain_values
 from tests.support.compose import changed, invocation, resolve
-from tests.support.fakes import ClockedEngine, run_virtual
+from tests.support.fakes import ClockedEngine
 from tests.support.http_clients import client_of, make_replica
 
 
-def test_with_a_token_only_probes_are_open() -> None:
-    async def main() -> None:
-        replica = make_replica(ClockedEngine())
-        app = RequireToken(control_app(ReplicaControl(replica), False), "s3cret", OPEN_PATHS)
-        calls = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/v1/pause")]
-        calls += [("POST", "/v1/resume"), ("GET", "/v1/is_paused"), ("POST", "/v1/abort_requests"), ("GET", "/docs")]
-        async with client_of(app) as client:
-            for method, path in calls:
-                for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
-                    refused = await client.request(method, path, headers=given)
-                    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer"), path
-            assert not replica.is_paused()
-            for path in OPEN_PATHS:
-                assert (await client.get(path)).status_code == 200, path
-            await client.post("/pause", headers={"authorization": "Bearer s3cret"})
-            assert replica.is_paused()
-
-    run_virtual(main())
+async def test_with_a_token_only_probes_are_open() -> None:
+    replica = make_replica(ClockedEngine())
+    app = RequireToken(control_app(ReplicaControl(replica), False), "s3cret", OPEN_PATHS)
+    calls = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/v1/pause")]
+    calls += [("POST", "/v1/resume"), ("GET", "/v1/is_paused"), ("POST", "/v1/abort_requests"), ("GET", "/docs")]
+    async with client_of(app) as client:
+        for method, path in calls:
+            for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+                refused = await client.request(method, path, headers=given)
+                assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer"), path
+        assert not replica.is_paused()
+        for path in OPEN_PATHS:
+            assert (await client.get(path)).status_code == 200, path
+        await client.post("/pause", headers={"authorization": "Bearer s3cret"})
+        assert replica.is_paused()
 
 
 def test_a_token_is_required_to_listen_beyond_this_machine() -> None:

@@ -16,7 +16,6 @@ from tests.support.fakes import (
     make_replica,
     make_tag,
     now,
-    run_virtual,
     start_group,
     update,
 )
@@ -213,23 +212,20 @@ async def test_what_was_not_staged_is_not_committed(replica: RolloutReplica, eng
 
 
 @pytest.mark.parametrize("checksums", [[8, 8], [8, 9]])
-def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(checksums: list[int]) -> None:
+async def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(checksums: list[int]) -> None:
     class Loader(ClockedEngine):
         async def load(self, manifest: Manifest) -> list[WeightTag]:
             return [WeightTag(1, checksum) for checksum in checksums]
 
-    async def main() -> None:
-        engine = Loader()
-        engine.workers = 2
-        replica = make_replica("a", engine, staging=Staging.none)
-        if len(set(checksums)) == 1:
+    engine = Loader()
+    engine.workers = 2
+    replica = make_replica("a", engine, staging=Staging.none)
+    if len(set(checksums)) == 1:
+        await replica.receive(replace(make_manifest(1), checksums=None))
+        assert (await replica.status()).global_steps == 1
+    else:
+        with pytest.raises(WeightVerificationError, match=r"serve \[\(1, 8\), \(1, 9\)\], published was \(1, 8\)"):
             await replica.receive(replace(make_manifest(1), checksums=None))
-            assert (await replica.status()).global_steps == 1
-        else:
-            with pytest.raises(WeightVerificationError, match=r"serve \[\(1, 8\), \(1, 9\)\], published was \(1, 8\)"):
-                await replica.receive(replace(make_manifest(1), checksums=None))
-
-    run_virtual(main())
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema import PauseMode
 from rollout.replica.pause import PauseConflictError, PauseControl
-from tests.support.fakes import ClockedEngine, answer, now, run_virtual, settle, start
+from tests.support.fakes import ClockedEngine, answer, now, settle, start
 from tests.support.replicas import (
     ABORT,
     FREEZE_FAILS,
@@ -96,23 +96,20 @@ async def test_an_engine_that_neither_freezes_nor_thaws_can_be_opened_later(
     await assert_open(control, engine)
 
 
-def test_requests_that_do_not_end_when_aborted_have_a_deadline_and_go_on() -> None:
+async def test_requests_that_do_not_end_when_aborted_have_a_deadline_and_go_on() -> None:
     class Deaf(ClockedEngine):
         async def abort(self, request_ids: object) -> list[str]:
             return []
 
-    async def main() -> None:
-        engine = Deaf()
-        control = PauseControl(engine, timeout_s=10)
-        running = start(engine, "a", 20)
-        await settle()
-        with pytest.raises(TimeoutError, match=r"ending requests took longer than weight_sync\.pause_timeout_s=10"):
-            await control.pause(ABORT)
-        assert now() == 10
-        await assert_open(control, engine)
-        assert answer(await running) == (20, "stop")
-
-    run_virtual(main())
+    engine = Deaf()
+    control = PauseControl(engine, timeout_s=10)
+    running = start(engine, "a", 20)
+    await settle()
+    with pytest.raises(TimeoutError, match=r"ending requests took longer than weight_sync\.pause_timeout_s=10"):
+        await control.pause(ABORT)
+    assert now() == 10
+    await assert_open(control, engine)
+    assert answer(await running) == (20, "stop")
 
 
 # -- pauses and updates ------------------------------------------------------------------------------------------------

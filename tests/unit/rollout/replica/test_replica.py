@@ -10,7 +10,7 @@ from configs.schema import PauseMode
 from rollout.engines.base import EngineDiedError
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from tests.support.fakes import ClockedEngine, answer, make_replica, run_virtual, settle, start_group, update
+from tests.support.fakes import ClockedEngine, answer, make_replica, settle, start_group, update
 from tests.support.replicas import on_replica
 from weight_sync.protocol import ReplicaStatus
 
@@ -160,7 +160,7 @@ async def test_the_death_of_the_engine_ends_all_groups_and_is_told(
     assert (await counters(replica))["running"] == 0
 
 
-def test_one_failed_request_ends_its_group_and_no_other() -> None:
+async def test_one_failed_request_ends_its_group_and_no_other() -> None:
     class FailingEngine(ClockedEngine):
         async def generate(self, request: GenerationRequest) -> Completion:
             completion = await super().generate(request)
@@ -168,17 +168,14 @@ def test_one_failed_request_ends_its_group_and_no_other() -> None:
                 raise OSError("after two tokens")
             return completion
 
-    async def main() -> None:
-        replica = make_replica("replica-0", FailingEngine())
-        await update(replica, 0)
-        other = start_group(replica, 3, prefix="other ")
-        with pytest.raises(OSError, match="after two tokens"):
-            await start_group(replica, 9, 2, 9)
-        assert len((await other)[0].token_ids) == 3
-        stats = await counters(replica)
-        assert (stats["trajectories"], stats["aborted"], stats["running"]) == (4, 3, 0)
-
-    run_virtual(main())
+    replica = make_replica("replica-0", FailingEngine())
+    await update(replica, 0)
+    other = start_group(replica, 3, prefix="other ")
+    with pytest.raises(OSError, match="after two tokens"):
+        await start_group(replica, 9, 2, 9)
+    assert len((await other)[0].token_ids) == 3
+    stats = await counters(replica)
+    assert (stats["trajectories"], stats["aborted"], stats["running"]) == (4, 3, 0)
 
 
 @on_replica()

@@ -40,14 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts.fleet", description="Replicas of a running run.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the run's answer [60]")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="folder of the run [runs/latest]")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("add", help="start N more replicas").add_argument("count", nargs="?", type=int, default=1)
-    for command, text in (("drain", "let it finish what it has, then end it"), ("remove", "end it now")):
-        commands.add_parser(command, help=text).add_argument("name", help="as status shows it, such as replica-1")
-    commands.add_parser("status", help="a line per replica")
+    commands.add_parser("add").add_argument("count", nargs="?", type=int, default=1)
+    for command in ("drain", "remove"):
+        commands.add_parser(command).add_argument("name", help="as status shows it, such as replica-1")
+    commands.add_parser("status")
     return parser.parse_args(arguments)
 
 
@@ -73,10 +73,8 @@ def run(options: argparse.Namespace) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     cells = [list(COLUMNS.values())]
     cells += [["-" if row[key] is None else str(row[key]) for key in COLUMNS] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
 def _call(client: httpx.Client, method: str, path: str, **query: Any) -> Any:

@@ -7,15 +7,13 @@ data_source, prompt (a list of messages), ability, reward_model {style, ground_t
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from configs.data import DataSource, parse_source
-from rollout.data.rows import Columns, as_row, final_answer
+from rollout.data.rows import Columns, as_row
 from rollout.data.sources import DataError, Record, records
-from rollout.prompts import Row
 
 GSM8K_PROMPT = '{question} Let\'s think step by step and output the final answer after "####".'
 MATH_PROMPT = (
@@ -25,106 +23,28 @@ MATH_PROMPT = (
 )
 """What DAPO-Math-17k's prompts say; given to AIME's problems too, so that the test asks as the training does."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "Problem")
-ANSWER_COLUMNS = ("reward_model.ground_truth", "label", "answer", "Answer", "solution")
+ANSWER_COLUMNS = ("reward_model", "label", "answer", "Answer", "solution")
 """Names of the columns in the published sets; the first that a set has is taken."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DataSet:
     """A public data set, and how it is converted."""
 
-    splits: dict[str, str]
-    """Maps the file to write to its source on the hub."""
     data_source: str
     prompt: str
     """Template for a bare question. A list of messages is taken as it is."""
-    style: str
+    splits: dict[str, str]
+    """Maps the file to write to its source on the hub."""
 
 
 DATA_SETS = {
     "gsm8k": DataSet(
-        splits={"train": "openai/gsm8k:main@train", "test": "openai/gsm8k:main@test"},
-        data_source="openai/gsm8k",
-        prompt=GSM8K_PROMPT,
-        style="rule",
+        "openai/gsm8k", GSM8K_PROMPT, {split: f"openai/gsm8k:main@{split}" for split in ("train", "test")}
     ),
-    "dapo_math": DataSet(
-        splits={"train": "BytedTsinghua-SIA/DAPO-Math-17k@train"},
-        data_source="math_dapo",
-        prompt=MATH_PROMPT,
-        style="rule-lighteval/MATH_v2",
-    ),
-    "aime_2024": DataSet(
-        splits={"test": "Maxwell-Jia/AIME_2024@train"},
-        data_source="aime_2024",
-        prompt=MATH_PROMPT,
-        style="rule-lighteval/MATH_v2",
-    ),
+    "dapo_math": DataSet("math_dapo", MATH_PROMPT, {"train": "BytedTsinghua-SIA/DAPO-Math-17k@train"}),
+    "aime_2024": DataSet("aime_2024", MATH_PROMPT, {"test": "Maxwell-Jia/AIME_2024@train"}),
 }
-
-
-@dataclass(slots=True)
-class Counts:
-    """What `prepared` has counted."""
-
-    read: int = 0
-    repeated: int = 0
-    """Rows left out because their prompt came before. DAPO-Math-17k has each about 100 times."""
-    contradictory: int = 0
-    """Repeated rows with another answer than the first time."""
-
-
-def prepared(source: DataSource, data_set: DataSet, split: str, counts: Counts) -> Iterator[Record]:
-    """Yields the distinct prompts of `source` in order, in the schema, and advances `counts`. Raises DataError."""
-    answers: dict[str, str] = {}
-    columns: Columns | None = None
-    for place, record in records(source):
-        columns = columns or _columns(record, place)
-        row = as_row(record, place, columns)
-        messages = _messages(row, record, columns, data_set.prompt)
-        text, answer = messages[-1]["content"], canonical(final_answer(row.ground_truth))
-        counts.read += 1
-        if text in answers:
-            counts.repeated += 1
-            counts.contradictory += answers[text] != answer
-            continue
-        index = len(answers)
-        answers[text] = answer
-        yield {
-            "data_source": data_set.data_source,
-            "prompt": messages,
-            "ability": "math",
-            "reward_model": {"style": data_set.style, "ground_truth": answer},
-            "extra_info": {"split": split, "index": index},
-        }
-
-
-def canonical(answer: str) -> str:
-    """Writes integers without leading zeros: AIME's answers are "073" in some sets and 73 in others."""
-    return str(int(answer)) if answer.lstrip("-").isascii() and answer.lstrip("-").isdigit() else answer
-
-
-def _columns(record: Record, place: str) -> Columns:
-    """Returns the columns of the record that hold the prompt and the answer."""
-    prompts = [column for column in PROMPT_COLUMNS if column in record]
-    answers = [column for column in ANSWER_COLUMNS if _has(record, column)]
-    if not prompts or not answers:
-        raise DataError(
-            f"{place}: needs a column of {', '.join(PROMPT_COLUMNS)} and one of {', '.join(ANSWER_COLUMNS)}; "
-            f"the row has {', '.join(sorted(record))}"
-        )
-    return Columns(prompt=prompts[0], answer=answers[0])
-
-
-def _has(record: Any, column: str) -> bool:
-    key, _, rest = column.partition(".")
-    return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
-
-
-def _messages(row: Row, record: Record, columns: Columns, template: str) -> list[dict[str, str]]:
-    is_bare = isinstance(record[columns.prompt], str)
-    question = template.replace("{question}", row.question) if is_bare else row.question
-    return [*row.context, {"role": "user", "content": question}]
 
 
 def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
@@ -139,9 +59,8 @@ def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
 
     data_set = DATA_SETS[name]
     for split, on_hub in data_set.splits.items():
-        counts = Counts()
         origin = parse_source(on_hub) if source is None else _local(source, split, list(data_set.splits))
-        rows = list(prepared(origin, data_set, split, counts))
+        rows, num_read = prepared(origin, data_set, split)
         if not rows:
             raise DataError(f"{origin}: no rows")
         path = folder / name / f"{split}.parquet"
@@ -149,17 +68,54 @@ def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
         aside = path.with_suffix(".part")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
         aside.replace(path)
-        yield (
-            f"{path}: {len(rows)} prompts of {counts.read} rows of {origin}; {counts.repeated} repeated, "
-            f"{counts.contradictory} of them with another answer than the first"
+        yield f"{path}: {len(rows)} prompts of {num_read} rows of {origin}"
+
+
+def prepared(source: DataSource, data_set: DataSet, split: str) -> tuple[list[Record], int]:
+    """Returns the distinct prompts of `source` in order, in the schema, and how many rows it has. Raises DataError.
+
+    DAPO-Math-17k has each prompt about 100 times.
+    """
+    found: dict[str, Record] = {}
+    num_read, columns = 0, None
+    for place, record in records(source):
+        num_read += 1
+        columns = columns or _columns(record, place)
+        row = as_row(record, place, columns)
+        is_bare = isinstance(record[columns.prompt], str)
+        question = data_set.prompt.replace("{question}", row.question) if is_bare else row.question
+        as_converted = {
+            "data_source": data_set.data_source,
+            "prompt": [*row.context, {"role": "user", "content": question}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": canonical(row.ground_truth)},
+            "extra_info": {"split": split, "index": len(found)},
+        }
+        found.setdefault(question, as_converted)
+    return list(found.values()), num_read
+
+
+def canonical(answer: str) -> str:
+    """Writes integers without leading zeros: AIME's answers are "073" in some sets and 73 in others."""
+    return str(int(answer)) if answer.lstrip("-").isascii() and answer.lstrip("-").isdigit() else answer
+
+
+def _columns(record: Record, place: str) -> Columns:
+    """Returns the columns of the record that hold the prompt and the answer."""
+    prompts, answers = ([name for name in names if name in record] for names in (PROMPT_COLUMNS, ANSWER_COLUMNS))
+    if not prompts or not answers:
+        raise DataError(
+            f"{place}: needs a column of {', '.join(PROMPT_COLUMNS)} and one of {', '.join(ANSWER_COLUMNS)}; "
+            f"the row has {', '.join(sorted(record))}"
         )
+    return Columns(prompt=prompts[0], answer=answers[0].replace("reward_model", "reward_model.ground_truth"))
 
 
-def _local(source: str, split: str, splits: Sequence[str]) -> DataSource:
-    folder = Path(source).expanduser()
+def _local(source: str, split: str, splits: list[str]) -> DataSource:
     for suffix in (".parquet", ".jsonl"):
-        if (folder / f"{split}{suffix}").is_file():
-            return DataSource(str(folder / f"{split}{suffix}"))
+        file = Path(source).expanduser() / f"{split}{suffix}"
+        if file.is_file():
+            return DataSource(str(file))
     if len(splits) > 1:
         names = " and ".join(f"{name}.parquet or {name}.jsonl" for name in splits)
         raise DataError(f"--source {source}: must be a folder with {names}")

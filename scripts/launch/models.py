@@ -4,10 +4,7 @@ Models are made and exported in Ray tasks, so that the driver needs no torch.
 """
 
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import ray
@@ -30,7 +27,6 @@ DATA_SEED = 1234
 """Seed of the arithmetic problems: the same for all runs, so that runs of different seeds get the same questions."""
 CLEAN_SHARE = 0.8125
 """Share of the warm-up that uses correct worked answers, which teach the form quickly; sloppy ones follow."""
-REPORT_EVERY = 50
 WARMUP_THREADS = 2
 """Replicas and train workers start during the warm-up and then wait for it, so that two cores are free for it."""
 
@@ -70,16 +66,10 @@ async def boot_model(config: Config, run_dir: Path) -> str:
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:
     """The folder or hub name of what is trained, evaluated or served. Warms the tiny model up."""
-    policy_path = boot_path
-    if config.model.kind is ModelKind.tiny and config.model.warmup_steps > 0:
-        warm_up = ray.remote(num_cpus=1, num_returns="streaming")(warm_tiny_model)
-        async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
-            event = await reference
-            if isinstance(event, str):
-                policy_path = event
-            else:
-                console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
-    return policy_path
+    if config.model.kind is ModelKind.hf or config.model.warmup_steps == 0:
+        return boot_path
+    console.stage(f"warming the model up for {config.model.warmup_steps} steps")
+    return await ray.remote(num_cpus=1)(warm_tiny_model).remote(config)
 
 
 def _exported_model(config: Config, folder: Path) -> str:
@@ -106,35 +96,15 @@ def untrained_tiny_model(config: Config, folder: Path) -> str:
     return str(folder)
 
 
-def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
-    """Yields (steps done, loss) now and then, and last the folder of the warm model, which may come from the cache."""
+def warm_tiny_model(config: Config) -> str:
+    """Makes the folder of the warm model, or finds it in the cache."""
+    import torch
+
     from trainer.tiny.warmup import ensure_warm_model
 
-    events: SimpleQueue[tuple[int, float] | str | BaseException] = SimpleQueue()
-
-    def work() -> None:
-        import torch
-
-        torch.set_num_threads(WARMUP_THREADS)
-        try:
-            folder = ensure_warm_model(
-                Path(config.model.cache_dir).expanduser(),
-                _warmup_spec(config),
-                _demonstrations(config),
-                progress=lambda step, loss: events.put((step, loss)) if step % REPORT_EVERY == 0 else None,
-            )
-            events.put(str(folder))
-        except BaseException as error:
-            events.put(error)
-
-    threading.Thread(target=work, name="warm-up", daemon=True).start()
-    while True:
-        event = events.get()
-        if isinstance(event, BaseException):
-            raise event
-        yield event
-        if isinstance(event, str):
-            return
+    torch.set_num_threads(WARMUP_THREADS)
+    cache_dir = Path(config.model.cache_dir).expanduser()
+    return str(ensure_warm_model(cache_dir, _warmup_spec(config), _demonstrations(config)))
 
 
 def _warmup_spec(config: Config) -> "WarmupSpec":

@@ -27,9 +27,9 @@ class Resumed:
 
 
 def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Returns the checkpoint that the key `resume` asks for, or None to start from the beginning.
+    """Returns the checkpoint that the key `resume` asks for, or None to start from the beginning. Reports damaged ones.
 
-    A damaged checkpoint is reported, and the one before it is taken. Raises ConfigError if there is none to take.
+    Raises ConfigError if there is none to take.
     """
     if config.resume == "never":
         if (run_dir / METRICS_FILE).exists():

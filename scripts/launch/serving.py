@@ -31,12 +31,14 @@ async def serve_model(config: Config, device: str, run_dir: Path) -> None:
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     async with cluster(config, device), upstream_client(config.serve.token, config.serve.route_timeout_s) as client:
-        model_path = await policy_model(config, await boot_model(config, run_dir), console)
-        replicas = await _start_replicas(config, device, run_dir, model_path, console)
-        router = ReplicaRouter([replica.name for replica, _ in replicas], UNBOUNDED)
-        handles = [replica for replica, _ in replicas]
+        _, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
+        async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
+            on_loopback = config.ray.address is None  # then the cluster is this machine
+            serving = (r.serve(on_loopback, config.serve.token, chat_template(config)) for r in replicas)
+            urls = dict(zip([replica.name for replica in replicas], await asyncio.gather(*serving), strict=True))
+        router = ReplicaRouter(list(urls), UNBOUNDED)
         fleet = ReplicaFleet(
-            handles,
+            replicas,
             router,
             config.rollout.min_replicas,
             console.message,
@@ -45,33 +47,27 @@ async def serve_model(config: Config, device: str, run_dir: Path) -> None:
         )
         control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
         monitor, _ = make_monitor(config, fleet)
-        urls = {replica.name: url for replica, url in replicas}
         proxy = Proxy(client, router, urls, config.serve.route_timeout_s)
         async with served(gateway_app(control, proxy, config.serve.token), listener):
-            for replica, url in replicas:
-                console.message(f"{replica.name}: {url}")
+            for name, url in urls.items():
+                console.message(f"{name}: {url}")
             console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")
             await monitor.run()
 
 
-async def _start_replicas(
-    config: Config, device: str, run_dir: Path, model_path: str, console: Console
-) -> list[tuple[ReplicaHandle, str]]:
-    """Returns each replica with its URL."""
-    spec = replace(engine_spec(config, device, model_path), log_stats=True)
+async def start_replicas(
+    config: Config, device: str, run_dir: Path, console: Console, *, log_stats: bool = False
+) -> tuple[str, list[ReplicaHandle]]:
+    """Starts replicas of the model, as version 0. Returns the model's path, too."""
+    model_path = await policy_model(config, await boot_model(config, run_dir), console)
+    console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
+    spec = replace(engine_spec(config, device, model_path), log_stats=log_stats)
     names = [f"replica-{index}" for index in range(config.rollout.num_replicas)]
     replicas = [create_replica(name, spec, output_to(run_dir)) for name in names]
-    on_loopback = config.ray.address is None  # then the cluster is this machine
-
-    async def start(replica: ReplicaHandle) -> str:
-        await replica.start(spec, config.weight_sync)
-        await replica.tag_loaded(0)
-        return await replica.serve(on_loopback, config.serve.token, chat_template(config))
-
-    console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
     async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
-        urls = await asyncio.gather(*(start(replica) for replica in replicas))
-    return list(zip(replicas, urls, strict=True))
+        await asyncio.gather(*(replica.start(spec, config.weight_sync) for replica in replicas))
+        await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
+    return model_path, replicas
 
 
 def chat_template(config: Config) -> str | None:

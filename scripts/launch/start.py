@@ -87,15 +87,15 @@ async def start(
         for replica in replicas:
             starting.create_task(replica.start(spec, config.weight_sync))
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
-        encoded = starting.create_task(_encode(config, agents, rows, console))
+        train_rows = await encode_rows(config, agents, "train", rows[0], console)
+        val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     fleet, control = make_fleet(config, replicas, console.message)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
-    starter = ReplicaStarter(
-        config=config, spec=spec, agents=agents, on_start=on_start, actor_class=actor_class, report=console.message
-    )
+    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class)
+    start_one = partial(start_replica, create=create, config=config, spec=spec, agents=agents, report=console.message)
     monitor, operator = make_monitor_and_operator(
-        config, fleet=fleet, control=control, catch_up=manager.catch_up, start=starter.start
+        config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one
     )
     return StartedRun(
         replicas=replicas,
@@ -107,8 +107,8 @@ async def start(
         workers=workers,
         manager=manager,
         store=store,
-        train_rows=encoded.result()[0],
-        val_rows=encoded.result()[1],
+        train_rows=train_rows,
+        val_rows=val_rows,
     )
 
 
@@ -122,44 +122,34 @@ async def _load_policy(
     return num_parameters
 
 
-async def _encode(
-    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
-) -> tuple[list[EncodedRow], list[EncodedRow]]:
-    train, val = rows
-    return (
-        await encode_rows(config, agents, "train", train, console),
-        await encode_rows(config, agents, "held-out", val, console),
+async def start_replica(
+    name: str,
+    *,
+    create: Callable[[str], ReplicaHandle],
+    config: Config,
+    spec: EngineSpec,
+    agents: AgentWorkerGroup,
+    report: Callable[[str], None],
+) -> ReplicaHandle:
+    """Starts a further replica of a run, which is like its first ones.
+
+    Waits without a deadline until Ray has placed the actor, because a node may have to join first.
+    """
+    replica = await placed(
+        lambda: create(name),
+        ReplicaHandle.placed,
+        ReplicaHandle.kill,
+        lambda text: report(f"{name} {text}"),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStarter:
-    """Starts further replicas of a run, which are like its first ones."""
-
-    config: Config
-    spec: EngineSpec
-    agents: AgentWorkerGroup
-    on_start: Callable[[str], Callable[[], None]]
-    actor_class: type[ReplicaActor]
-    report: Callable[[str], None]
-
-    async def start(self, name: str) -> ReplicaHandle:
-        """Waits without a deadline until Ray has placed the actor, because a node may have to join first."""
-        replica = await placed(
-            lambda: create_replica(name, self.spec, self.on_start, self.actor_class),
-            ReplicaHandle.placed,
-            ReplicaHandle.kill,
-            lambda text: self.report(f"{name} {text}"),
-        )
-        try:
-            self.report(f"{name} starts on {replica.node}")
-            async with within(self.config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
-                await replica.start(self.spec, self.config.weight_sync)
-                self.agents.connect(replica.client)
-        except BaseException:
-            replica.kill()
-            raise
-        return replica
+    try:
+        report(f"{name} starts on {replica.node}")
+        async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
+            await replica.start(spec, config.weight_sync)
+            agents.connect(replica.client)
+    except BaseException:
+        replica.kill()
+        raise
+    return replica
 
 
 def make_workers(

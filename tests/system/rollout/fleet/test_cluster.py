@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import ray
@@ -14,7 +15,7 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.types import Completion
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
-from scripts.launch.start import ReplicaStarter
+from scripts.launch.start import start_replica
 from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, no_redirect
 from tests.support.fakes import make_request
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -48,16 +49,16 @@ class Scene:
         self.agents = NoAgents()
         self.fleet, control = make_fleet(CONFIG, replicas, self.told.append)
         self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
-        starter = ReplicaStarter(
+        start = partial(
+            start_replica,
+            create=partial(create_replica, spec=SPEC, on_start=no_redirect, actor_class=SimulatedActor),
             config=CONFIG,
             spec=SPEC,
             agents=self.agents,  # pyright: ignore[reportArgumentType]
-            on_start=no_redirect,
-            actor_class=SimulatedActor,
             report=self.told.append,
         )
         self.monitor, self.operator = make_monitor_and_operator(
-            CONFIG, fleet=self.fleet, control=control, catch_up=self.manager.catch_up, start=starter.start
+            CONFIG, fleet=self.fleet, control=control, catch_up=self.manager.catch_up, start=start
         )
 
     async def until(self, what: Callable[[], bool]) -> None:

@@ -11,8 +11,8 @@ from ray.exceptions import ActorDiedError
 
 from configs.schema import Config
 from rollout.actor_group import PLACEMENTS
-from rollout.replica.replica_group import ReplicaHandle
-from scripts.launch.start import ReplicaStarter
+from rollout.replica.replica_group import ReplicaHandle, create_replica
+from scripts.launch.start import start_replica
 from tests.support.actors import SPEC, NoAgents, SimulatedActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -33,18 +33,17 @@ def refuse(folder: Path) -> None:
 
 def start(prepare: Callable[[], None], told: list[str]) -> ReplicaHandle:
     agents = NoAgents()
-    starter = ReplicaStarter(
-        config=Config(),
-        spec=SPEC,
-        agents=agents,  # pyright: ignore[reportArgumentType]
-        on_start=lambda name: prepare,
-        actor_class=SimulatedActor,
-        report=told.append,
-    )
 
     async def scenario() -> ReplicaHandle:
         async with asyncio.timeout(60):
-            replica = await starter.start("replica-7")
+            replica = await start_replica(
+                "replica-7",
+                create=partial(create_replica, spec=SPEC, on_start=lambda name: prepare, actor_class=SimulatedActor),
+                config=Config(),
+                spec=SPEC,
+                agents=agents,  # pyright: ignore[reportArgumentType]
+                report=told.append,
+            )
         assert agents.connected == ["replica-7"]
         assert (await replica.status()).name == "replica-7"
         replica.kill()

@@ -72,8 +72,8 @@ async def start(
     on_start = output_to(run_dir)
     boot_path = await boot_model(config, run_dir)
     spec = engine_spec(config, device, boot_path)
-    names = [f"replica-{index}" for index in range(config.rollout.num_replicas)]
-    replicas = [create_replica(name, spec, on_start, actor_class) for name in names]
+    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class)
+    replicas = [create(f"replica-{index}") for index in range(config.rollout.num_replicas)]
     clients = [replica.client for replica in replicas]
     agents = AgentWorkerGroup(
         config=config, tokenizer_path=boot_path, replicas=clients, on_start=on_start, agent_loop=agent_loop
@@ -92,7 +92,6 @@ async def start(
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     fleet, control = make_fleet(config, replicas, console.message)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
-    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class)
     start_one = partial(start_replica, create=create, config=config, spec=spec, agents=agents, report=console.message)
     monitor, operator = make_monitor_and_operator(
         config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one

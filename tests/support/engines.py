@@ -50,14 +50,6 @@ class EngineHost:
 
         await until(holds)
 
-    async def settled_counts(self) -> dict[str, int]:
-        """Tokens of each request of a frozen engine, whose last ones may come after the answer to the pause."""
-        counts, before = self.engine._llm.output_counts(), None
-        while counts != before:
-            await asyncio.sleep(0.3)
-            counts, before = self.engine._llm.output_counts(), counts
-        return counts
-
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
 from trainer.tiny.model import build_model, build_tokenizer, write_model_directory
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import Manifest
 from weight_sync.transports.cleanup import release_all
 from weight_sync.transports.registry import make_sender
 
@@ -57,18 +55,6 @@ class OpenReplica(ReplicaActor):
 
     async def dump(self, folder: str) -> None:
         await self.on_worker(dump_parameters, folder)
-
-    async def counts(self) -> dict[str, tuple[int, int]]:
-        """Of each request in the engine: the data-parallel rank that it is on, and its tokens so far."""
-        engine: Any = self._replica._engine
-        if not hasattr(engine._llm.engine_core, "reqs_in_flight"):  # one rank
-            return {name: (0, count) for name, count in engine._llm.output_counts().items()}
-        core = engine._llm.engine_core
-        ranks = {inside: core.core_engines.index(identity) for inside, identity in core.reqs_in_flight.items()}
-        return {
-            state.external_req_id: (ranks[inside], state.detokenizer.num_output_tokens())
-            for inside, state in engine._llm.output_processor.request_states.items()
-        }
 
 
 class Workers(TrainWorkerGroup):
@@ -175,24 +161,6 @@ def _noting_collectives(worker: Any, method: Callable[..., Any], *args: Any) -> 
 def gather_all(actor: Any) -> None:
     """Runs in a train worker: what publishing must not do."""
     _noting_collectives(actor._worker, lambda worker: [rows.full_tensor() for rows in worker._policy.parameters()])
-
-
-def publish_behind(actor: Any, gate: str) -> None:
-    """Runs in a train worker: its next publish says that it has begun, and goes on when there is a file `gate`."""
-    worker, publish = actor._worker, actor._worker.publish
-    worker.order = []
-
-    def held(*args: Any) -> Manifest:
-        Path(f"{gate}-{worker._rank}").touch()
-        deadline = time.monotonic() + CONFIG.weight_sync.stage_timeout_s
-        while not Path(gate).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        published = publish(*args)
-        worker.order.append("published")
-        return published
-
-    worker.publish = held
-    worker.train_step = lambda *args: worker.order.append("stepped")
 
 
 def use_config(actor: Any, config: WeightSyncConfig) -> None:

@@ -3,18 +3,17 @@
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import psutil
 
-from tests.support.whole_runs import kill, launched
+from tests.support.whole_runs import Run, started
 
 START_DEADLINE_S = 240
 DEADLINE_S = 120
@@ -30,31 +29,21 @@ LONG_ENOUGH = ("rollout.max_response_tokens=12000", "model.max_position_embeddin
 _Count = TypeVar("_Count")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Server:
-    process: subprocess.Popen[str]
-    output: Path
-    gateway: str = ""
-    replicas: list[str] = field(default_factory=list)
-    children: list[psutil.Process] = field(default_factory=list)
+    run: Run
+    gateway: str
+    replicas: list[str]
 
-    @classmethod
-    def start(cls, folder: Path, *overrides: str) -> "Server":
-        command = [sys.executable, "-m", "scripts.serve", f"hydra.run.dir={folder / 'run'}", *overrides]
-        return cls(launched(command, folder / "output.txt"), folder / "output.txt")
 
-    def wait_until_it_serves(self) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
-        while (serving := re.search(r"serving at (\S+)", self.output.read_text())) is None:
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.1)
-        self.gateway = serving[1]
-        self.replicas = re.findall(r"replica-\d: (\S+)", self.output.read_text())
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-
-    def kill(self) -> None:
-        kill(self.process, self.children)
+@contextmanager
+def serving(folder: Path, *overrides: str) -> Iterator[Server]:
+    """`make serve`, once it serves."""
+    with started(folder, "serve.port=0", *overrides, command=(sys.executable, "-m", "scripts.serve")) as run:
+        run.wait_for("serving at ", START_DEADLINE_S)
+        output = run.output.read_text()
+        (gateway,) = re.findall(r"serving at (\S+)", output)
+        yield Server(run, gateway, re.findall(r"replica-\d: (\S+)", output))
 
 
 def run(server: Server, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,18 @@ class Run:
         return survivors(self.children.values())
 
 
-def launched(command: Sequence[str | Path], output: Path, **environment: str) -> subprocess.Popen[str]:
-    """The command as a shell starts it, in the checkout, with its output in a file."""
+@contextlib.contextmanager
+def started(
+    tmp_path: Path, *overrides: str, command: Sequence[str | Path] = TRAIN, **environment: str
+) -> Iterator[Run]:
+    """A run of the tiny model, unless the overrides say which, as a shell starts it, in the checkout."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
+    if not any(override.startswith("model=") for override in overrides):
+        overrides = ("model=tiny", *overrides)
     with output.open("w") as file:
-        return subprocess.Popen(
-            command,
+        process = subprocess.Popen(
+            [*command, f"hydra.run.dir={run_dir}", *overrides],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -95,32 +102,15 @@ def launched(command: Sequence[str | Path], output: Path, **environment: str) ->
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
         )
-
-
-def kill(process: subprocess.Popen[str], children: Iterable[psutil.Process]) -> None:
-    """Only what a test has started itself."""
-    for child in [process, *children]:
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            child.kill()
-    process.wait(timeout=10)
-
-
-@contextlib.contextmanager
-def started(
-    tmp_path: Path, *overrides: str, command: Sequence[str | Path] = TRAIN, **environment: str
-) -> Iterator[Run]:
-    """A run of the tiny model, unless the overrides say which."""
-    tmp_path.mkdir(parents=True, exist_ok=True)
-    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
-    if not any(override.startswith("model=") for override in overrides):
-        overrides = ("model=tiny", *overrides)
-    process = launched([*command, f"hydra.run.dir={run_dir}", *overrides], output, **environment)
     run = Run(process, run_dir, output, {}, {})
     try:
         yield run
     finally:
         run.watch_children()
-        kill(process, run.children.values())
+        for child in [process, *run.children.values()]:  # only what a test has started itself
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                child.kill()
+        process.wait(timeout=10)
 
 
 def survivors(processes: Collection[psutil.Process]) -> list[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.bench.faults.whole_run import throttled
 from tests.support.paths import ROOT
 from tests.support.whole_runs import Run, check_training, command_of, find, small, started, survivors, trained
 from trainer.tracking.sinks import read_metrics
@@ -87,33 +86,6 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         last = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "rollout/replicas_lost" in m][-1]
         assert last["rollout/replicas_lost"] == 2 and last["rollout/replicas_replaced"] == 1
         assert last["rollout/replicas_ready"] >= 1 and last["rollout/recovery_s"] > 0
-
-
-@pytest.mark.timeout(600)
-def test_a_replica_that_slows_down_tenfold_is_given_up(tmp_path: Path, tiny_model: Path) -> None:
-    """What it had goes on at the other one, and so does the training."""
-    with started(
-        tmp_path,
-        *small(tiny_model),
-        "trainer.total_steps=100000",
-        "trainer.eval_every=0",
-        "rollout.num_replicas=2",
-        "rollout.replica_timeout_s=20",
-        "rollout.slow_factor=2.5",  # the other one may be slowed down, too: by all that runs on two cores
-        "rollout.max_replacements=0",
-    ) as run:
-        run.wait_for("step  ")
-        engine = find(run, "VLLM::EngineCore")
-        with throttled(engine, share=0.1):
-            slow = given_up(run, 1)
-            psutil.wait_procs([engine], timeout=30)
-        assert not engine.is_running(), "it was ended, and not the other one"
-        why = next(line for line in run.output.read_text().splitlines() if " is given up: " in line)
-        assert "tokens/s per request" in why and "(rollout.slow_factor=2.5)" in why
-        run.wait_for_count("\nstep ", num_steps(run) + 4, RECOVERY_DEADLINE_S)
-        last = read_metrics(run.run_dir / "metrics.jsonl")[-1]
-        assert (last["rollout/replicas_lost"], last["rollout/replicas_ready"]) == (1, 1)
-        assert {record["replica"] for record in trained(run)[-1]} == {"replica-0", "replica-1"} - {slow}
 
 
 @pytest.mark.timeout(600)

@@ -130,22 +130,3 @@ def evaluate(run_dir: Path, *overrides: str, shows: str = "") -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
     assert done.returncode == 0 and shows in done.stdout, done.stdout + done.stderr
     return json.loads((run_dir / "evaluation.json").read_text())
-
-
-def test_evaluation_of_a_hugging_face_folder(tmp_path: Path, data: Path, tiny_model: Path) -> None:
-    """Prompts longer than the model's config allows, a table and a report."""
-    report = evaluate(
-        tmp_path / "run",
-        *("recipe=dapo_math", "sizes=tiny", f"model.path={tiny_model}"),
-        f"data.val_files={data}/aime_2024/test.parquet",
-        "rollout.reward=tests.support.rewards:length_parity",
-        *("data.max_prompt_tokens=4000", "model.max_position_embeddings=8192"),
-        *("evaluation.samples=4", "evaluation.temperature=1.0"),
-        shows="data source   avg@4  pass@1  pass@2  pass@4\naime_2024 ",
-    )
-    assert (report["model"], report["num_prompts"], len(report["prompts"])) == (str(tiny_model), 3, 3)
-    accuracies = [prompt["accuracies"] for prompt in report["prompts"]]
-    assert all(len(some) == 4 for some in accuracies)
-    scores = report["scores"]["aime_2024"]
-    assert scores["avg@4"] == pytest.approx(sum(map(sum, accuracies)) / 12)
-    assert scores["pass@4"] == pytest.approx(sum(any(some) for some in accuracies) / 3)

@@ -3,13 +3,18 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.whole_runs import END_DEADLINE_S, find, small, started
+from tests.support.whole_runs import END_DEADLINE_S, Run, find, small, started
 from trainer.tracking.sinks import read_metrics
 
+QUIET_S = 3.0
+"""Many steps of this model, and longer than any of them."""
 CRASHES = {
     "reward": "this reward was made to fail",
     "replica actor": r"0 replicas are left in service, rollout.min_replicas=1: .*died",
@@ -42,10 +47,46 @@ DAPO_WITH_A_TOOL = [
 ]
 
 
-def test_ctrl_c_ends_everything_and_keeps_what_was_logged(tmp_path: Path, tiny_model: Path) -> None:
+def steps(run: Run) -> int:
+    """How many the run has logged."""
+    return run.output.read_text().count("\nstep ")
+
+
+def test_control_routes_pause_the_run_and_ctrl_c_ends_everything_and_keeps_what_was_logged(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Paused, it trains what has been sampled and then stands still: no step, no version, no token."""
     overrides = [*small(tiny_model), *DAPO_WITH_A_TOOL, "trainer.total_steps=100000", "trainer.eval_every=0"]
-    with started(tmp_path, *overrides) as run:
+    with started(tmp_path, *overrides, "serve.enabled=true", "serve.port=0") as run:
         run.wait_for("step  ")
+        (url,) = re.findall(r"control routes: (http://127.0.0.1:\S+)", run.output.read_text())
+        with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
+
+            def answer(path: str) -> Any:
+                """Asked again while the replica has no core for long, which is an error that says so."""
+                while not (found := client.get(path)).is_success:
+                    time.sleep(0.1)
+                return found.json()
+
+            def requests() -> list[str]:
+                """What the replica says of them, running and begun."""
+                return re.findall(r"^slipstream_(?:running|engine)_requests.*", client.get("/metrics").text, re.M)
+
+            def stands_still() -> bool:
+                before = (steps(run), answer("/versions"), requests())
+                time.sleep(QUIET_S)
+                return (steps(run), answer("/versions"), requests()) == before
+
+            assert not answer("/is_paused")["is_paused"] and not stands_still()
+            assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+            deadline = time.monotonic() + END_DEADLINE_S
+            while not stands_still():
+                assert time.monotonic() < deadline
+            assert answer("/is_paused")["is_paused"], "updates leave a client's pause alone"
+            assert client.post("/v1/completions", json={}).status_code == 404, "there is nothing but control"
+            paused_at = steps(run)
+            assert client.post("/resume").json() == {"status": "resumed"}
+            run.wait_for_count("\nstep ", paused_at + 3, END_DEADLINE_S)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
         assert run.wait_for_end(END_DEADLINE_S) == 130, run.output.read_text()
         assert "stopped; what was logged is in" in run.output.read_text()

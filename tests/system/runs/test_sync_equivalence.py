@@ -2,15 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 
-from configs.load import load, register
 from configs.schema import Config
 from rollout.progress import Attempt
 from rollout.prompts import PromptStream
@@ -19,11 +17,13 @@ from scripts.launch.data import load_rows
 from scripts.launch.driver import training_sampling
 from scripts.launch.run import train
 from scripts.launch.start import StartedRun, make_workers, owner, start
+from tests.support.compose import resolve
 from trainer.advantages.credit import assign_credit
 from trainer.batch import assemble
 from trainer.tokens import sampled_tokens
 from trainer.tracking.console import PlainConsole
-from trainer.tracking.recorder import RunCounts
+from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.sinks import Tracker
 from trainer.worker.recovery import RecoveringUpdater
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.cleanup import release_all
@@ -47,29 +47,18 @@ OVERRIDES = [
 ]
 
 
-@dataclass
-class Recorded:
-    """What a run trained on, and what came out."""
+Steps = list[tuple[Sequence[TrajectoryGroup], dict[str, float]]]
+"""What each step was trained on, and its metrics."""
 
-    groups: list[Sequence[TrajectoryGroup]] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    counts: RunCounts = field(default_factory=RunCounts)
 
-    def record_step(
-        self, global_steps: int, metrics: dict[str, float], groups: Sequence[TrajectoryGroup], advantages: Any
-    ) -> None:
-        assert global_steps == len(self.groups) + 1
-        self.groups.append(groups)
-        self.metrics.append(metrics)
+class Recorder(RunRecorder):
+    def __init__(self, run_dir: Path, console: PlainConsole):
+        super().__init__(run_dir, Tracker([]), console)
+        self.steps: Steps = []
 
-    def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
-        assert evaluation.versions == (global_steps,)
-
-    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
-        raise RuntimeError(f"step {global_steps}: {reason}")
-
-    def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
-        return more
+    def record_step(self, global_steps: int, metrics: dict[str, float], groups: Any, advantages: Any) -> None:
+        super().record_step(global_steps, metrics, groups, advantages)
+        self.steps.append((groups, metrics))
 
 
 async def with_new_workers(config: Config, parts: StartedRun, run_dir: Path, console: PlainConsole) -> StartedRun:
@@ -80,9 +69,9 @@ async def with_new_workers(config: Config, parts: StartedRun, run_dir: Path, con
     return replace(parts, workers=workers, manager=RecoveringUpdater(manager, workers))
 
 
-async def synchronous_run(config: Config, parts: StartedRun) -> Recorded:
+async def synchronous_run(config: Config, parts: StartedRun) -> Steps:
     """Generate a batch, train on it, update; nothing overlaps."""
-    recorded, stream = Recorded(), PromptStream(parts.train_rows, config.seed)
+    steps, stream = [], PromptStream(parts.train_rows, config.seed)
     replica = parts.replicas[0].name
     await parts.manager.update_weights(0)
     for step in range(STEPS):
@@ -106,30 +95,23 @@ async def synchronous_run(config: Config, parts: StartedRun) -> Recorded:
         )
         metrics = await parts.workers.train_step(batch, step)
         await parts.manager.update_weights(step + 1)
-        values = {key: metric.value for key, metric in metrics.items()}
-        recorded.record_step(step + 1, values, groups, credit.advantages)
-    return recorded
+        steps.append((groups, {key: metric.value for key, metric in metrics.items()}))
+    return steps
 
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
-    register()
-    with initialize_config_module("configs", version_base="1.3"):
-        config = load(compose("train", overrides=OVERRIDES))
+    config = resolve(*OVERRIDES)
     with (tmp_path / "console.log").open("w") as output:
         console = PlainConsole(STEPS, output)
 
-        async def scenario() -> tuple[Recorded, Recorded, dict[str, Any]]:
+        async def scenario() -> tuple[Steps, Steps, dict[str, Any]]:
             async with asyncio.timeout(250):
                 parts = await start(config, "cpu", tmp_path, rows=load_rows(config), console=console)
-                asynchronous = Recorded()
-                recorder: Any = asynchronous
+                recorder = Recorder(tmp_path, console)
                 summary = await train(config, parts, console=console, recorder=recorder)
-                return (
-                    asynchronous,
-                    await synchronous_run(config, await with_new_workers(config, parts, tmp_path, console)),
-                    summary,
-                )
+                again = await with_new_workers(config, parts, tmp_path, console)
+                return recorder.steps, await synchronous_run(config, again), summary
 
         try:
             asynchronous, synchronous, summary = asyncio.run(scenario())
@@ -137,16 +119,16 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
             release_all(config.weight_sync, owner(tmp_path))
 
     assert summary["trajectories_started"] == summary["engine_requests"] == STEPS * 4 * 4
-    for step in range(STEPS):
-        for ours, theirs in zip(asynchronous.groups[step], synchronous.groups[step], strict=True):
-            assert ours.prompt == theirs.prompt
-            for one, other in zip(ours.trajectories, theirs.trajectories, strict=True):
+    assert len(asynchronous) == STEPS
+    for step, (ours, theirs) in enumerate(zip(asynchronous, synchronous, strict=True)):
+        for our_group, their_group in zip(ours[0], theirs[0], strict=True):
+            assert our_group.prompt == their_group.prompt
+            for one, other in zip(our_group.trajectories, their_group.trajectories, strict=True):
                 assert one.spans == other.spans
                 assert {span.global_steps for span in one.spans} == {step}
                 np.testing.assert_array_equal(one.response_ids, other.response_ids)
                 np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
         for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
-            assert asynchronous.metrics[step][key] == pytest.approx(synchronous.metrics[step][key], rel=1e-4, abs=1e-6)
-        assert asynchronous.metrics[step]["actor/grad_norm"] > 0
-        assert asynchronous.metrics[step]["actor/rollout_logprob_diff_max"] < 1e-4
-        assert asynchronous.metrics[step]["staleness/max"] == 0
+            assert ours[1][key] == pytest.approx(theirs[1][key], rel=1e-4, abs=1e-6)
+        assert ours[1]["actor/grad_norm"] > 0 and ours[1]["actor/rollout_logprob_diff_max"] < 1e-4
+        assert ours[1]["staleness/max"] == 0

@@ -1,11 +1,14 @@
 """`make serve` as a user starts it, with real vLLM: two replicas behind the gateway, started once for all tests."""
 
 import asyncio
+import http.client
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.serving import (
@@ -23,32 +26,25 @@ from tests.support.serving import (
     path,
     post,
     run,
+    serving,
     settled,
     until,
 )
-from tests.support.whole_runs import survivors
 
 MAX_NUM_SEQS = 8
-ATTEMPTS = 5
 END_DEADLINE_S = 30
+STAYS = 4000
+"""Tokens of a request that ends, and is not over while its client gets no core."""
+IDLE_S = 6
+"""httpx, and so OpenAI's client, keeps a connection for 5 s."""
+RUNNING, WAITING = "slipstream_running_requests", "slipstream_waiting_requests"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server.start(
-        tmp_path_factory.mktemp("serve"),
-        "device=cpu",
-        "model.warmup_steps=0",
-        "rollout.num_replicas=2",
-        f"rollout.max_num_seqs={MAX_NUM_SEQS}",
-        "serve.port=0",
-        *LONG_ENOUGH,
-    )
-    try:
-        server.wait_until_it_serves()
+    overrides = ("device=cpu", "model.warmup_steps=0", "rollout.num_replicas=2", *LONG_ENOUGH)
+    with serving(tmp_path_factory.mktemp("serve"), *overrides, f"rollout.max_num_seqs={MAX_NUM_SEQS}") as server:
         yield server
-    finally:
-        server.kill()
 
 
 # -- pause through the gateway -----------------------------------------------------------------------------------------
@@ -118,18 +114,10 @@ def test_pause_abort_answers_all_streams_and_gives_back_every_block(server: Serv
         assert len(partial) == MAX_NUM_SEQS and all(0 < count < LONG for count in partial)
 
         late = asyncio.create_task(post(client, f"{url}/v1/completions", json=body(5)))
-        unlucky = asyncio.create_task(
-            post(client, f"{url}/v1/completions", json=body(5), headers={"x-request-id": "job-7"})
-        )
-        await until(lambda: is_metric(client, url, "slipstream_waiting_requests", 2))
+        await until(lambda: is_metric(client, url, WAITING, 1))
         await post(client, f"{url}/pause?mode=keep")  # no deadlock: another mode, other calls
         assert (await client.get(f"{url}/v1/is_paused")).json()["result"] == {"is_paused": True}
-        assert not late.done() and not unlucky.done()
-        async with asyncio.timeout(AT_ONCE_S):
-            ended = await post(client, f"{url}/v1/abort_requests", json={"req_ids": ["job-7"]})
-            assert ended["result"] == {"aborted": ["job-7"], "not_found": []}
-            (choice,) = (await unlucky)["choices"]
-        assert (choice["finish_reason"], choice["token_ids"], logprobs_of(choice)) == ("abort", [], [])
+        assert not late.done()
         await post(client, f"{url}/resume")
         (choice,) = (await late)["choices"]
         assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 5)
@@ -242,9 +230,77 @@ def test_errors_of_the_engine_come_through_the_gateway(server: Server) -> None:
     run(server, scenario)
 
 
+# -- single clients ---------------------------------------------------------------------------------------------------
+
+
+def test_gateway_and_replica_listen_on_loopback_alone(server: Server) -> None:
+    """Unless the config says otherwise."""
+    ports = {httpx.URL(url).port for url in (server.gateway, *server.replicas)}
+    sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    found = {(one.laddr.ip, one.laddr.port) for one in sockets if one.laddr and one.laddr.port in ports}
+    assert len(ports) == 3 and found == {("127.0.0.1", port) for port in ports}
+
+
+def test_an_idle_connection_outlives_what_clients_keep_theirs_for(server: Server) -> None:
+    """Otherwise a request is now and then sent on a connection that is being closed, and fails."""
+    urls = [httpx.URL(url) for url in (server.gateway, *server.replicas)]
+    connections = [http.client.HTTPConnection(url.host, url.port or 0) for url in urls]
+    for pause_s in (IDLE_S, 0):
+        for connection in connections:
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b""
+            connection.auto_open = False  # the next is sent on this very connection, or raises
+        time.sleep(pause_s)
+
+
+def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs(server: Server) -> None:
+    """Of two that are frozen one leaves, and of two that wait the first. After the resume the engine computes tokens
+    and prompts of the others alone."""
+    replica = server.replicas[0]
+    url = replica + path(False)
+
+    async def computed(client: httpx.AsyncClient) -> tuple[float, float, float]:
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "slipstream_engine_requests")
+        prompts, tokens, requests = [await metric(client, replica, name) for name in names]
+        return prompts, tokens, requests
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        streams = [Stream() for _ in range(4)]
+        prompt_tokens = (await post(client, url, json=body(1)))["usage"]["prompt_tokens"]
+
+        def reading(index: int, max_tokens: int) -> asyncio.Task[Stream]:
+            return asyncio.create_task(streams[index].read(client, url, body(max_tokens)))
+
+        leaver, stayer = reading(0, LONG), reading(1, STAYS)
+        await until(lambda: asyncio.sleep(0, all(num_tokens(stream) > 3 for stream in streams[:2])))
+        await post(client, f"{replica}/pause?mode=keep")
+        early_leaver = reading(2, LONG)
+        await until(lambda: is_metric(client, replica, WAITING, 1))
+        late = reading(3, 20)
+        await until(lambda: is_metric(client, replica, WAITING, 2))
+        had = await settled(lambda: num_tokens(streams[1]))
+        before = await computed(client)
+        assert 3 < had < STAYS and await is_metric(client, replica, RUNNING, 2)
+        leaver.cancel()
+        early_leaver.cancel()
+        await until(lambda: is_metric(client, replica, RUNNING, 1))
+        await until(lambda: is_metric(client, replica, WAITING, 1))
+        assert await is_paused(client, replica)
+        assert await computed(client) == before and not stayer.done() and not late.done()
+        await post(client, f"{replica}/resume")
+        await asyncio.gather(stayer, late)
+        assert [num_tokens(streams[1]), num_tokens(streams[3])] == [STAYS, 20]
+        await until(lambda: is_metric(client, replica, RUNNING, 0))
+        after = await computed(client)
+        assert [a - b for a, b in zip(after, before, strict=True)] == [prompt_tokens, STAYS - had + 20, 1]
+
+    run(server, scenario)
+
+
 def test_ctrl_c_leaves_nothing_behind(server: Server) -> None:
     """The last of the file: the server is gone afterwards."""
-    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
-    assert server.process.wait(END_DEADLINE_S) == 0, server.output.read_text()
-    assert server.output.read_text().endswith("stopped\n")
-    assert survivors(server.children) == []
+    server.run.watch_children()
+    os.killpg(server.run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
+    assert server.run.wait_for_end(END_DEADLINE_S) == 0, server.run.output.read_text()
+    assert server.run.output.read_text().endswith("stopped\n")
+    assert server.run.survivors() == []

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from configs.schema import Config, DataConfig, EvaluationConfig
 from rollout.evaluation.evaluator import Evaluation
 from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
-from scripts.evaluate import evaluate, make_report, powers_of_two, table
+from scripts.evaluate import evaluate, make_report, table
 from tests.support.compose import CONFIGS, changed, invocation
 
 
@@ -38,13 +38,6 @@ def test_a_report_has_scores_by_source_and_what_every_prompt_got() -> None:
     assert (report["num_prompts"], report["mean_response_tokens"], report["seconds"]) == (2, 10, 1.25)
     assert report["failed_rewards"] == 1
     assert report["evaluation"]["top_p"] == 0.7
-
-
-@pytest.mark.parametrize(
-    ("limit", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 32])]
-)
-def test_pass_at_powers_of_two(limit: int, ks: list[int]) -> None:
-    assert powers_of_two(limit) == ks
 
 
 def test_a_table_lines_up() -> None:

@@ -18,11 +18,9 @@ from tests.support.engines import (
     MAX_NUM_SEQS,
     EngineHost,
     assert_tokens_equal_tags,
-    pause,
     prompt,
     reference_logprobs,
     request,
-    resume,
     update,
 )
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random_weights, release
@@ -187,24 +185,6 @@ def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
         np.testing.assert_array_equal(calm.token_ids, paused.token_ids)
         np.testing.assert_allclose(calm.logprobs, paused.logprobs, atol=2e-5)
         assert len(paused.spans) == 4
-
-
-def test_nothing_moves_while_paused_and_a_new_request_waits(host: EngineHost) -> None:
-    async def scenario() -> None:
-        await update(host.engine, random_weights(host.model_path, 110), 110)
-        running = asyncio.create_task(host.engine.generate(request(prompt(0, 20), max_tokens=900)))
-        await host.every_one_has(1, 5)
-        await pause(host.engine)
-        counts = await host.settled_counts()
-        late = asyncio.create_task(host.engine.generate(request(prompt(1, 20), max_tokens=2)))
-        await asyncio.sleep(0.5)
-        assert host.engine._llm.output_counts() == counts
-        assert not late.done()
-        assert not running.done()
-        await resume(host.engine)
-        await asyncio.gather(running, late)
-
-    host.run(scenario())
 
 
 def test_a_cancelled_request_frees_its_seat(host: EngineHost) -> None:

@@ -1,8 +1,6 @@
 """Pause modes and updates on a real engine behind its replica: what ends, what is held, and what goes on."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -91,44 +89,6 @@ def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -
     assert (late.finish_reason, late.spans) == ("length", (VersionSpan(0, TOKENS, 201),))
     ids = [*prompt(0, 20), *ended[0].token_ids.tolist()]
     np.testing.assert_allclose(ended[0].logprobs, reference_logprobs(host, weights, ids, start=20), atol=3e-5)
-
-
-def test_pause_wait_lets_the_running_finish_and_holds_all_others(host: EngineHost) -> None:
-    weights = random_weights(host.model_path, 210)
-    order: list[str] = []
-
-    async def noted(what: str, call: Awaitable[Any]) -> Any:
-        result = await call
-        order.append(what)
-        return result
-
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
-        replica = await make_replica(host, weights, 210)
-        calm = await replica.generate_group(requests(MAX_NUM_SEQS))
-        first, *others = generating(replica, requests(1)), *generating(replica, requests(3, 100))
-        running = [asyncio.create_task(noted("finished", task)) for task in (*first, *others)]
-        await until(lambda: len(host.engine.running) == 4)
-        pausing = asyncio.create_task(noted("paused", replica.pause(PauseMode.wait)))
-        await until(lambda: host.engine._llm.admission._holds > 0)
-        late = [asyncio.create_task(noted("late", task)) for task in generating(replica, requests(3))]
-        await host.every_one_has(1, 110)  # seats are free, and one goes on
-        assert not pausing.done() and (await replica.status()).pause_mode is None
-        assert host.engine.gauges()["waiting_requests"] == 3, "free seats are not taken"
-        await pausing
-        assert order == ["finished"] * 4 + ["paused"]
-        assert (await replica.status()).pause_mode == "wait" and await host.engine._llm.is_paused()
-        await asyncio.sleep(0.3)
-        assert host.engine.running == [] and not any(task.done() for task in late)
-        await replica.resume()
-        assert not await host.engine._llm.is_paused()
-        return calm, [*await asyncio.gather(*running), *await asyncio.gather(*late)]
-
-    calm, completions = host.run(scenario())
-    lengths = [TOKENS] + [100] * 3 + [TOKENS] * 3
-    assert [(len(one.token_ids), one.finish_reason) for one in completions] == [(n, "length") for n in lengths]
-    for completion, whole in zip(completions, [calm[0], *calm[:3], *calm[:3]], strict=True):
-        check_begins_as(completion, whole)
-        assert [span.global_steps for span in completion.spans] == [210]
 
 
 def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: EngineHost) -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollout.engines.base import EngineSpec
-from rollout.types import Completion, VersionSpan
+from rollout.types import Completion
 from tests.support.engines import (
     BOTH_SCHEDULERS,
     MAX_NUM_SEQS,
@@ -136,40 +136,3 @@ def test_recomputed_kv_is_of_the_new_weights_alone(host: EngineHost) -> None:
         expected = reference_logprobs(host, new, [*ids, *completion.token_ids.tolist()], start=len(ids))
         error = np.abs(completion.logprobs[boundary:] - expected[boundary:]).max()
         assert error < 3e-5 if clear_cache else error > 1e-2
-
-
-def test_our_counts_agree_with_the_engines_labels(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM labels tokens itself (0.32 and later), the counts that older ones need are held against its labels."""
-    from rollout.engines.vllm import client as gated_llm
-
-    if not gated_llm.HAS_NATIVE_VERSIONS:
-        pytest.skip("this vLLM has no labels of its own")
-    engine = host.engine
-    monkeypatch.setattr(engine, "_native_versions", False)
-    monkeypatch.setattr(gated_llm, "HAS_NATIVE_VERSIONS", False)
-    labels: list[tuple[VersionSpan, ...]] = []
-    complete, tag = engine._completion, engine._tag
-
-    def with_labels(output: Any, boundaries: Any) -> Completion:
-        native = output.outputs[0].weight_versions
-        labels.append(tuple(VersionSpan(span.start, span.end, int(span.version)) for span in native))
-        completion = complete(output, boundaries)
-        assert completion.spans == labels[-1]
-        return completion
-
-    async def tag_both(global_steps: int, answers: list[Any]) -> Any:
-        await engine._llm.update_weight_version(str(global_steps))
-        return await tag(global_steps, answers)
-
-    monkeypatch.setattr(engine, "_completion", with_labels)
-    monkeypatch.setattr(engine, "_tag", tag_both)
-
-    async def scenario() -> list[Completion]:
-        first = 60
-        await update(engine, emitting_weights(host.model_path, FIRST_TOKEN + first), first)
-        calls = [engine.generate(request(prompt(i, 20), max_tokens=300)) for i in range(3 * MAX_NUM_SEQS)]
-        return await under_updates(host, range(first + 1, first + 6), 0.15, *calls)
-
-    for completion in host.run(scenario()):
-        assert_tokens_equal_tags(completion)
-    assert sum(len(spans) > 2 for spans in labels) > 3

@@ -1,22 +1,18 @@
-"""A replica in its Ray actor: control calls under load, exact tags over Ray, and death that is noticed."""
+"""A replica in its Ray actor: control calls under load, and exact tags over Ray."""
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.engines.base import EngineSpec
-from rollout.errors import ReplicaLostError, TooFewReplicasError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
-from tests.support.actors import monitor_of, no_redirect
+from tests.support.actors import no_redirect
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import Manifest, PublishOrder
@@ -80,37 +76,14 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     assert max(len(completion.spans) for completion in completions) >= 2
 
 
-async def die(replica: ReplicaHandle) -> None:
-    """SIGKILL of the engine's process: the pending request fails, and the watch raises, naming the replica."""
-    watch = asyncio.create_task(monitor_of(fleet_of(replica)).run())
-    actor_pid = await replica.actor.__ray_call__.remote(lambda _self: os.getpid())
-    engines = psutil.Process(actor_pid).children(recursive=True)
-    assert engines
-    pending = asyncio.ensure_future(replica.client.generate_group(group(99)))
-    async with asyncio.timeout(30):
-        while (await replica.stats())["running"] < GROUP_SIZE:
-            await asyncio.sleep(0.01)
-    await replica.pause(PauseMode.keep)  # so that it is not done before
-    for engine in engines:
-        engine.send_signal(signal.SIGKILL)
-    with pytest.raises(ExceptionGroup) as raised:
-        await watch
-    assert isinstance(raised.value.exceptions[0], TooFewReplicasError)
-    assert replica.name in str(raised.value.exceptions[0])
-    with pytest.raises(ReplicaLostError):
-        await pending
-
-
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_replica_under_load_and_its_death(engine_spec: EngineSpec, tiny_model: Path) -> None:
-    """One replica serves both halves, because its start takes most of the time."""
+def test_control_calls_and_updates_under_load(engine_spec: EngineSpec, tiny_model: Path) -> None:
     replica = create_replica("replica-0", engine_spec, no_redirect)
 
     async def scenario() -> None:
         async with asyncio.timeout(200):
             await replica.start(engine_spec, WeightSyncConfig())
             await load_and_control(replica, tiny_model)
-            await die(replica)
 
     try:
         asyncio.run(scenario())

@@ -3,7 +3,6 @@
 import pytest
 
 from scripts.bench.asynchrony.limits import Job, limit_ratio, throughput_seconds, window_seconds
-from scripts.bench.asynchrony.outcome import Outcome
 from scripts.bench.asynchrony.simulated import bench_simulated, run_job
 from scripts.bench.common import LogNormalLengths
 
@@ -58,12 +57,6 @@ def test_the_limit_is_the_tightest_bound() -> None:
     assert limit_ratio(by_hand(5, 50, 5, 5, max_num_seqs=1), 3) == 105 / 75
 
 
-def test_with_equal_lengths_the_limit_is_generation_and_training_side_by_side() -> None:
-    job = Job(length_of=LogNormalLengths(mean=200, sigma=0.0, cap=2000), num_steps=20)
-    assert window_seconds(job, 0) == pytest.approx(20 * (2 + 2))
-    assert limit_ratio(job, 2) == pytest.approx(20 * 4 / (2 + 20 * 2))
-
-
 # -- the simulated job -------------------------------------------------------------------------------------------------
 
 
@@ -87,22 +80,6 @@ def test_on_a_long_tail_staleness_pays_and_never_beats_the_limit(seed: int) -> N
         assert 0.75 * limit < ratio <= limit + 1e-9
     idle = [outcome.trainer_idle for outcome in outcomes.values()]
     assert idle[0] > idle[1] > idle[2]
-
-
-def test_the_same_job_gives_the_same_outcome() -> None:
-    outcome = run_job(long_tailed(7), 2)
-    assert outcome == run_job(long_tailed(7), 2) != run_job(long_tailed(8), 2)
-
-
-def test_shares_add_up_for_a_synchronous_job() -> None:
-    outcome = run_job(by_hand(10, 30, train_s=20.0, max_num_seqs=4), 0)
-    assert outcome == Outcome(
-        seconds=pytest.approx(80),
-        samples_per_s=pytest.approx(2 / 80),
-        trainer_idle=pytest.approx(0.5),
-        replica_idle=pytest.approx(0.5),
-        seats_used=pytest.approx(0.5 / 4),
-    )
 
 
 def test_results_carry_the_keys_of_the_json_line(capsys: pytest.CaptureFixture[str]) -> None:

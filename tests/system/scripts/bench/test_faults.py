@@ -2,7 +2,6 @@
 
 import pytest
 
-from scripts.bench.faults.report import Row, sums
 from scripts.bench.faults.simulated import LOOP_FAULTS, REPLICA_FAULTS, part_faults
 
 
@@ -23,9 +22,3 @@ def test_no_version_descends_where_replacements_come_between_two_updates() -> No
     """A replica that catches up with the trainer dies before the others have been updated."""
     row = part_faults("dies", num_injections=5, seed=1, update_interval=5)
     assert (row.injected, row.descending_versions, row.lost, row.twice, row.unbounded_waits) == (5, 0, 0, 0, 0)
-
-
-def test_the_last_line_sums_the_table() -> None:
-    rows = [Row(fault="a", engine="x", injected=2, lost=1), Row(fault="b", engine="x", injected=3, unbounded_waits=1)]
-    none = {"twice": 0, "restarted": 0, "descending_versions": 0}
-    assert sums(rows) == {"injected": 5, "lost": 1, **none, "unbounded_waits": 1}

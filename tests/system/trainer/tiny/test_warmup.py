@@ -139,10 +139,3 @@ def test_of_two_concurrent_runs_both_get_the_one_model(tmp_path: Path):
 
     made = ensure_warm_model(tmp_path, SPEC, PAIRS, progress=let_another_finish_first)
     assert others == [made] == list(tmp_path.iterdir())
-
-
-def test_bad_arguments_name_the_knob(tmp_path: Path):
-    with pytest.raises(ValueError, match="3 demonstrations: must be >= batch_size=8"):
-        ensure_warm_model(tmp_path, SPEC, PAIRS[:3])
-    with pytest.raises(ValueError, match="prompt_template='Q: '"):
-        ensure_warm_model(tmp_path, dataclasses.replace(SPEC, prompt_template="Q: "), PAIRS)

@@ -1,6 +1,6 @@
 """TrainWorker's state on disk: staged while training goes on, loaded into as many ranks as there are."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,42 +31,30 @@ def learned(found: Outcome, first: int = 0) -> list[dict[str, float]]:
     return [{key: metrics[key] for key in KEYS} for metrics in found.metrics[first:]]
 
 
-@dataclass(frozen=True)
-class Scene:
-    folder: Path
-    one: Outcome
-    """Undisturbed, on one rank; saved while it went on. Likewise `two`."""
-    two: Outcome
-    one_from_one: Outcome
-    one_from_two: Outcome
-    two_from_one: Outcome
-    two_from_two: Outcome
-    failed: Outcome
-    """Two ranks that cannot write."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def scene(process_as_it_was: None, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    folder = tmp_path_factory.mktemp("checkpoints")
+def runs(process_as_it_was: None, folder: Path) -> dict[str, Outcome]:
+    """On one rank and on two: saved while they went on, resumed from each by each, and two that cannot write."""
     model = build_model(VOCAB_SIZE, seed=0)
     model.save_pretrained(folder / "model")
     groups = [random_groups(double(model), seed=seed, temperature=0.8) for seed in range(NUM_STEPS)]
     (folder / "full").write_text("a file, in the way of the folder")
-    saved = str(folder / "by_one"), str(folder / "by_two")
+    by_one, by_two = str(folder / "by_one"), str(folder / "by_two")
     alone, both = (Job(CONFIG, str(folder / "model"), [with_values(g, ranks) for g in groups]) for ranks in (1, 2))
-    one = one_rank(replace(alone, save=saved[0]))
-    on_two = two_ranks(
-        {
-            "two": replace(both, save=saved[1]),
-            "two_from_one": replace(both, load=saved[0]),
-            "two_from_two": replace(both, load=saved[1]),
-            "failed": replace(both, save=str(folder / "full" / "x")),
-        },
-        folder / "answer.pickle",
-        TIMEOUT_S,
-    )
-    one_from_one, one_from_two = (one_rank(replace(alone, load=path)) for path in saved)
-    return Scene(folder=folder, one=one, one_from_one=one_from_one, one_from_two=one_from_two, **on_two)
+    one = one_rank(replace(alone, save=by_one))
+    on_two = {
+        "two": replace(both, save=by_two),
+        "1 -> 2": replace(both, load=by_one),
+        "2 -> 2": replace(both, load=by_two),
+        "failed": replace(both, save=str(folder / "full" / "x")),
+    }
+    on_two = two_ranks(on_two, folder / "answer.pickle", TIMEOUT_S)
+    on_one = {"1 -> 1": one_rank(replace(alone, load=by_one)), "2 -> 1": one_rank(replace(alone, load=by_two))}
+    return {"one": one} | on_one | on_two
 
 
 def with_values(groups: Any, num_ranks: int) -> StepBatch:
@@ -75,35 +63,38 @@ def with_values(groups: Any, num_ranks: int) -> StepBatch:
     return batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, values=values, returns=returns)
 
 
-@pytest.mark.parametrize("ranks", ["one", "two"])
-def test_the_same_number_of_ranks_goes_on_bit_for_bit(scene: Scene, ranks: str) -> None:
+@pytest.mark.parametrize(("whole", "resumed"), [("one", "1 -> 1"), ("two", "2 -> 2")])
+def test_the_same_number_of_ranks_goes_on_bit_for_bit(runs: dict[str, Outcome], whole: str, resumed: str) -> None:
     """From the state of SAVED_AT, although training went on while it was being written."""
-    whole, resumed = (scene.one, scene.one_from_one) if ranks == "one" else (scene.two, scene.two_from_two)
-    assert learned(resumed) == learned(whole, SAVED_AT)
-    assert resumed.weights.keys() == whole.weights.keys()
-    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
-    assert [rank.random for rank in resumed.ranks] == [rank.random for rank in whole.ranks]
-    assert len({rank.random for rank in whole.ranks}) == len(whole.ranks)
+    found, expected = runs[resumed], runs[whole]
+    assert learned(found) == learned(expected, SAVED_AT)
+    assert found.weights.keys() == expected.weights.keys()
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+    assert [rank.random for rank in found.ranks] == [rank.random for rank in expected.ranks]
+    assert len({rank.random for rank in expected.ranks}) == len(expected.ranks)
 
 
-@pytest.mark.parametrize("ranks", ["1 -> 2", "2 -> 1"])
-def test_another_number_of_ranks_goes_on_with_the_same_losses_and_gradients(scene: Scene, ranks: str) -> None:
-    whole, resumed = (scene.one, scene.two_from_one) if ranks == "1 -> 2" else (scene.two, scene.one_from_two)
-    for found, expected in zip(learned(resumed), learned(whole, SAVED_AT), strict=True):
+@pytest.mark.parametrize(("whole", "resumed"), [("one", "1 -> 2"), ("two", "2 -> 1")])
+def test_another_number_of_ranks_goes_on_with_the_same_losses_and_gradients(
+    runs: dict[str, Outcome], whole: str, resumed: str
+) -> None:
+    for found, expected in zip(learned(runs[resumed]), learned(runs[whole], SAVED_AT), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    for name, weight in whole.weights.items():
-        assert torch.allclose(resumed.weights[name], weight, rtol=0, atol=1e-5), name
-    assert resumed.ranks[0].random == whole.ranks[0].random
+    for name, weight in runs[whole].weights.items():
+        assert torch.allclose(runs[resumed].weights[name], weight, rtol=0, atol=1e-5), name
+    assert runs[resumed].ranks[0].random == runs[whole].ranks[0].random
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank_and_training_goes_on(scene: Scene) -> None:
-    assert ["NotADirectoryError" in rank.error for rank in scene.failed.ranks] == [True, True]
-    assert learned(scene.failed) == learned(scene.two)
-    assert [rank.error for rank in scene.two.ranks] == ["", ""]
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank_and_training_goes_on(
+    runs: dict[str, Outcome],
+) -> None:
+    assert ["NotADirectoryError" in rank.error for rank in runs["failed"].ranks] == [True, True]
+    assert learned(runs["failed"]) == learned(runs["two"])
+    assert [rank.error for rank in runs["two"].ranks] == ["", ""]
 
 
-def test_the_policy_can_be_read_whole_without_ranks(scene: Scene) -> None:
-    by_two, by_one = (policy_weights(scene.folder / name) for name in ("by_two", "by_one"))
+def test_the_policy_can_be_read_whole_without_ranks(runs: dict[str, Outcome], folder: Path) -> None:
+    by_two, by_one = (policy_weights(folder / name) for name in ("by_two", "by_one"))
     expected = build_model(VOCAB_SIZE, seed=0).state_dict()
     assert by_two.keys() == by_one.keys() == expected.keys()
     assert {name: tensor.shape for name, tensor in by_two.items()} == {n: t.shape for n, t in expected.items()}

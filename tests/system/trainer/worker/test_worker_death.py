@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
-from rollout.engines.base import EngineSpec
 from tests.support import batches
 from tests.support.actors import no_redirect
 from tests.support.fakes import make_order
@@ -226,28 +225,3 @@ def test_the_export_is_the_trained_weights_and_loads_in_transformers(
     text = "Question: Tom has 3 pens.\nAnswer:"
     assert AutoTokenizer.from_pretrained(exported)(text) == AutoTokenizer.from_pretrained(tiny_model)(text)
     assert (exported / "generation_config.json").is_file()
-
-
-def test_the_export_loads_in_vllm_and_generates_what_transformers_does(exported: Path, engine_spec: EngineSpec) -> None:
-    from rollout.replica.replica_group import engine_env
-
-    os.environ.update(engine_env(replace(engine_spec, model_path=str(exported))))
-    from vllm import LLM, SamplingParams, TokensPrompt
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    prompt_ids = AutoTokenizer.from_pretrained(exported)("Question: Tom has 3 pens.\nAnswer:")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(exported)
-    tokens = model.generate(torch.tensor([prompt_ids]), max_new_tokens=8, do_sample=False)[0, len(prompt_ids) :]
-    engine = LLM(str(exported), max_model_len=128, max_num_seqs=2, kv_cache_memory_bytes=2**21, enforce_eager=True)
-    (answer,) = engine.generate(
-        [TokensPrompt(prompt_token_ids=prompt_ids)], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False
-    )
-    assert list(answer.outputs[0].token_ids) == tokens.tolist()
-    cleanup_dist_env_and_memory()  # its process group would be in the way of train workers in this process
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.export_hf", str(tmp_path), str(tmp_path / "hf")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"export_hf: {tmp_path} has no COMPLETE.json: it is no checkpoint, or its save did not end\n"

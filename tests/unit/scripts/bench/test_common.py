@@ -15,9 +15,6 @@ from scripts.bench.common import (
     LogNormalLengths,
     UniformLengths,
     interleaved,
-    median_ratio,
-    show_table,
-    write_json,
 )
 from tests.support.fakes import make_prompt
 
@@ -64,17 +61,3 @@ def test_arms_take_turns() -> None:
     results = asyncio.run(interleaved({"a": lambda n: arm("a", n), "b": lambda n: arm("b", n)}, 3))
     assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert results == {"a": [0, 1, 2], "b": [0, 1, 2]}
-
-
-def test_median_ratio_pairs_neighbours() -> None:
-    assert median_ratio([2.0, 40.0, 6.0], [1.0, 20.0, 2.0]) == 2.0
-
-
-def test_a_table_lines_up(capsys: pytest.CaptureFixture[str]) -> None:
-    show_table("title", ["arm", "n"], [["a", "1"], ["long one", "1,000"]])
-    assert capsys.readouterr().out == ("title\narm           n\n--------  -----\na             1\nlong one  1,000\n\n")
-
-
-def test_the_last_line_has_four_places(capsys: pytest.CaptureFixture[str]) -> None:
-    write_json({"ratio": 1.234567, "count": 3, "sizes": [1, 50]})
-    assert capsys.readouterr().out == '{"ratio": 1.2346, "count": 3, "sizes": [1, 50]}\n'

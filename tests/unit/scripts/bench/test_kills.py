@@ -1,18 +1,12 @@
 """Whether a kill of a whole run has hit what it was aimed at; and a process that is slowed down from outside."""
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from configs.checkpoint import CHECKPOINTS
 from scripts.bench.faults import kills
 from scripts.bench.faults.kills import SAVE, UPDATE, Cut
-from scripts.bench.faults.whole_run import throttled
 from scripts.launch.start import owner
 from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.recorder import TRAJECTORIES
@@ -47,21 +41,3 @@ def test_an_update_was_cut_if_no_step_came_after_it_and_none_was_over_so_soon(
     assert not UPDATE.hit(Cut(run_dir=run_dir, begun=begun, after_s=0.02, shortest_s=0.02))
     (run_dir / TRAJECTORIES / "step_000007.jsonl").touch()
     assert not UPDATE.hit(Cut(run_dir=run_dir, begun=begun, after_s=0.01, shortest_s=0.02))
-
-
-def test_a_throttled_process_has_its_share_of_the_time_and_is_left_running() -> None:
-    counting = "import time\nwhile True: time.thread_time()"
-    with subprocess.Popen([sys.executable, "-c", counting]) as started:
-        process = psutil.Process(started.pid)
-        try:
-            with pytest.raises(RuntimeError), throttled(process, 0.1):
-                began, before = time.monotonic(), process.cpu_times().user
-                time.sleep(0.8)
-                assert process.cpu_times().user - before < (time.monotonic() - began) / 2
-                raise RuntimeError("the benchmark fails")
-            assert process.status() != psutil.STATUS_STOPPED
-            with throttled(process, 0.1):
-                process.send_signal(signal.SIGKILL)
-                started.wait(10)
-        finally:
-            started.kill()

@@ -1,12 +1,9 @@
 """TRL is given the job we take ourselves, and the figures are medians of the right arm."""
 
-from pathlib import Path
-
 import pytest
 
-from scripts.bench.peer.environment import run_logged, same_versions
 from scripts.bench.peer.job import grpo_arguments, peer_job, resolve
-from scripts.bench.peer.runs import Result, last_tenth, show, summary
+from scripts.bench.peer.runs import Result, show, summary
 
 
 def result(arm: str, seconds: float, after: float = 0.9) -> Result:
@@ -50,10 +47,6 @@ def test_the_prompts_are_those_of_our_stream_each_once() -> None:
     assert {row["prompt"] for row in other_seed["held_out"]} == held_out
 
 
-def test_no_evaluation_falls_into_the_measured_time() -> None:
-    assert resolve(10, 0).trainer.eval_every == 0
-
-
 def test_the_quickest_arm_of_trl_counts_by_its_median(capsys: pytest.CaptureFixture[str]) -> None:
     results = [result("ours", seconds) for seconds in (20.0, 90.0, 30.0)]
     results += [result("TRL, 1 thread(s)", seconds, after=0.8) for seconds in (60.0, 60.0, 10.0)]
@@ -65,20 +58,3 @@ def test_the_quickest_arm_of_trl_counts_by_its_median(capsys: pytest.CaptureFixt
     show(results)
     rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[3:]]
     assert rows == ["ours", "TRL, 1 thread(s)", "TRL, 2 thread(s)", ""]
-
-
-def test_the_last_tenth_is_at_least_one_value() -> None:
-    assert last_tenth([0.0] * 18 + [0.5, 1.0]) == 0.75
-    assert last_tenth([0.25, 1.0]) == 1.0
-
-
-def test_pins_lose_their_remarks() -> None:
-    assert same_versions("torch==2.13.0  # cpu only\nray==2.60.0\n# torch==1\ntransformers==5.19.0\n") == [
-        "torch==2.13.0",
-        "transformers==5.19.0",
-    ]
-
-
-def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ended with 3:\nsaid this"):
-        run_logged(["bash", "-c", "echo said this; exit 3"], tmp_path / "log")

@@ -1,28 +1,20 @@
 """The arithmetic of the benchmark of weight updates, on times made by hand, and its simulated fleet."""
 
-import asyncio
 import json
-import math
 import runpy
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from configs.schema import Transport
-from scripts.bench.virtual_clock import run_virtual
 from scripts.bench.weight_sync import fleet as bench_fleet
 from scripts.bench.weight_sync.gaps import (
     PauseWindow,
-    growth,
-    median_window,
     normal_gap,
     pause_window,
-    slope,
-    tokens_within,
 )
 from scripts.bench.weight_sync.pause import PauseResults
-from scripts.bench.weight_sync.recompute_meter import RecomputeMeter, install_meter, read_meter
+from scripts.bench.weight_sync.recompute_meter import RecomputeMeter
 
 
 def window(seconds: float) -> PauseWindow:
@@ -54,12 +46,6 @@ def test_a_pause_without_a_token_on_both_sides_is_refused(first_new: int) -> Non
         pause_window(TIMES, first_new, swap=(4.5, 7.0), undisturbed=CALM)
 
 
-def test_windows_are_summed_up_part_by_part() -> None:
-    parts = [(0.1, 5.0, 1.0, 9.0), (0.3, 4.0, 3.0, 7.0), (0.2, 6.0, 2.0, 8.0)]
-    windows = [PauseWindow(stop_s=stop, swap_s=swap, go_s=go, normal_s=normal) for stop, swap, go, normal in parts]
-    assert median_window(windows) == PauseWindow(stop_s=0.2, swap_s=5.0, go_s=2.0, normal_s=8.0)
-
-
 def test_ratios_are_of_the_same_repetition() -> None:
     """The second repetition ran on a machine half as fast: no ratio changes."""
     results = PauseResults(floor_s=[0.1, 0.2, 0.1])
@@ -69,10 +55,6 @@ def test_ratios_are_of_the_same_repetition() -> None:
     assert results.pauses(staged) == [0.15, 0.3, 0.12]
     assert results.over_floor(staged) == pytest.approx(1.5)
     assert results.inside_over_staged(Transport.collective) == pytest.approx(10.0)
-
-
-def test_tokens_are_counted_from_the_start_to_before_the_end() -> None:
-    assert tokens_within([[0.5, 1.0, 1.5], [1.0, 2.0]], (1.0, 2.0)) == 3
 
 
 def test_what_is_computed_at_places_that_were_reached_before_is_computed_again() -> None:
@@ -92,46 +74,6 @@ def test_what_is_computed_at_places_that_were_reached_before_is_computed_again()
     assert meter.tokens == 102 + 39
     with pytest.raises(ValueError, match="request warmup: its name does not begin like"):
         meter.take("warmup", 0, 1)
-
-
-def test_the_meter_sees_each_step_before_the_model_runner_takes_it() -> None:
-    steps = []
-    worker = SimpleNamespace(model_runner=SimpleNamespace(execute_model=lambda *step: steps.append(step) or "output"))
-    install_meter(worker)
-
-    def step(counts: dict[str, int], new: dict[str, int], cached: dict[str, int]) -> SimpleNamespace:
-        """`new`, `cached`: request -> the place from which on it is computed."""
-        return SimpleNamespace(
-            num_scheduled_tokens=counts,
-            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=new[name]) for name in new],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
-        )
-
-    first = step({"0-0": 100, "0-1": 50}, {"0-0": 0, "0-1": 0}, {})
-    assert worker.model_runner.execute_model(first, None) == "output"
-    worker.model_runner.execute_model(step({"0-0": 1, "0-1": 50}, {}, {"0-0": 100, "0-1": 0}))
-    assert steps[0] == (first, None) and len(steps) == 2
-    assert read_meter(worker) == 50
-
-
-def test_growth_is_held_against_the_logarithm() -> None:
-    grown = growth({1: 0.02, 4: 0.03, 256: 0.1})
-    assert grown[4] == (pytest.approx(1.5), 3.0)
-    assert grown[256] == (pytest.approx(5.0), 1 + math.log2(256))
-    assert slope({1: 0.001, 4: 0.5, 256: 0.256}) == pytest.approx(0.001)
-
-
-def test_simulated_replicas_swap_side_by_side() -> None:
-    """On a clock that only their swaps move, 16 of them take as long as one."""
-
-    async def updates() -> tuple[list[bench_fleet.FleetOutcome], float]:
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        return await bench_fleet._updates(16), clock() - started
-
-    outcomes, seconds = run_virtual(updates())
-    assert [outcome.pause_s for outcome in outcomes] == [pytest.approx(bench_fleet.SWAP_S)] * bench_fleet.UPDATES
-    assert seconds == pytest.approx((1 + bench_fleet.UPDATES) * bench_fleet.SWAP_S)
 
 
 def test_the_last_line_is_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from configs.checks.sections import serve_problems
 from configs.load import without_token
-from configs.schema import Device, ServeConfig
+from configs.schema import Config, Device, ServeConfig
 from configs.validate import ConfigError
 from rollout.http.control import OPEN_PATHS, RequireToken, control_app
 from rollout.replica.app import ReplicaControl

@@ -16,11 +16,9 @@ class Proximal(Enum):
     rollout = "rollout"
     """The policy that sampled the token: ratio = pi / mu, as in PPO."""
     current = "current"
-    """The policy before this step, which leaves pi_old / mu to algorithm.correction (decoupled PPO). A batch is trained
-    in one optimizer step, so the forward pass of that step gives pi_old."""
+    """The policy before this step, which leaves pi_old / mu to algorithm.correction (decoupled PPO)."""
     interpolated = "interpolated"
-    """A policy between mu and pi, one step behind pi: log pi_old = log mu + (d - 1) / d * (log pi - log mu) for a token
-    that is d > 0 optimizer steps old."""
+    """For a token that is d > 0 optimizer steps old, log pi_old = log mu + (d - 1) / d * (log pi - log mu)."""
 
 
 class LossAggregation(Enum):
@@ -50,8 +48,7 @@ class KLEstimator(Enum):
 
 
 class Correction(Enum):
-    """How the loss corrects for the gap between mu and the policy that learns: importance weights w, rejection by r, or
-    both.
+    """How the loss corrects for the gap between mu and the policy that learns: weights w, rejection by r, or both.
 
     In verl's presets, decoupled_X is X with proximal=current, bypass_ppo_clip_X is X with proximal=rollout, and
     bypass_pg_X is X with loss=reinforce and proximal=current.
@@ -70,8 +67,7 @@ class Correction(Enum):
     seq_is_rs = "seq_is_rs"
     """seq_is, and rejects trajectories whose product of r is outside [0.5, 2]."""
     geo_rs = "geo_rs"
-    """Rejects trajectories whose geometric mean of r is outside [0.999, 1.001], which suits max_staleness=0; above it,
-    widen the bounds."""
+    """Rejects trajectories whose geometric mean of r is outside [0.999, 1.001]; with max_staleness > 0, widen them."""
     geo_rs_token_tis = "geo_rs_token_tis"
     """geo_rs with token_is."""
     geo_rs_seq_tis = "geo_rs_seq_tis"
@@ -181,7 +177,7 @@ LOSS_PARAMETERS = ("tokens", "algorithm")
 
 
 def loss_spec(loss: str) -> LossSpec:
-    """Return the spec of a built-in name. A user's own loss may learn from tokens of advantage 0."""
+    """A user's own loss may learn from tokens of advantage 0."""
     return LOSSES.get(loss, LossSpec(learns_without_advantage=True))
 
 
@@ -202,8 +198,7 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0
     """With gae: lambda, where 1 is the return minus the value and 0 the one-step temporal difference."""
     normalize_by_std: bool = True
-    """With grpo and grpo_passk: divide a group's advantages by the standard deviation of its rewards; false is Dr.
-    GRPO."""
+    """With grpo and grpo_passk: divide advantages by the standard deviation of a group's rewards; false is Dr. GRPO."""
     filter_groups: bool = False
     """Leave out groups whose rewards are all equal, and sample other prompts in their places (DAPO)."""
     max_sample_batches: int = 30
@@ -228,8 +223,7 @@ class AlgorithmConfig:
     clip_ratio_high: float = 0.28
     """The ratio is clipped above at 1 + this (DAPO's clip-higher). For gspo, gmpo and dppo see clip_ratio_low."""
     clip_ratio_c: float = 3.0
-    """Dual clip: with a negative advantage, the loss of a token is at most this times |advantage|. With dppo: cap of
-    the ratio, usually 20."""
+    """Dual clip: with a negative advantage, a token's loss is at most this times |advantage|. dppo: cap of ratios."""
     sapo_tau_positive: float = 1.0
     """With sapo: temperature of the gate for advantages above 0."""
     sapo_tau_negative: float = 1.05
@@ -249,8 +243,7 @@ class AlgorithmConfig:
     kl_loss_estimator: KLEstimator = KLEstimator.k3
     """Estimator of the KL in the loss: k2 or k3."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL between the sampling policy and the reference, summed over a trajectory's tokens, that is
-    subtracted from its reward; with gae, from each token."""
+    """Weight of the KL from mu to the reference that a trajectory's reward loses; with gae, each token's."""
     kl_reward_estimator: KLEstimator = KLEstimator.k1
     """Estimator of the KL in the reward: k1, k2 or k3."""
     proximal: Proximal = Proximal.rollout
@@ -265,8 +258,7 @@ class AlgorithmConfig:
     icepop_high: float = 5.0
     """With token_icepop: larger weights become 0."""
     rejection: Rejection | None = None
-    """Replaces the correction's rejection: token_k1, _k2 or _k3, seq_sum_k1, _k2 or _k3, seq_mean_k1, _k2 or _k3,
-    seq_max_k2 or _k3; null keeps the correction's."""
+    """token_k1 to _k3, seq_sum_k1 to _k3, seq_mean_k1 to _k3, seq_max_k2 or _k3; null is the correction's."""
     rejection_low: float | None = None
     """With a k1 rejection: smallest ratio that is kept; null is the correction's."""
     rejection_high: float | None = None
@@ -288,5 +280,4 @@ class CriticConfig:
     lr: float = 1e-3
     """AdamW's learning rate of the critic after warm-up."""
     value_clip: float = 0.5
-    """A value's loss is clipped if the value moved further than this since before the step, which cannot happen while a
-    batch is trained in one optimizer step."""
+    """A value's loss is clipped if the value moved further than this since before the step."""

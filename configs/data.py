@@ -35,8 +35,7 @@ class DataConfig:
     prompt_template: str = "Question: {question}\nAnswer: "
     """Text of the prompt, in which `{question}` is replaced."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template to the messages, or to the question as the user's; false joins their
-    texts."""
+    """Apply the tokenizer's chat template to the messages, or to the question as one; false joins their texts."""
     max_prompt_tokens: int = 1024
     """Longest prompt. The engine's context is this plus rollout.max_response_tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.filter
@@ -50,10 +49,7 @@ FILE_TYPES = (".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A local file or folder, or a data set of the hub.
-
-    Example: parse_source("openai/gsm8k:main@train") == DataSource("openai/gsm8k", "main", "train")
-    """
+    """A local file or folder, or a data set of the hub, such as DataSource("openai/gsm8k", "main", "train")."""
 
     name: str
     """A path, or a hub name."""
@@ -77,7 +73,6 @@ class DataSource:
 
 
 def parse_sources(entries: str) -> list[DataSource]:
-    """Parses entries that are separated by commas."""
     return [parse_source(entry.strip()) for entry in entries.split(",")]
 
 

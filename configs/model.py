@@ -30,11 +30,9 @@ class ModelConfig:
     kind: ModelKind = ModelKind.tiny
     """tiny (made by the project, nothing is downloaded) or hf (model.path)."""
     path: str | None = None
-    """With model.kind=hf, the policy: a Hugging Face folder or hub name, a run folder (its newest checkpoint), or a
-    checkpoint folder."""
+    """With model.kind=hf: Hugging Face folder or hub name, run folder (its newest checkpoint) or checkpoint folder."""
     max_position_embeddings: int | None = None
-    """Replaces max_position_embeddings of the model's config in the engine, which refuses longer sequences; null keeps
-    the model's."""
+    """The engine refuses longer sequences; null takes max_position_embeddings of the model's config."""
     hidden_size: int = 64
     """With model.kind=tiny: width of the model, a multiple of 32."""
     num_layers: int = 2

@@ -37,8 +37,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.85
     """Share of the GPU's memory that vLLM takes when kv_cache_mb is null."""
     start_timeout_s: float = 600.0
-    """Deadline in seconds for starting all replicas and train workers, the warm-up included, and for each later start
-    of a replica."""
+    """Deadline in seconds for starting all replicas and train workers, warm-up included, and each later replica."""
 
     # -- sampling --
     max_response_tokens: int = 32
@@ -49,8 +48,7 @@ class RolloutConfig:
     """Training rollouts sample from the most likely tokens that together have this probability. Below 1 every ratio is
     biased: the recorded logprobs are of the truncated distribution, the trainer's of the whole one."""
     top_k: int = -1
-    """Training rollouts sample from this many most likely tokens; -1 is all. Other values bias the ratios as top_p
-    does."""
+    """Training rollouts sample from so many most likely tokens; -1 is all. Others bias the ratios as top_p does."""
     seeded_sampling: bool = False
     """Give every trajectory its own sampling seed (from seed, ordinal and index): repeatable, a little slower."""
 
@@ -77,16 +75,13 @@ class RolloutConfig:
     verify_timeout_s: float = 5.0
     """With reward=math_verify: deadline in seconds for one comparison; past it the answer counts as wrong."""
     verify_processes: int = 2
-    """With reward=math_verify: processes per agent worker that compare answers. Waiting for one counts towards
-    reward_timeout_s."""
+    """With reward=math_verify: processes per agent worker that compare. reward_timeout_s includes waiting for one."""
 
     # -- failures --
     group_timeout_s: float = 1200.0
-    """Deadline in seconds for one attempt at a group, from dispatch to rewards; then it is tried again
-    (max_group_retries). Pauses count, so it must be longer than any."""
+    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies."""
     max_group_retries: int = 1
-    """How often a group is tried again after its agent loop raised, exceeded group_timeout_s, or crashed the process
-    that ran only this group."""
+    """How often a group is tried again after it raised, exceeded group_timeout_s, or crashed a process of its own."""
     max_failed_groups: float = 0.01
     """Share of the run's groups that may fail for good, each replaced by another prompt. One more ends the run."""
     min_replicas: int = 1
@@ -94,14 +89,11 @@ class RolloutConfig:
     max_replacements: int = 8
     """Lost replicas that are replaced by new ones, over the whole run; 0 replaces none. A resumed run counts anew."""
     progress_interval_s: float = 1.0
-    """Seconds between two reports of a replica's health and of the tokens it has generated since: its death loses at
-    most the tokens of one interval."""
+    """Seconds between two reports of a replica's health and new tokens: its death loses those of one interval."""
     replica_timeout_s: float = 60.0
-    """A replica is lost when it answers nothing for this many seconds, or samples no token while it has requests and
-    is not paused."""
+    """A replica is lost when for so many seconds it answers nothing, or, unpaused, samples nothing for its requests."""
     answer_timeout_s: float = 5.0
-    """Deadline in seconds for one question or order to a replica: its state and counters, an abort, and the last report
-    of a replica that was lost."""
+    """Deadline in seconds for one question or order to a replica: its state, an abort, its last report when lost."""
     slow_factor: float | None = 8.0
     """A replica is lost when its requests are this many times slower than the others' median (tokens/s per request),
     as on a throttled or shared GPU, and it generates less than half of their tokens/s; at least 2, null: never."""

@@ -57,8 +57,7 @@ class Config:
     device: Device = Device.auto
     """auto, cpu or cuda, for replicas and trainer alike."""
     gpu_share: float = 1.0
-    """Share of a GPU that the trainer and each replica claim: 0.5 puts both on one GPU. Set
-    rollout.gpu_memory_utilization to match."""
+    """Share of a GPU that trainer and each replica claim: 0.5 is both on one. Match rollout.gpu_memory_utilization."""
     dry_run: bool = False
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False

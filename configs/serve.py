@@ -13,11 +13,9 @@ class ServeConfig:
     port: int = 8000
     """Port that the gateway listens on; 0 takes a free one."""
     token: str | None = None
-    """Bearer token that the control routes ask for; null asks for none. `${oc.env:NAME}` takes it from the
-    environment."""
+    """Bearer token that control routes ask for (`${oc.env:NAME}`: from the environment); null asks for none."""
     route_timeout_s: float = 10.0
-    """Seconds that a request waits for a replica in service, and for a connection to it; then it fails with 503 or
-    502."""
+    """Seconds that a request waits for a replica in service (then 503), and for a connection to it (then 502)."""
 
     @property
     def is_loopback(self) -> bool:

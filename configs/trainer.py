@@ -50,8 +50,7 @@ class TrainerConfig:
     batch_timeout_s: float = 1800.0
     """Deadline in seconds for waiting for a batch; then the run ends. Pauses count, so it must be longer than any."""
     step_timeout_s: float = 1800.0
-    """Deadline in seconds for one optimizer step and for scoring a batch; past it the train workers restart
-    (max_restarts)."""
+    """Deadline in seconds for an optimizer step and for scoring a batch; then train workers restart (max_restarts)."""
     start_timeout_s: float = 600.0
     """Deadline in seconds for starting the train workers and for loading a checkpoint into them."""
     answer_timeout_s: float = 10.0

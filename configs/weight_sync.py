@@ -63,8 +63,7 @@ class WeightSyncConfig:
     """Where replicas put new weights while they generate: none, host or device (a second copy on the GPU, for which
     rollout.gpu_memory_utilization must leave room)."""
     pause_mode: PauseMode = PauseMode.keep
-    """keep freezes the requests in flight; abort ends them and continues from their tokens, for engines without a keep
-    mode."""
+    """keep freezes requests in flight; abort ends them and continues from their tokens (engines without keep)."""
     in_flight_kv: InFlightKv = InFlightKv.keep
     """KV cache of requests in flight: keep it, or recompute it with the new weights."""
     bucket_mb: int = 256
@@ -74,7 +73,7 @@ class WeightSyncConfig:
     pause_timeout_s: float = 60.0
     """Deadline in seconds for pausing one replica, and for resuming it."""
     prefill_grace_s: float = 5.0
-    """Seconds of a pause, less than pause_timeout_s, in which admitted requests may finish their prefill. Those that do
-    not, because no KV blocks are free for them, begin again after it."""
+    """Seconds of a pause, below pause_timeout_s, to finish prefills. Those that cannot, for lack of KV blocks, begin
+    again after it."""
     swap_timeout_s: float = 120.0
     """Deadline in seconds for one replica's swap; with staging=none, for the whole transfer."""

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
@@ -57,76 +56,62 @@ class Membership(Protocol):
         """Raises when fewer replicas are in service than the run needs."""
 
 
-class _Sending:
-    """What the trainer does while replicas receive. If one replica fails, the send is cancelled: the others would wait
-    for that replica until their deadline."""
+class _Attempt:
+    """One publication, its sending, and what became of the replicas that it was for."""
 
-    def __init__(self, call: Coroutine[Any, Any, int]):
-        self.task = asyncio.create_task(call)
+    def __init__(self, manifest: Manifest, publish_s: float, send: Coroutine[Any, Any, int]):
+        self.manifest = manifest
+        self.publish_s = publish_s
+        self.sending = asyncio.create_task(send)
         self.stopped_by: str | None = None
+        self.done: list[ReplicaUpdate] = []
+        self.failed: dict[str, WeightUpdateError] = {}
 
     def stop(self, name: str) -> None:
-        if self.stopped_by is None and not self.task.done():
+        """This replica failed, and the others would wait for it until their deadline."""
+        if self.stopped_by is None and not self.sending.done():
             self.stopped_by = name
-            self.task.cancel()
+            self.sending.cancel()
 
-    async def checksum(self) -> int:
+    async def tag(self) -> WeightTag:
+        """When all has been sent."""
         try:
-            return await asyncio.shield(self.task)
+            return WeightTag(self.manifest.global_steps, await asyncio.shield(self.sending))
         except asyncio.CancelledError:
             if self.stopped_by is None:
                 raise
             raise WeightUpdateError(f"send on trainer was stopped: {self.stopped_by} failed") from None
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """One publication, and what became of the replicas that it was for."""
-
-    nbytes: int
-    publish_s: float
-    stopped_by: str | None
-    done: list[ReplicaUpdate] = field(default_factory=list)
-    failed: dict[str, WeightUpdateError] = field(default_factory=dict)
-
-
 class CheckpointManager:
     """Brings replicas to a version of the weights. One update at a time.
 
     Example:
-        manager = CheckpointManager(trainer, fleet, config.weight_sync)
-        await manager.update_weights(7)
+        await CheckpointManager(trainer, fleet, config.weight_sync).update_weights(7)
         # trainer.publish                   the weights can be read
         # trainer.send, replica.stage       they move while the replicas generate
         # replica.commit                    each pauses, swaps, verifies and resumes
-        # fleet.admit                       each serves version 7
     """
 
     def __init__(self, source: WeightSource, fleet: Membership, config: WeightSyncConfig):
         self._source = source
         self._fleet = fleet
         self._config = config
-        self._updating = asyncio.Lock()
+        self.publishing = asyncio.Lock()
+        """Held while the trainer's weights are read and replicas change version. A caller that changes the weights (an
+        optimizer step), or needs replicas to stay at one version, holds it."""
         self._held: dict[str, int] = {}  # replica -> the version it was last verified at
         self._misses: Counter[str] = Counter()  # in a row
 
-    @property
-    def publishing(self) -> asyncio.Lock:
-        """Held while the trainer's weights are read and replicas change version. A caller that changes the weights (an
-        optimizer step), or needs replicas to stay at one version, holds it."""
-        return self._updating
-
-    async def update_weights(self, global_steps: int | None = None) -> UpdateReport:
-        """Returns when every replica in service serves the weights tagged `global_steps`; None stands for the optimizer
-        steps that the trainer has taken.
+    async def update_weights(self, global_steps: int) -> UpdateReport:
+        """Returns when every replica in service serves the weights tagged `global_steps`.
 
         Raises:
             WeightUpdateError: The trainer cannot publish.
             TooFewReplicasError: Too few replicas are left in service.
         """
-        async with self._updating:
-            version = self._source.global_steps if global_steps is None else global_steps
-            return await self._transact(self._fleet.targets, version)
+        async with self.publishing:
+            return await self._transact(self._fleet.targets, global_steps)
 
     async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
         """Bring these of the fleet's targets to the trainer's present weights, as `update_weights` does. Returns None
@@ -136,7 +121,7 @@ class CheckpointManager:
         replica samples with newer weights would, if it is lost, be continued by another one with older weights. Nothing
         is assumed about the version that the named replicas hold.
         """
-        async with self._updating:
+        async with self.publishing:
             for name in names:
                 self._held.pop(name, None)
             version = self._source.global_steps
@@ -165,7 +150,7 @@ class CheckpointManager:
             self._fleet.require_enough(next(iter(attempts[0].failed.values())))
         return UpdateReport(
             global_steps=global_steps,
-            nbytes=attempts[0].nbytes if attempts else 0,
+            nbytes=attempts[0].manifest.nbytes if attempts else 0,
             publish_s=attempts[0].publish_s if attempts else 0.0,
             total_s=time.perf_counter() - started,
             replicas=tuple(update for attempt in attempts for update in attempt.done),
@@ -176,25 +161,21 @@ class CheckpointManager:
         """Publish once for these replicas. Returns or raises only when no replica's part is still running."""
         started = time.perf_counter()
         manifest = await self._publish(targets, global_steps)
-        publish_s = time.perf_counter() - started
-        sending = _Sending(self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s"))
-        calls = (self._update(target, manifest, sending) for target in targets)
-        results = await asyncio.gather(*calls, sending.task, return_exceptions=True)
-        attempt = _Attempt(manifest.nbytes, publish_s, sending.stopped_by)
+        send = self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s")
+        attempt = _Attempt(manifest, time.perf_counter() - started, send)
+        calls = (self._update(target, attempt) for target in targets)
+        results = await asyncio.gather(*calls, attempt.sending, return_exceptions=True)
         for target, result in zip(targets, results, strict=False):
             if isinstance(result, WeightUpdateError):
                 attempt.failed[target.name] = result
+                await self._fleet.eject(target.name, result)
+            elif isinstance(result, ReplicaUpdate):
+                attempt.done.append(result)
+                self._held[target.name] = global_steps
+                self._misses.pop(target.name, None)
+                await self._fleet.admit(target.name, global_steps)
             elif isinstance(result, BaseException):
                 raise result
-            else:
-                assert isinstance(result, ReplicaUpdate)
-                attempt.done.append(result)
-        for name, error in attempt.failed.items():
-            await self._fleet.eject(name, error)
-        for update in attempt.done:
-            self._held[update.name] = global_steps
-            self._misses.pop(update.name, None)
-            await self._fleet.admit(update.name, global_steps)
         return attempt
 
     async def _publish(self, targets: Sequence[WeightTarget], global_steps: int) -> Manifest:
@@ -208,7 +189,7 @@ class CheckpointManager:
         )
         return await self._within("publish", "trainer", self._source.publish(order), "stage_timeout_s")
 
-    async def _update(self, target: WeightTarget, manifest: Manifest, sending: _Sending) -> ReplicaUpdate:
+    async def _update(self, target: WeightTarget, attempt: _Attempt) -> ReplicaUpdate:
         """One replica's part."""
         started = time.perf_counter()
         # The replica keeps the deadlines of each step; their sum is for a replica that does not answer.
@@ -217,14 +198,14 @@ class CheckpointManager:
             steps.append("pause_timeout_s")
         try:
             if self._config.staging is Staging.none:
-                commit = target.receive(manifest)
+                commit = target.receive(attempt.manifest)
             else:
-                await self._within("stage", target.name, target.stage(manifest), "stage_timeout_s")
-                commit = target.commit(WeightTag(manifest.global_steps, await sending.checksum()))
+                await self._within("stage", target.name, target.stage(attempt.manifest), "stage_timeout_s")
+                commit = target.commit(await attempt.tag())
             staged = time.perf_counter()
             report = await self._within("commit", target.name, commit, *steps)
         except WeightUpdateError:
-            sending.stop(target.name)
+            attempt.stop(target.name)
             raise
         return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=report.pause_s, swap_s=report.swap_s)
 

@@ -17,13 +17,8 @@ class Retries:
 
     Example:
         retries = Retries(["a", "b", "c"])
-        attempts = iter(retries)
-        next(attempts)                                    # {"a", "b", "c"}
-        retries.record({"a", "b"}, stopped_by="b")        # b failed, so the trainer stopped sending to a
-        next(attempts)                                    # {"a"}
-        next(attempts)                                    # {"b"}
-        retries.record({"b"}, stopped_by="b")             # returns {"b"}: it misses this update
-        next(attempts, None)                              # None
+        for names in retries:                             # {"a", "b", "c"}, then {"a"}, then {"b"}
+            retries.record({"a", "b"}, stopped_by="b")    # b failed, so the trainer stopped sending to a
     """
 
     def __init__(self, names: Iterable[str]):

@@ -110,7 +110,7 @@ class ReceivingWorker:
 
 @dataclass(frozen=True, slots=True)
 class WeightTag:
-    """Identifies weights: which version they are, and `combine` of the checksums of their bytes."""
+    """Identifies weights: their version, and `combine` of the checksums of their bytes."""
 
     global_steps: int
     checksum: int

@@ -11,15 +11,8 @@ from typing import Any
 
 
 def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = ()) -> Callable[..., Any]:
-    """Imports the module of `path` and returns the function or class.
-
-    Args:
-        key: the config key that names it, for the error.
-        parameters: what it will be called with, by position; a class is called with those of its constructor.
-        known: the built-in names that the key also accepts, for the error.
-
-    Raises:
-        ValueError: names the key, the value and what is wrong, an error of the module itself included.
+    """Returns the function or class of `path`, which is called with `parameters` by position. `key` accepts the names
+    `known`, too. ValueError names the key, the value and what is wrong, an error of the module itself included.
 
     Example: find("rollout.reward", "my_rewards:length", ("prompt", "text"))
     """
@@ -46,11 +39,8 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
 
 
 def _import_user_module(name: str) -> ModuleType:
-    """Imports a module that may be in the current folder.
-
-    `python -m` has that folder on sys.path, console scripts and Ray's workers do not. It is appended only for a module
-    that is found nowhere else, and it comes last, so it never shadows an installed module.
-    """
+    """Imports a module that may be in the current folder, which console scripts and Ray's workers lack on sys.path. It
+    is appended only for a module that is found nowhere else, so it never shadows an installed one."""
     if importlib.util.find_spec(name.partition(".")[0]) is None and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(name)

@@ -6,10 +6,7 @@ from typing import Any
 
 
 async def run_with_background(main: Coroutine[Any, Any, None], background: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs all concurrently until `main` returns, and then cancels the background.
-
-    A background coroutine may return earlier. An error in any of them, or in `main`, ends all.
-    """
+    """Runs all concurrently until `main` returns, and then cancels the background. An error in any of them ends all."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in background]
         await group.create_task(main)

@@ -9,7 +9,7 @@ Runs inside vLLM's worker process. On CPU, importing it also changes two things 
 
 import contextlib
 import pickle
-import threading
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from weight_sync import background
 from weight_sync.protocol import Manifest, ReceivingWorker, combine
 from weight_sync.receiver.shadow import Shadow, load_weights
 from weight_sync.transports.registry import receive
@@ -141,7 +142,7 @@ STAGE_WAIT_S = 0.005
 
 
 class Staging:
-    """One version on its way into the shadow."""
+    """One version on its way into the shadow, in a thread of its own."""
 
     def __init__(
         self,
@@ -153,39 +154,24 @@ class Staging:
     ):
         """`stream`: another one than the engine's; None on CPU. `before`: the staging of the last call, whose end this
         one waits for, since it may still write into the shadow after its transfer was given up."""
-        self.global_steps = manifest.global_steps
-        self._checksum: int | None = None
-        self._error: BaseException | None = None
-        waits_for = None if before is None else before.thread
-        self.thread = threading.Thread(
-            target=self._run, args=(manifest, worker, shadow, stream, waits_for), name="weight-staging", daemon=True
-        )
-        self.thread.start()
-        self.thread.join(STAGE_WAIT_S)
 
-    def result(self) -> int | None:
-        if self.thread.is_alive():
-            return None
-        if self._error is not None:
-            raise RuntimeError(f"staging failed: {type(self._error).__name__}: {self._error}") from self._error
-        return self._checksum
-
-    def _run(
-        self,
-        manifest: Manifest,
-        worker: ReceivingWorker,
-        shadow: Shadow,
-        stream: torch.cuda.Stream | None,
-        before: threading.Thread | None,
-    ) -> None:
-        try:
+        def stage() -> int:
             if before is not None:
-                before.join()
+                wait([before.checksum])
             count = len(manifest.tensors)
             with torch.inference_mode(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 checksums = receive(manifest, worker, lambda tensors: shadow.load(tensors, count))
                 if stream is not None:
                     stream.synchronize()
-            self._checksum = combine(checksums)
-        except BaseException as error:  # raised by `result`: nothing catches it in a thread
-            self._error = error
+            return combine(checksums)
+
+        self.global_steps = manifest.global_steps
+        self.checksum = background.start("weight-staging", stage)
+        wait([self.checksum], STAGE_WAIT_S)
+
+    def result(self) -> int | None:
+        if not self.checksum.done():
+            return None
+        if error := self.checksum.exception():
+            raise RuntimeError(f"staging failed: {type(error).__name__}: {error}") from error
+        return self.checksum.result()

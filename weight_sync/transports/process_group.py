@@ -81,10 +81,8 @@ class Transfer:
         self.group: Any = None
         self._store = store
         self._rank = rank
-        self._nonce = meeting.nonce
-        self._members = meeting.members
-        self._timeout_s = meeting.timeout_s
-        self._deadline = time.monotonic() + self._timeout_s
+        self._meeting = meeting
+        self._deadline = time.monotonic() + meeting.timeout_s
 
     @property
     def seconds_left(self) -> float:
@@ -92,8 +90,8 @@ class Transfer:
 
     def meet(self, held: str) -> bool:
         """Waits for all members, and returns whether every one of them holds the group `held`."""
-        keys = {f"member {rank}": name for rank, name in enumerate(self._members)}
-        mine, nonce = f"{self._nonce} {held}", self._nonce.encode()
+        keys = {f"member {rank}": name for rank, name in enumerate(self._meeting.members)}
+        mine, nonce = f"{self._meeting.nonce} {held}", self._meeting.nonce.encode()
         self._store.set(f"member {self._rank}", mine)
 
         def have(keys: list[str]) -> bool:
@@ -132,7 +130,8 @@ class Transfer:
             raise RuntimeError(f"the group broke: {error}") from error
 
     def fail(self, error: BaseException) -> None:
-        report_failure(self._store, self._nonce, f"{self._members[self._rank]} failed: {type(error).__name__}: {error}")
+        reason = f"{self._meeting.members[self._rank]} failed: {type(error).__name__}: {error}"
+        report_failure(self._store, self._meeting.nonce, reason)
 
     def _until(self, done: Callable[[], bool], every_s: float, problem: Callable[[], str]) -> None:
         look_at = time.monotonic() + LOOK_S
@@ -143,11 +142,11 @@ class Transfer:
                 look_at = now + LOOK_S
             if now > self._deadline:
                 self._raise_failure()
-                raise RuntimeError(f"{problem()} within {self._timeout_s:g} s")
+                raise RuntimeError(f"{problem()} within {self._meeting.timeout_s:g} s")
             time.sleep(every_s)
 
     def _raise_failure(self) -> None:
-        key = f"failed {self._nonce}"
+        key = f"failed {self._meeting.nonce}"
         if self._store.check([key]):
             raise RuntimeError(self._store.get(key).decode())
 

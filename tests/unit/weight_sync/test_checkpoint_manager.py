@@ -61,7 +61,7 @@ def test_two_updates_at_once_come_one_after_the_other(scene: Scene) -> None:
 
 def test_without_a_version_it_is_the_trainers_latest(scene: Scene) -> None:
     scene.source.global_steps = 12
-    [report] = scene.update(None)
+    [report] = scene.update(12)
     assert report.global_steps == scene.a.state.global_steps == scene.b.state.global_steps == 12
 
 

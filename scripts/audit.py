@@ -22,8 +22,8 @@ class Audit:
     prompts: int
     """Different prompts."""
     lost: int
-    """Ordinals below the highest trained one that were not trained. After a run's end these prompts are lost, except
-    for those that were filtered out, dropped or given up, which the run counts."""
+    """Ordinals below the highest trained one that were not trained, those too that the run filtered out, dropped or
+    gave up."""
     twice: int
     """Ordinals that were trained in more than one step, or more than once in a step."""
     missing_steps: int
@@ -36,14 +36,7 @@ class Audit:
 
 
 def audit(run_dir: Path, interval: int = 1) -> Audit:
-    """Audit the trajectory log in `run_dir`.
-
-    Args:
-        interval: weight_sync.interval of the run.
-
-    Raises:
-        ValueError: a record is damaged; the message names file and line.
-    """
+    """Audit the trajectory log of a run with this weight_sync.interval. Raises ValueError for a damaged record."""
     files = sorted((run_dir / TRAJECTORIES).glob("step_*.jsonl"))
     steps_of: Counter[int] = Counter()
     seen: set[tuple[int, int]] = set()

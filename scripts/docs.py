@@ -28,15 +28,11 @@ def key_tables() -> str:
     """One table per section of the config, and under it what the values of its choices mean."""
     sections: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for key, (default, meaning) in key_docs().items():
-        sections[key.rpartition(".")[0]].append((key, default, meaning))
+        sections[key.rpartition(".")[0]].append((f"`{key}`", f"`{default}`", meaning))
     return "\n".join(
-        f"### {section or 'The run'}\n\n{_key_table(rows)}{''.join(_choices(section))}"
+        f"### {section or 'The run'}\n\n{_table(('key', 'default', 'meaning'), rows)}{''.join(_choices(section))}"
         for section, rows in sections.items()
     )
-
-
-def _key_table(rows: list[tuple[str, str, str]]) -> str:
-    return _table(("key", "default", "meaning"), [(f"`{key}`", f"`{default}`", doc) for key, default, doc in rows])
 
 
 def _choices(section: str) -> Iterator[str]:

@@ -27,13 +27,12 @@ def main() -> None:
 def evaluate(given: Invocation) -> int:
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.evaluation import evaluate_model
-    from scripts.launch.plan import evaluation_plan, warnings
+    from scripts.launch.plan import plan
 
     config = without_trainer(given.config)
     device = resolve_device(config)
     if config.dry_run:
-        plan = [evaluation_plan(config, device), *warnings(config, device, NEEDED_FILES)]
-        sys.stdout.write("\n".join(plan) + "\n")
+        sys.stdout.write(plan("evaluate", config, device, given.run_dir, NEEDED_FILES))
         return 0
     given.save_config()
     model_path, evaluation, num_failed, seconds = run_async(evaluate_model(config, device, given.run_dir))
@@ -80,13 +79,8 @@ def table(scores: Mapping[str, Mapping[str, float]]) -> str:
     cells = [["data source", *columns]]
     for source, row in scores.items():
         cells.append([source or "-", *(f"{row[name]:.4f}" if name in row else "-" for name in columns)])
-    widths = [max(len(line[place]) for line in cells) for place in range(len(columns) + 1)]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in cells
-    )
+    first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in cells)
 
 
 if __name__ == "__main__":

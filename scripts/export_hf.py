@@ -5,12 +5,14 @@ The exported folder loads in transformers and in vLLM.
 """
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
 from configs.checkpoint import CHECKPOINTS, MARKER
 from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, verified
 
+logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -33,14 +35,10 @@ def find_checkpoint(path: Path) -> Checkpoint:
     folder = path / CHECKPOINTS
     if (path / MARKER).exists() or not folder.is_dir():
         return verified(path)
-    newest = CheckpointStore(folder).newest_good(_warn)
+    newest = CheckpointStore(folder).newest_good(logger.warning)
     if newest is None:
         raise CheckpointError(f"{folder} holds no good checkpoint")
     return newest
-
-
-def _warn(problem: str) -> None:
-    sys.stderr.write(f"{problem}\n")
 
 
 def export(checkpoint: Checkpoint, out_dir: Path, dtype: str) -> None:

@@ -1,6 +1,5 @@
 """Draw the learning curve of a run: `python -m scripts.plot_curve RUN_DIR` makes RUN_DIR/curve.png."""
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,30 +37,26 @@ STYLE = {
 }
 
 
-def plot_curve(metrics_path: Path, output: Path, title: str = "Learning curve") -> None:
-    """Draw the records of `metrics_path`, a file of `JsonlSink`, into the PNG `output`, 1400 x 700 pixels.
+def plot_curve(run_dir: Path) -> None:
+    """Draw the metrics of a run: reward and held-out accuracy above, token staleness below, over optimizer steps.
 
-    Reward and held-out accuracy are above, token staleness in versions below, both over optimizer steps. If a step has
-    several records, as after a resume, the last one counts.
-
-    Raises:
-        ValueError: the file has no finite `critic/rewards/mean`, or is damaged.
+    If a step has several records, as after a resume, the last one counts. Raises ValueError if there is no finite
+    `critic/rewards/mean`.
     """
-    records = read_metrics(metrics_path)
+    records = read_metrics(run_dir / METRICS_FILE)
     if not series(records, "critic/rewards/mean"):
-        raise ValueError(f"{metrics_path}: no record has a finite 'critic/rewards/mean', so there is no curve to draw")
+        raise ValueError(f"{run_dir / METRICS_FILE}: no record has a finite 'critic/rewards/mean'")
     with style.context(STYLE):
         figure = Figure(figsize=(14, 7), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)
-        figure.suptitle(title, fontsize=19, fontweight="bold")
+        figure.suptitle(run_dir.resolve().name, fontsize=19, fontweight="bold")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
         _draw_learning(top, records)
         _draw_staleness(bottom, records)
         last_step = max(max(series(records, key), default=0) for key in ("critic/rewards/mean", "eval/accuracy"))
         bottom.set(xlim=(0, max(last_step, 1)), xlabel=_duration(series(records, "timing_s/elapsed")))
         bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
+        figure.savefig(run_dir / CURVE_FILE)
 
 
 def series(records: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
@@ -115,14 +110,9 @@ def _duration(elapsed: Mapping[int, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the learning curve of a run.")
-    parser.add_argument("run_dir", type=Path, help=f"folder of the run, with its {METRICS_FILE}")
-    parser.add_argument("--output", type=Path, help=f"the PNG to write (default: RUN_DIR/{CURVE_FILE})")
-    parser.add_argument("--title", default="Learning curve", help="headline of the figure")
-    arguments = parser.parse_args()
-    output = arguments.output or arguments.run_dir / CURVE_FILE
-    plot_curve(arguments.run_dir / METRICS_FILE, output, arguments.title)
-    sys.stdout.write(f"wrote {output}\n")
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("plot_curve: python -m scripts.plot_curve RUN_DIR")
+    plot_curve(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main() -> None:
 
 def serve(given: Invocation) -> int:
     from scripts.launch.cluster import resolve_device, without_trainer
-    from scripts.launch.plan import serving_plan
+    from scripts.launch.plan import plan
     from scripts.launch.serving import serve_model
 
     config = without_trainer(given.config)
@@ -28,7 +28,7 @@ def serve(given: Invocation) -> int:
         why = f"with ray.address={config.ray.address} replicas listen on their nodes' addresses, and need a token"
         raise ConfigError(f"serve.token=None: {why}")
     if config.dry_run:
-        sys.stdout.write(serving_plan(config, device) + "\n")
+        sys.stdout.write(plan("serve", config, device, given.run_dir, ()))
         return 0
     try:
         run_async(serve_model(config, device, given.run_dir))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from configs.checks.sections import TRAIN_AND_VAL
 from configs.load import without_token
 from configs.schema import WandbMode
 from scripts.launch.command import FAILED, STOPPED, Invocation, first_error, run_async, run_command
@@ -33,14 +34,14 @@ def main() -> None:
 
 def train(given: Invocation) -> int:
     from scripts.launch.cluster import resolve_device
-    from scripts.launch.plan import training_plan
+    from scripts.launch.plan import plan
     from scripts.launch.resume import find_checkpoint
 
     device = resolve_device(given.config)
     refused: list[str] = []
     checkpoint = find_checkpoint(given.config, given.run_dir, refused.append)
     if given.config.dry_run:
-        sys.stdout.write(training_plan(given.config, device, given.run_dir) + "\n")
+        sys.stdout.write(plan("train", given.config, device, given.run_dir, TRAIN_AND_VAL))
         return 0
     given.save_config()
     _point_latest_at(given.run_dir)
@@ -54,7 +55,7 @@ def _run(given: Invocation, device: str, checkpoint: "Checkpoint | None", messag
     from scripts.plot_curve import CURVE_FILE, plot_curve
     from trainer.tracking.console import make_console
     from trainer.tracking.recorder import RunRecorder
-    from trainer.tracking.sinks import METRICS_FILE, FailedWrites
+    from trainer.tracking.sinks import FailedWrites
 
     config, run_dir = given.config, given.run_dir
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)
@@ -70,7 +71,7 @@ def _run(given: Invocation, device: str, checkpoint: "Checkpoint | None", messag
             recorder.restore(recorder.state(), BEFORE_THE_FIRST)  # remove what a run without a checkpoint left
         summary = run_async(run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed))
         with failed.tolerated(CURVE_FILE):
-            plot_curve(run_dir / METRICS_FILE, run_dir / CURVE_FILE, title=run_dir.name)
+            plot_curve(run_dir)
         console.message(
             f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} in "
             f"{summary['seconds']:.0f} s; {run_dir / 'summary.json'}"

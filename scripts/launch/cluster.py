@@ -64,10 +64,7 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
     """Connects to Ray or starts it, and shuts it down on exit, which ends every actor of this run.
 
     A local cluster claims to have as many CPUs as the actors need, because two cores can run three busy processes.
-
-    Raises:
-        ConfigError: the cluster lacks GPUs or CPUs.
-        TimeoutError: past ray.start_timeout_s.
+    Raises ConfigError if the cluster lacks GPUs or CPUs.
     """
     needed = needed_resources(config, device)
     local = {}

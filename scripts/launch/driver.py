@@ -73,11 +73,7 @@ def make_rollouter(
     global_steps: int,
     publishing: asyncio.Lock,
 ) -> Rollouter:
-    """What turns rows into trajectory groups, for a run that has taken `global_steps` steps.
-
-    Args:
-        publishing: held while replicas change their version.
-    """
+    """For a run that has taken `global_steps` steps. `publishing` is held while replicas change their version."""
     return Rollouter(
         stream=PromptStream(rows, config.seed),
         buffer=make_buffer(config, global_steps),

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ async def run(
     recorder: RunRecorder,
     resumed: Resumed | None = None,
 ) -> dict[str, Any]:
-    """Starts everything, trains, and ends everything. Returns the summary.
-
-    An error anywhere is raised here, after every process has ended.
-    """
+    """Returns the summary. An error anywhere is raised here, after every process has ended."""
     rows = load_rows(config)  # malformed data is an error before anything starts
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     release_all(config.weight_sync, owner(run_dir))  # weights that a killed process of this run left behind
@@ -58,46 +56,51 @@ async def train(
     config: Config, started: StartedRun, *, console: Console, recorder: RunRecorder, resumed: Resumed | None = None
 ) -> dict[str, Any]:
     """Trains on what is started, from the first step or from a checkpoint. Returns the summary."""
-    training = Training(config, started, console=console, recorder=recorder, resumed=resumed)
+    training = Training(config=config, started=started, console=console, recorder=recorder, resumed=resumed)
     await run_with_background(training.run(), background=[started.monitor.run(), started.operator.run()])
     return recorder.write_summary(await training.summary())
 
 
+@dataclass(kw_only=True)
 class Training:
     """The training over a started run: evaluate, train with everything concurrent, evaluate again.
 
     Example:
-        training = Training(config, started, console=console, recorder=recorder, resumed=None)
+        training = Training(config=config, started=started, console=console, recorder=recorder, resumed=None)
         await training.run()  # while the fleet's monitor and operator run
         summary = await training.summary()
     """
 
-    def __init__(
-        self, config: Config, started: StartedRun, *, console: Console, recorder: RunRecorder, resumed: Resumed | None
-    ):
-        self._config, self._started, self._console, self._recorder = config, started, console, recorder
-        self._first_step = 0 if resumed is None else resumed.global_steps
-        self._rollouter = make_rollouter(
+    config: Config
+    started: StartedRun
+    console: Console
+    recorder: RunRecorder
+    resumed: Resumed | None
+
+    def __post_init__(self) -> None:
+        config, started = self.config, self.started
+        self.first_step = 0 if self.resumed is None else self.resumed.global_steps
+        self.rollouter = make_rollouter(
             config,
             rows=started.train_rows,
             runner=started.agents,
             fleet=started.fleet,
-            global_steps=self._first_step,
+            global_steps=self.first_step,
             publishing=started.manager.publishing,
         )
-        self._evaluator = make_evaluator(
+        self.evaluator = make_evaluator(
             config,
             rows=started.val_rows,
             router=started.fleet.router,
             runner=started.agents,
-            failures=self._rollouter.buffer.failures,
+            failures=self.rollouter.buffer.failures,
             on_lost=started.fleet.lose,
         )
-        if resumed is not None:
-            self._restore(resumed)
+        if self.resumed is not None:
+            self._restore(self.resumed)
 
     async def run(self) -> None:
-        config, started, recorder, console = self._config, self._started, self._recorder, self._console
+        config, started, recorder, console = self.config, self.started, self.recorder, self.console
         checkpointer = Checkpointer(
             store=started.store,
             workers=started.workers,
@@ -109,11 +112,11 @@ class Training:
         )
         loop = TrainLoop(
             config=config,
-            buffer=self._rollouter.buffer,
+            buffer=self.rollouter.buffer,
             workers=started.workers,
             manager=started.manager,
             held_out=PinnedEvaluator(
-                evaluator=self._evaluator,
+                evaluator=self.evaluator,
                 fleet=started.fleet,
                 publishing=started.manager.publishing,
                 catch_up=started.manager.catch_up,
@@ -124,24 +127,24 @@ class Training:
             recorder=recorder,
             checkpointer=checkpointer,
         )
-        await started.manager.update_weights(self._first_step)
-        if self._first_step == 0:
+        await started.manager.update_weights(self.first_step)
+        if self.first_step == 0:
             console.stage("evaluating before the first step")
-            recorder.record_evaluation(0, await self._evaluator.evaluate())
-        is_evaluated = self._first_step == 0 or recorder.is_evaluated(self._first_step)
+            recorder.record_evaluation(0, await self.evaluator.evaluate())
+        is_evaluated = self.first_step == 0 or recorder.is_evaluated(self.first_step)
         console.stage("training")
         async with checkpointer:
-            steps = loop.run(self._first_step, is_evaluated=is_evaluated)
-            await run_with_background(steps, background=[self._rollouter.run()])
+            steps = loop.run(self.first_step, is_evaluated=is_evaluated)
+            await run_with_background(steps, background=[self.rollouter.run()])
         console.stage("evaluating after the last step")
-        recorder.record_evaluation(config.trainer.total_steps, await self._evaluator.evaluate())
+        recorder.record_evaluation(config.trainer.total_steps, await self.evaluator.evaluate())
 
     async def summary(self) -> dict[str, Any]:
         """What only the driver knows. Counters of engines are of this process, those of rollouts of the whole run."""
-        totals = await self._started.control.totals()
-        rollouter, num_evaluated = self._rollouter, self._evaluator.num_requests
+        totals = await self.started.control.totals()
+        rollouter, num_evaluated = self.rollouter, self.evaluator.num_requests
         return {
-            "resumed_from": self._first_step,
+            "resumed_from": self.first_step,
             "trajectories_started": rollouter.counters["trajectories_started"],
             "evaluation_requests": num_evaluated,
             "engine_requests": int(totals["engine_requests"]) - num_evaluated,
@@ -150,23 +153,23 @@ class Training:
             "moved": rollouter.counters["moved"],
             "failed_groups": len(rollouter.buffer.failures.failed_groups),
             "continued": int(totals["continued"]),
-            "max_staleness": self._config.rollout.max_staleness,
+            "max_staleness": self.config.rollout.max_staleness,
         }
 
     async def _snapshot(self) -> bytes:
         """The rollouts for a checkpoint, with the tokens sampled until now by the replicas that answer."""
-        await self._started.fleet.collect_progress()
-        return await asyncio.to_thread(encode, capture(self._rollouter))
+        await self.started.fleet.collect_progress()
+        return await asyncio.to_thread(encode, capture(self.rollouter))
 
     def _restore(self, resumed: Resumed) -> None:
         try:
-            given_back = restore(resumed.rollouts, self._rollouter)
+            given_back = restore(resumed.rollouts, self.rollouter)
         except OtherPromptsError as error:
-            raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self._config.seed})") from error
+            raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self.config.seed})") from error
         # What the run did after the checkpoint is removed only now that the checkpoint has proved usable.
-        self._recorder.restore(resumed.recorder, resumed.global_steps)
-        self._started.store.remove_after(resumed.global_steps)
-        under_way, ready = len(self._rollouter.under_way), len(self._rollouter.buffer.ready)
+        self.recorder.restore(resumed.recorder, resumed.global_steps)
+        self.started.store.remove_after(resumed.global_steps)
+        under_way, ready = len(self.rollouter.under_way), len(self.rollouter.buffer.ready)
         given_up = f", {given_back} do not fit and start again" if given_back else ""
         what = f"{ready} groups are ready, {under_way} go on{given_up}"
-        self._console.message(f"resumed {resumed.checkpoint.path} at step {self._first_step}: {what}")
+        self.console.message(f"resumed {resumed.checkpoint.path} at step {self.first_step}: {what}")

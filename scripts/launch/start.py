@@ -166,9 +166,6 @@ def make_workers(
 
 
 def owner(run_dir: Path) -> str:
-    """The name under which a run publishes weights.
-
-    Every process that continues in the run folder has the same name, so it removes what a killed one left. Other
-    folders, and the same folder on other machines, have other names.
-    """
+    """The name under which all processes of a run folder on this machine publish weights, and remove those of a killed
+    one."""
     return hashlib.sha256(f"{socket.gethostname()}:{run_dir.resolve()}".encode()).hexdigest()[:12]

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from configs.algorithm import LossAggregation
-from configs.checks.sections import missing_data
+from configs.checks.sections import TRAIN_AND_VAL, missing_data
 from configs.schema import Config, DType, Layout, ModelKind
 from configs.validate import ConfigError
 from scripts.launch import cluster, plan
@@ -94,7 +94,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines_of_plan(*overrides: str) -> list[str]:
     config = resolve(*overrides, "dry_run=true")
-    return plan.training_plan(config, cluster.resolve_device(config), Path("/run")).splitlines()
+    return plan.plan("train", config, cluster.resolve_device(config), Path("/run"), TRAIN_AND_VAL).splitlines()
 
 
 @pytest.mark.usefixtures("no_gpu")

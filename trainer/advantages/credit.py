@@ -86,12 +86,12 @@ def assign_credit(
         credit.metrics["actor/reward_kl_penalty"] = float(np.mean(kl)) if len(kl) else 0.0
     aggregation = algorithm.loss_aggregation or loss_spec(algorithm.loss).aggregation
     horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
-    learned = replace(
-        credit.tokens,
-        loss_weights=aggregation_weights(credit.tokens.trajectories, aggregation, horizon),
-        selected=_selected(credit.tokens, algorithm, (config.seed, global_steps)),
-    )
-    return replace(credit, tokens=learned)
+    tokens, selected = credit.tokens, None
+    if algorithm.loss in ("clip_cov", "kl_cov") and len(tokens.targets):
+        values = covariances(tokens.rollout_logprobs, tokens.advantages)
+        selected = select_tokens(values, algorithm, np.random.default_rng((config.seed, global_steps)))
+    loss_weights = aggregation_weights(tokens.trajectories, aggregation, horizon)
+    return replace(credit, tokens=replace(tokens, loss_weights=loss_weights, selected=selected))
 
 
 def _by_group(
@@ -107,10 +107,7 @@ def _by_group(
 
 
 def _by_critic(
-    groups: Sequence[TrajectoryGroup],
-    tokens: TokenSignals,
-    penalties: FloatArray,
-    algorithm: AlgorithmConfig,
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
 ) -> Credit:
     """An advantage for each token by GAE, whitened over the step, and the return that the critic learns."""
     values = tokens.values
@@ -125,16 +122,14 @@ def _by_critic(
     return Credit(
         tokens=replace(tokens, advantages=advantages, returns=returns),
         advantages=_split(means, groups),
-        metrics=_value_metrics(values, returns) if len(values) else {},
+        metrics={
+            "critic/values/mean": float(values.mean()),
+            "critic/returns/mean": float(returns.mean()),
+            "critic/vf_explained_var": float(1 - (returns - values).var() / max(float(returns.var()), 1e-8)),
+        }
+        if len(values)
+        else {},
     )
-
-
-def _value_metrics(values: FloatArray, returns: FloatArray) -> dict[str, float]:
-    return {
-        "critic/values/mean": float(values.mean()),
-        "critic/returns/mean": float(returns.mean()),
-        "critic/vf_explained_var": float(1 - (returns - values).var() / max(float(returns.var()), 1e-8)),
-    }
 
 
 def _rewards(groups: Sequence[TrajectoryGroup]) -> FloatArray:
@@ -147,22 +142,6 @@ def _split(values: FloatArray, groups: Sequence[TrajectoryGroup]) -> list[FloatA
     return np.split(values, np.cumsum([len(group.trajectories) for group in groups])[:-1])
 
 
-# -- clip_cov and kl_cov -----------------------------------------------------------------------------------------------
-# Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv:2505.22617): a few
-# tokens, those with the largest covariance of logprob and advantage, change the policy's entropy the most.
-
-
-def _selected(tokens: TokenSignals, algorithm: AlgorithmConfig, seed: tuple[int, int]) -> BoolArray | None:
-    """Return the tokens [T] that clip_cov and kl_cov treat, None for other losses."""
-    if algorithm.loss not in ("clip_cov", "kl_cov") or not len(tokens.targets):
-        return None
-    values = covariances(tokens.rollout_logprobs, tokens.advantages)
-    if algorithm.loss == "kl_cov":
-        return kl_cov_tokens(values, algorithm.cov_ratio)
-    low, high = algorithm.clip_cov_low, algorithm.clip_cov_high
-    return clip_cov_tokens(values, algorithm.cov_ratio, low, high, np.random.default_rng(seed))
-
-
 def covariances(rollout_logprobs: FloatArray, advantages: FloatArray) -> FloatArray:
     """[T], [T] -> [T]: cov_t = (log mu_t - mean log mu)(A_t - mean A), over all tokens of the step.
 
@@ -172,25 +151,19 @@ def covariances(rollout_logprobs: FloatArray, advantages: FloatArray) -> FloatAr
     return (centered * (advantages - advantages.mean(dtype=np.float64))).astype(np.float32)
 
 
-def clip_cov_tokens(
-    covariances: FloatArray, ratio: float, low: float, high: float, random: np.random.Generator
-) -> BoolArray:
-    """Draw a share `ratio` of all tokens (at least one) from those with low < covariance < high, or all of these."""
-    candidates = np.flatnonzero((covariances > low) & (covariances < high))
-    count = min(_share(covariances, ratio), len(candidates))
-    return _marked(random.choice(candidates, count, replace=False), len(covariances))
+def select_tokens(covariances: FloatArray, algorithm: AlgorithmConfig, random: np.random.Generator) -> BoolArray:
+    """[T] -> [T]: the share `cov_ratio` of all tokens (at least one) that changes the policy's entropy the most.
 
-
-def kl_cov_tokens(covariances: FloatArray, ratio: float) -> BoolArray:
-    """Choose the share `ratio` of all tokens (at least one) with the largest covariances."""
-    return _marked(np.argsort(-covariances, kind="stable")[: _share(covariances, ratio)], len(covariances))
-
-
-def _share(values: FloatArray, ratio: float) -> int:
-    return max(1, int(ratio * len(values)))
-
-
-def _marked(index: np.ndarray, length: int) -> BoolArray:
-    marked = np.zeros(length, np.bool_)
-    marked[index] = True
-    return marked
+    kl_cov takes those with the largest covariances, clip_cov draws from those between clip_cov_low and clip_cov_high
+    (Cui et al., arXiv:2505.22617).
+    """
+    count = max(1, int(algorithm.cov_ratio * len(covariances)))
+    if algorithm.loss == "kl_cov":
+        chosen = np.argsort(-covariances, kind="stable")[:count]
+    else:
+        between = (covariances > algorithm.clip_cov_low) & (covariances < algorithm.clip_cov_high)
+        candidates = np.flatnonzero(between)
+        chosen = random.choice(candidates, min(count, len(candidates)), replace=False)
+    selected = np.zeros(len(covariances), np.bool_)
+    selected[chosen] = True
+    return selected

@@ -117,14 +117,13 @@ def reinforce(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, T
 
 
 def clip_cov(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Clip-Cov (arXiv:2505.22617): ppo_clip without the tokens that `credit.clip_cov_tokens` selects."""
+    """Clip-Cov (arXiv:2505.22617): ppo_clip without the tokens that `select_tokens` selects."""
     loss, is_clipped = ppo_clip(tokens, algorithm)
     return loss.masked_fill(tokens.selected, 0), is_clipped | tokens.selected
 
 
 def kl_cov(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """KL-Cov (arXiv:2505.22617): L = -A ratio, plus kl_cov_coef |log ratio| for the tokens that
-    `credit.kl_cov_tokens` selects."""
+    """KL-Cov (arXiv:2505.22617): L = -A ratio, plus kl_cov_coef |log ratio| for selected tokens."""
     log_ratio = tokens.log_ratio
     loss = -tokens.advantages * log_ratio.exp()
     return loss + algorithm.kl_cov_coef * log_ratio.abs() * tokens.selected, _none(tokens)

@@ -9,13 +9,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID, UNK_TOKEN_ID = range(4)
+PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID, _ = range(4)
+SPECIAL_IDS: dict[str, Any] = {
+    "pad_token_id": PAD_TOKEN_ID,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+VOCAB_SIZE = 512
 VOCAB_MULTIPLE = 64
 
 
@@ -30,19 +37,12 @@ class ModelSize:
 TINY = ModelSize()
 
 
-def build_tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on `corpus`, with at most `vocab_size` tokens.
+def build_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `corpus`, with at most 512 tokens.
 
     Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Each digit is
     a token of its own: a model this small cannot learn arithmetic over merged numbers. No special tokens are added.
-
-    Raises:
-        ValueError: `vocab_size` is too small for the bytes and the special tokens.
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    smallest = len(SPECIAL_TOKENS) + len(alphabet)
-    if vocab_size < smallest:
-        raise ValueError(f"vocab_size={vocab_size}: must be >= {smallest}, the special tokens and one token per byte")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -51,9 +51,9 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> PreTrainedT
     bpe.train_from_iterator(
         corpus,
         trainers.BpeTrainer(
-            vocab_size=vocab_size,
+            vocab_size=VOCAB_SIZE,
             special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=alphabet,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
@@ -69,9 +69,7 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> PreTrainedT
     )
 
 
-def build_model(
-    vocab_size: int, seed: int, size: ModelSize = TINY, max_position_embeddings: int = 2048
-) -> Qwen3ForCausalLM:
+def build_model(vocab_size: int, seed: int, size: ModelSize = TINY) -> Qwen3ForCausalLM:
     """Build an untrained float32 Qwen3 with tied embeddings; `vocab_size` is rounded up to a multiple of 64.
 
     `seed` alone decides the weights; torch's global generator is unchanged. An `initializer_range` of 0.08 at a width
@@ -85,29 +83,21 @@ def build_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=max_position_embeddings,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         initializer_range=0.08 * (64 / size.hidden_size) ** 0.25,
-        pad_token_id=PAD_TOKEN_ID,
-        bos_token_id=BOS_TOKEN_ID,
-        eos_token_id=EOS_TOKEN_ID,
+        **SPECIAL_IDS,
         dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
-    model.generation_config = GenerationConfig(
-        pad_token_id=PAD_TOKEN_ID, bos_token_id=BOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID
-    )
+    model.generation_config = GenerationConfig(**SPECIAL_IDS)
     return model
 
 
 def save_tiny_model(directory: Path, corpus: Iterable[str], seed: int, size: ModelSize = TINY) -> None:
-    """Write an untrained model and its tokenizer as a Hugging Face folder, completely or not at all.
-
-    Raises:
-        FileExistsError: `directory` exists.
-    """
+    """Write an untrained model and its tokenizer as `write_model_directory` does."""
     tokenizer = build_tokenizer(corpus)
     write_model_directory(directory, build_model(len(tokenizer), seed, size), tokenizer)
 

@@ -8,14 +8,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from trainer.tiny import model as tiny_model
@@ -67,11 +67,8 @@ def ensure_warm_model(
         progress: as in `warm_up`; not called if the folder is found.
 
     Raises:
-        ValueError: the demonstrations do not fill one batch, or the template lacks `{question}`.
+        ValueError: the template lacks `{question}`.
     """
-    steps = len(demonstrations) // spec.batch_size
-    if steps == 0:
-        raise ValueError(f"{len(demonstrations)} demonstrations: must be >= batch_size={spec.batch_size}")
     if "{question}" not in spec.prompt_template:
         raise ValueError(f"prompt_template={spec.prompt_template!r}: must contain '{{question}}'")
     directory = cache_dir / f"warm-{_content_key(spec, demonstrations)}"
@@ -82,7 +79,7 @@ def ensure_warm_model(
     tokenizer = tiny_model.build_tokenizer(prompt + answer for prompt, answer in zip(prompts, answers, strict=True))
     model = tiny_model.build_model(len(tokenizer), spec.seed, spec.size)
     examples = tokenized_examples(tokenizer, prompts, answers)
-    warm_up(model, examples, steps=steps, batch_size=spec.batch_size, lr=spec.lr, progress=progress)
+    warm_up(model, examples, batch_size=spec.batch_size, lr=spec.lr, progress=progress)
     with contextlib.suppress(FileExistsError):  # a concurrent run has written the same model first
         tiny_model.write_model_directory(directory, model, tokenizer)
     return directory
@@ -97,19 +94,16 @@ def _content_key(spec: WarmupSpec, demonstrations: Sequence[tuple[str, str]]) ->
 
 def tokenized_examples(
     tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], answers: Sequence[str]
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (prompt ids, answer ids + eos). Prompt and answer are tokenized separately, as in a rollout."""
-    prompt_ids: list[list[int]] = tokenizer(list(prompts))["input_ids"]
-    answer_ids: list[list[int]] = tokenizer(list(answers))["input_ids"]
-    for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
-        yield prompt, [*answer, tiny_model.EOS_TOKEN_ID]
+) -> list[tuple[list[int], list[int]]]:
+    """Return (prompt ids, answer ids + eos). Prompt and answer are tokenized separately, as in a rollout."""
+    prompt_ids, answer_ids = tokenizer(list(prompts))["input_ids"], tokenizer(list(answers))["input_ids"]
+    return [(prompt, [*answer, tiny_model.EOS_TOKEN_ID]) for prompt, answer in zip(prompt_ids, answer_ids, strict=True)]
 
 
 def warm_up(
     model: Qwen3ForCausalLM,
-    examples: Iterator[tuple[list[int], list[int]]],
+    examples: Sequence[tuple[list[int], list[int]]],
     *,
-    steps: int,
     batch_size: int,
     lr: float,
     progress: Callable[[int, float], None] | None = None,
@@ -117,26 +111,19 @@ def warm_up(
     """Train `model` in place by cross-entropy on the answer tokens. Return the loss of the last step.
 
     Args:
-        examples: (prompt ids, answer ids ending with eos); `steps * batch_size` are taken.
-        steps: optimizer steps, >= 1; the learning rate rises for 20 of them and then falls linearly to 5%.
-        lr: peak learning rate.
+        examples: (prompt ids, answer ids ending with eos), at least one batch of them.
+        lr: peak learning rate; it rises for 20 steps and then falls linearly to 5%.
         progress: called as `progress(steps_done, loss)` after every step.
-
-    Raises:
-        ValueError: `steps` or `batch_size` is below 1, or the examples run out.
     """
-    if steps < 1 or batch_size < 1:
-        raise ValueError(f"steps={steps} and batch_size={batch_size}: both must be >= 1")
+    steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_fraction(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / LR_WARMUP_STEPS, max(FINAL_LR_FRACTION, 1 - step / steps))
+    )
     model.train()
     loss_value = float("nan")
     for step in range(steps):
-        batch = list(islice(examples, batch_size))
-        if len(batch) < batch_size:
-            given = step * batch_size + len(batch)
-            raise ValueError(f"{given} examples: {steps} steps of batch_size={batch_size} need {steps * batch_size}")
-        loss = _answer_loss(model, batch)
+        loss = _answer_loss(model, examples[step * batch_size : (step + 1) * batch_size])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -148,25 +135,15 @@ def warm_up(
     return loss_value
 
 
-def _lr_fraction(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at `step`, counted from 0."""
-    rising = (step + 1) / LR_WARMUP_STEPS
-    falling = max(FINAL_LR_FRACTION, 1 - step / steps)
-    return min(rising, falling)
-
-
 def _answer_loss(model: Qwen3ForCausalLM, batch: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
     """Return the mean cross-entropy over all answer tokens of the batch.
 
     Padding is on the right, so that no real token attends to it, and no attention mask is needed.
     """
-    longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-    input_ids = torch.full((len(batch), longest), tiny_model.PAD_TOKEN_ID)  # [B, T]
-    is_answer = torch.zeros((len(batch), longest), dtype=torch.bool)  # [B, T]
-    for row, (prompt, answer) in enumerate(batch):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor(prompt + answer)
-        is_answer[row, len(prompt) : end] = True
+    texts = [torch.tensor(prompt + answer) for prompt, answer in batch]
+    input_ids = pad_sequence(texts, batch_first=True, padding_value=tiny_model.PAD_TOKEN_ID)  # [B, T]
+    answers = [torch.arange(len(prompt + answer)) >= len(prompt) for prompt, answer in batch]
+    is_answer = pad_sequence(answers, batch_first=True)  # [B, T]
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
     logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]])  # [answer tokens, V]: a position predicts the next one
     return F.cross_entropy(logits, input_ids[is_answer])

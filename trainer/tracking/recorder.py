@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.types import FloatArray, Trajectory, TrajectoryGroup
+from rollout.types import FloatArray, TrajectoryGroup
 from trainer.tracking.bad_batches import bad_batch
 from trainer.tracking.console import Console
 from trainer.tracking.sinks import METRICS_FILE, Tracker, cut_metrics, write_atomically
@@ -111,7 +111,8 @@ class RunRecorder:
         if "weight_sync/pause_ms" in metrics:
             counts.pause_ms.append(metrics["weight_sync/pause_ms"])
         with self._failed.tolerated(TRAJECTORIES):
-            self._write_trajectories(global_steps, groups, advantages)
+            path = self._run_dir / TRAJECTORIES / f"step_{global_steps:06d}.jsonl"
+            write_atomically(path, _trajectory_lines(groups, advantages).encode())
         more = {
             "timing_s/elapsed": counts.elapsed,
             "actor/skipped_steps": float(counts.skipped_steps),
@@ -182,30 +183,24 @@ class RunRecorder:
             write_atomically(self._run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         return summary
 
-    def _write_trajectories(
-        self, global_steps: int, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
-    ) -> None:
-        lines = [
-            json.dumps(_record(group, index, trajectory, float(advantage)), ensure_ascii=False) + "\n"
-            for group, group_advantages in zip(groups, advantages, strict=True)
-            for index, (trajectory, advantage) in enumerate(zip(group.trajectories, group_advantages, strict=True))
-        ]
-        path = self._run_dir / TRAJECTORIES / f"step_{global_steps:06d}.jsonl"
-        write_atomically(path, "".join(lines).encode())
 
-
-def _record(group: TrajectoryGroup, index: int, trajectory: Trajectory, advantage: float) -> dict[str, Any]:
-    return {
-        "ordinal": group.prompt.ordinal,
-        "index": index,
-        "prompt": group.prompt.text,
-        "response": trajectory.text,
-        "ground_truth": group.prompt.ground_truth,
-        "reward": trajectory.reward,
-        "overlong_penalty": trajectory.overlong_penalty,
-        "error": trajectory.error,
-        "advantage": round(advantage, 6),
-        "versions": [[span.start, span.end, span.global_steps] for span in trajectory.spans],
-        "finish_reason": trajectory.finish_reason,
-        "replica": trajectory.replica,
-    }
+def _trajectory_lines(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> str:
+    records = [
+        {
+            "ordinal": group.prompt.ordinal,
+            "index": index,
+            "prompt": group.prompt.text,
+            "response": trajectory.text,
+            "ground_truth": group.prompt.ground_truth,
+            "reward": trajectory.reward,
+            "overlong_penalty": trajectory.overlong_penalty,
+            "error": trajectory.error,
+            "advantage": round(float(advantage), 6),
+            "versions": [[span.start, span.end, span.global_steps] for span in trajectory.spans],
+            "finish_reason": trajectory.finish_reason,
+            "replica": trajectory.replica,
+        }
+        for group, of_group in zip(groups, advantages, strict=True)
+        for index, (trajectory, advantage) in enumerate(zip(group.trajectories, of_group, strict=True))
+    ]
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -103,18 +103,14 @@ def shard(module: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dt
 
 def parameter_specs(policy: Policy, dtype: torch.dtype) -> list[tuple[str, torch.dtype, list[int]]]:
     """(name, dtype, shape) of every tensor that `local_shards` yields a part of, in its order."""
-    return [(name, dtype, list(tensor.shape)) for name, tensor in _named_tensors(policy)]
+    return [(name, dtype, list(tensor.shape)) for name, tensor in policy.causal_lm.named_parameters()]
 
 
 def local_shards(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, this rank's rows on its device) one by one. FSDP2 shards dimension 0 as torch.chunk does.
 
-    Tied weights are named once. The cast to the rollout's dtype happens here, once, on the sender.
+    The cast to the rollout's dtype happens here, once, on the sender.
     """
-    for name, tensor in _named_tensors(policy):
+    for name, tensor in policy.causal_lm.named_parameters():  # names each tied parameter once
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         yield name, local.detach().to(dtype)
-
-
-def _named_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    yield from policy.causal_lm.named_parameters()  # names each tied parameter once

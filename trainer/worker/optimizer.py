@@ -29,16 +29,11 @@ class Optimizer:
         return norm.item()
 
     def step(self, global_steps: int) -> None:
-        """Step with the learning rate of `global_steps`, and clear the gradient."""
+        """Step with the learning rate of `global_steps`."""
         lr = self._lr * min(1.0, (global_steps + 1) / max(1, self._trainer.lr_warmup_steps))
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        self.adamw.zero_grad()
-
-    def discard(self) -> None:
-        """Clear the gradient without a step."""
-        self.adamw.zero_grad()
 
     @property
     def lr(self) -> float:

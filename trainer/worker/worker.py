@@ -64,7 +64,7 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
-        compute_dtype = _torch_dtype(trainer.dtype.value)
+        compute_dtype = getattr(torch, trainer.dtype.value)
         self._policy = self._load_policy(model_path, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         shard(self._policy, self._policy.causal_lm.model.layers, mesh, compute_dtype)
@@ -139,22 +139,18 @@ class TrainWorker:
         metrics: dict[str, Metric] = {}
         for name, optimizer in optimizers.items():
             metrics[f"{name}/grad_norm"] = Last(optimizer.clip())
-        is_finite = self._on_all_ranks(self._is_finite and all(math.isfinite(norm.value) for norm in metrics.values()))
+        mine = self._is_finite and all(math.isfinite(norm.value) for norm in metrics.values())
+        num_finite = torch.tensor(float(mine), device=self._device)
+        dist.all_reduce(num_finite)
+        is_finite = num_finite.item() == self._world_size
         for name, optimizer in optimizers.items():
             if is_finite:
                 optimizer.step(global_steps)
-            else:
-                optimizer.discard()
+            optimizer.adamw.zero_grad()
             metrics[f"{name}/lr"] = Last(optimizer.lr)
         self._is_finite = True
         self._global_steps = global_steps + 1
         return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
-
-    def _on_all_ranks(self, condition: bool) -> bool:
-        """Whether the condition holds on every rank."""
-        count = torch.tensor(float(condition), device=self._device)
-        dist.all_reduce(count)
-        return count.item() == self._world_size
 
     def publish(self, order: PublishOrder) -> Manifest:
         """Offer this rank's rows of every parameter, without gathering any."""
@@ -198,7 +194,7 @@ class TrainWorker:
 
     @property
     def _rollout_dtype(self) -> torch.dtype:
-        return _torch_dtype(self._config.rollout.dtype.value)
+        return getattr(torch, self._config.rollout.dtype.value)
 
     def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
         """Load the first policy: to train it, or to keep it as the reference."""
@@ -210,7 +206,3 @@ class TrainWorker:
             entropy_has_gradient=trainable and algorithm.entropy_coef != 0,
         )
         return policy.to(self._device).requires_grad_(trainable)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

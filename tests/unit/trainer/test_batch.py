@@ -171,14 +171,10 @@ def example_step() -> Step:
     return Step([make_group(0, trajectories)], [np.array([1, 0, -2], np.float32)])
 
 
-def assemble_one(layout: Layout, budget: int = 100) -> MicroBatch:
-    batch = example_step().assemble(layout, 1, budget)
-    assert batch.num_tokens == 2 + 3 + 2
-    return batch.micro_batches[0][0]
-
-
 def test_shared_prompt_by_hand() -> None:
-    batch = assemble_one(Layout.shared_prompt)
+    step = example_step().assemble(Layout.shared_prompt, 1, 100)
+    assert step.num_tokens == 2 + 3 + 2
+    batch = step.micro_batches[0][0]
     assert batch.input_ids.tolist() == [[11, 12, 13, 15, 16]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3]]
     assert batch.segment_ids is not None
@@ -193,24 +189,8 @@ def test_shared_prompt_by_hand() -> None:
     assert batch.index.tolist() == [0, 1, 5, 6]
 
 
-def test_padded_by_hand_longest_first() -> None:
-    batch = assemble_one(Layout.padded)
-    assert batch.input_ids.tolist() == [[11, 12, 15, 16], [11, 12, 13, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
-    assert batch.segment_ids is None
-    assert batch.rows.tolist() == [0, 0, 1, 1]
-    assert batch.sources.tolist() == [1, 3, 1, 2]
-    assert batch.tokens.targets.tolist() == [15, 17, 13, 14]
-    assert batch.tokens.advantages.tolist() == [-2, -2, 1, 1]
-    assert batch.tokens.rollout_logprobs.tolist() == [-1, -3, -0.5, -0.25]
-    assert batch.tokens.trajectories.tolist() == [1, 1, 0, 0]
-    assert batch.index.tolist() == [5, 6, 0, 1]
-    assert assemble_one(Layout.padded, budget=8).input_ids.shape == (2, 4)
-    assert assemble_one(Layout.padded, budget=7).input_ids.shape == (1, 4)
-
-
 def lengths_step(*lengths: int) -> Step:
-    """One trajectory of every length, prompt included and the last token, which is no input, left out."""
+    """A trajectory of every length, prompt included and the last token, which is no input, left out."""
     groups = [make_group(i, [make_trajectory([1], [2] * length)]) for i, length in enumerate(lengths)]
     return Step(groups, [np.ones(1, np.float32)] * len(groups))
 
@@ -253,17 +233,3 @@ def test_without_anything_to_learn_every_rank_still_has_a_forward(name: str, num
         assert [b.input_ids.tolist() for b in micro_batches] == [[[0]]]
         assert micro_batches[0].index.size == 0
         check_shapes(micro_batches[0], layout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_of_other_groups_are_refused(layout: Layout) -> None:
-    groups, other = example_step().groups, lengths_step(3)
-    with pytest.raises(ValueError, match="signals of 3 loss tokens, but the groups have 7"):
-        assemble(
-            groups,
-            learning(other.groups, other.advantages),
-            layout=layout,
-            num_ranks=1,
-            tokens_per_micro_batch=16,
-            keep_idle=False,
-        )

@@ -23,15 +23,14 @@ SPEC = WarmupSpec(seed=0, batch_size=8, prompt_template="Question: {question}\nA
 def examples(repeats: int = 1):
     prompts, answers = [question for question, _ in PAIRS], [answer for _, answer in PAIRS]
     tokenizer = build_tokenizer(prompts + answers)
-    return list(tokenized_examples(tokenizer, prompts, answers)) * repeats
+    return tokenized_examples(tokenizer, prompts, answers) * repeats
 
 
 def test_warm_up_lowers_the_loss():
     losses = []
     last = warm_up(
         build_model(448, seed=0),
-        iter(examples(repeats=8)),
-        steps=30,
+        examples(repeats=8)[: 30 * 16],
         batch_size=16,
         lr=2e-3,
         progress=lambda step, loss: losses.append((step, loss)),
@@ -50,7 +49,7 @@ def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
             logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
             total += F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
             count += len(answer)
-    assert warm_up(model, iter(batch), steps=1, batch_size=3, lr=1e-3) == pytest.approx(total / count, rel=1e-5)
+    assert warm_up(model, batch, batch_size=3, lr=1e-3) == pytest.approx(total / count, rel=1e-5)
 
 
 def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):
@@ -107,7 +106,7 @@ def test_any_change_of_content_is_another_model(monkeypatch: pytest.MonkeyPatch)
 def test_a_change_of_the_arithmetic_raises_the_recipes_version():
     """The key of the cache does not see the code: with other numbers here, RECIPE_VERSION must be another one too."""
     model = build_model(448, seed=0)
-    loss = warm_up(model, iter(examples()), steps=3, batch_size=16, lr=2e-3)
+    loss = warm_up(model, examples()[:48], batch_size=16, lr=2e-3)
     assert (warmup.RECIPE_VERSION, loss) == (1, pytest.approx(5.85942, rel=1e-4))
 
 

@@ -12,11 +12,10 @@ from tests.support.reference import make_group, make_trajectory
 from trainer.advantages.credit import (
     Credit,
     assign_credit,
-    clip_cov_tokens,
     covariances,
     keeps_idle,
-    kl_cov_tokens,
     needs_scores,
+    select_tokens,
     trainable,
 )
 from trainer.tokens import sampled_tokens
@@ -94,8 +93,9 @@ def test_tokens_are_selected_by_covariance_only_for_the_losses_that_ask() -> Non
     assert credit(loss="ppo_clip").tokens.selected is None
 
 
-def test_workers_are_asked_beforehand_only_for_a_kl() -> None:
+def test_workers_are_asked_beforehand_only_for_a_kl_or_a_critic() -> None:
     assert not needs_scores(AlgorithmConfig())
+    assert needs_scores(AlgorithmConfig(advantage="gae")) and keeps_idle(AlgorithmConfig(advantage="gae"))
     assert needs_scores(AlgorithmConfig(kl_loss_coef=0.1))
     assert needs_scores(AlgorithmConfig(kl_reward_coef=0.1))
 
@@ -127,11 +127,6 @@ def test_with_a_critic_the_kl_is_taken_off_token_by_token() -> None:
     assert found.tokens.returns is not None
     assert found.tokens.returns.tolist() == [-0.5 + 1 - 1, 1 - 1, -1.5, -2 + 1 - 3, 1 - 3]
     assert found.metrics["actor/reward_kl_penalty"] == pytest.approx(16 / 5)
-
-
-def test_a_critic_needs_every_trajectory() -> None:
-    assert keeps_idle(AlgorithmConfig(advantage="gae"))
-    assert needs_scores(AlgorithmConfig(advantage="gae"))
 
 
 def with_failures() -> list[TrajectoryGroup]:
@@ -211,17 +206,21 @@ def test_covariances_by_hand() -> None:
 SOME = np.array([5, 1, 3, 2, 4, 3, 0, -9], np.float32)
 
 
+def selected(loss: str, ratio: float, low: float = 1.0, high: float = 5.0, seed: int = 0) -> list[int]:
+    algorithm = AlgorithmConfig(loss=loss, cov_ratio=ratio, clip_cov_low=low, clip_cov_high=high)
+    return np.flatnonzero(select_tokens(SOME, algorithm, np.random.default_rng(seed))).tolist()
+
+
 def test_clip_cov_draws_from_between_its_bounds() -> None:
-    drawn = [clip_cov_tokens(SOME, 0.25, 1.0, 5.0, np.random.default_rng(seed)) for seed in range(40)]
-    assert {int(tokens.sum()) for tokens in drawn} == {2}
-    assert {int(i) for tokens in drawn for i in np.flatnonzero(tokens)} == {2, 3, 4, 5}
-    few = clip_cov_tokens(SOME, 1.0, 2.5, 3.5, np.random.default_rng(0))
-    assert np.flatnonzero(few).tolist() == [2, 5]
-    assert not clip_cov_tokens(SOME, 1.0, 7.0, 9.0, np.random.default_rng(0)).any()
-    assert clip_cov_tokens(SOME, 1e-9, 1.0, 5.0, np.random.default_rng(0)).sum() == 1
+    drawn = [selected("clip_cov", 0.25, seed=seed) for seed in range(40)]
+    assert {len(tokens) for tokens in drawn} == {2}
+    assert {token for tokens in drawn for token in tokens} == {2, 3, 4, 5}
+    assert selected("clip_cov", 1.0, 2.5, 3.5) == [2, 5]
+    assert selected("clip_cov", 1.0, 7.0, 9.0) == []
+    assert len(selected("clip_cov", 1e-9)) == 1
 
 
 def test_kl_cov_takes_the_largest() -> None:
-    assert np.flatnonzero(kl_cov_tokens(SOME, 0.4)).tolist() == [0, 2, 4]
-    assert np.flatnonzero(kl_cov_tokens(SOME, 1e-9)).tolist() == [0]
-    assert kl_cov_tokens(SOME, 1.0).all()
+    assert selected("kl_cov", 0.4) == [0, 2, 4]
+    assert selected("kl_cov", 1e-9) == [0]
+    assert len(selected("kl_cov", 1.0)) == len(SOME)

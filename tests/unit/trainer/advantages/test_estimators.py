@@ -1,4 +1,4 @@
-"""Advantage estimators: numbers by hand, a slow reference written another way, and which trajectories take part."""
+"""Advantage estimators: a slow reference written another way, and which trajectories take part."""
 
 import math
 from collections.abc import Sequence
@@ -40,68 +40,6 @@ def group(*rewards: float, lengths: Sequence[int] | None = None, greedy: float |
 
 def advantages(name: str, *groups: ScoredGroup, algorithm: AlgorithmConfig = PLAIN) -> list[list[float]]:
     return [some.tolist() for some in ESTIMATORS[name](groups, algorithm)]
-
-
-def close(values: Sequence[float]) -> object:
-    return pytest.approx(list(values), rel=1e-6, abs=1e-7)
-
-
-# -- numbers by hand ---------------------------------------------------------------------------------------------------
-
-
-# name: estimator, groups, algorithm -> advantages
-BY_HAND: dict[str, tuple[str, list[ScoredGroup], AlgorithmConfig, list[list[float]]]] = {
-    # One of four: mean 0.25; unbiased std sqrt((0.75^2 + 3 * 0.25^2) / 3) = 0.5
-    # Graded: mean 0.5; unbiased std sqrt((0.5^2 + 0.25^2 + 0.25^2 + 0.5^2) / 3) = 0.4564355
-    "grpo": (
-        "grpo",
-        [group(1, 0, 0, 0), group(0, 0.25, 0.75, 1)],
-        PLAIN,
-        [[1.499997, -0.499999, -0.499999, -0.499999], [-1.0954427, -0.5477214, 0.5477214, 1.0954427]],
-    ),
-    "dr_grpo does not divide": ("grpo", [group(1, 0, 0, 0)], NO_STD, [[0.75, -0.25, -0.25, -0.25]]),
-    # 1 - mean(0, 0, 0.5), 0 - mean(1, 0, 0.5) twice, 0.5 - mean(1, 0, 0)
-    "rloo": ("rloo", [group(1, 0, 0, 0.5)], PLAIN, [[5 / 6, -0.5, -0.5, 1 / 6]]),
-    # Baseline (10 * 1 + 30 * 0 + 40 * 0.5) / 80 = 0.375
-    "opo": ("opo", [group(1, 0, 0.5, lengths=[10, 30, 40])], PLAIN, [[0.625, -0.375, 0.125]]),
-    # std of (1, 0.75, 0) is sqrt((0.4166667^2 + 0.1666667^2 + 0.5833333^2) / 2) = 0.5204165
-    "grpo_passk": ("grpo_passk", [group(0.75, 0, 1)], PLAIN, [[0, 0, 0.25 / 0.5204175]]),
-    "grpo_passk without std": ("grpo_passk", [group(0.75, 0, 1)], NO_STD, [[0, 0, 0.25]]),
-    "grpo_passk with two best: nothing to gain": ("grpo_passk", [group(1, 0, 1)], PLAIN, [[0, 0, 0]]),
-    # 6 of 8 responses are in groups that differ: alpha = 8 / 6
-    "gpg": (
-        "gpg",
-        [group(1, 0, 0, 0), group(1, 1), group(1, 0)],
-        PLAIN,
-        [[1, -1 / 3, -1 / 3, -1 / 3], [0, 0], [2 / 3, -2 / 3]],
-    ),
-    # Tokens: 2 of reward 1, 6 of 0, 2 of 1: mean 0.4, variance (4 * 0.36 + 6 * 0.16) / 9 = 0.2666667
-    "reinforce_plus_plus": (
-        "reinforce_plus_plus",
-        [group(1, 0, lengths=[2, 4]), group(0, 1, lengths=[2, 2])],
-        PLAIN,
-        [[0.6 / math.sqrt(2.4 / 9), -0.4 / math.sqrt(2.4 / 9)], [-0.4 / math.sqrt(2.4 / 9), 0.6 / math.sqrt(2.4 / 9)]],
-    ),
-    # Less its group's mean: 0.5, -0.5 and 0, 0: 2 tokens of 0.5, 4 of -0.5, 4 of 0: mean -0.1,
-    # variance (2 * 0.36 + 4 * 0.16 + 4 * 0.01) / 9 = 1.4 / 9
-    "reinforce_plus_plus_baseline": (
-        "reinforce_plus_plus_baseline",
-        [group(1, 0, lengths=[2, 4]), group(3, 3, lengths=[2, 2])],
-        PLAIN,
-        [[0.6 / math.sqrt(1.4 / 9), -0.4 / math.sqrt(1.4 / 9)], [0.1 / math.sqrt(1.4 / 9)] * 2],
-    ),
-    "remax": (
-        "remax",
-        [group(1, 0, greedy=1), group(1, 1, greedy=0.25), group(1, 0, greedy=None)],
-        PLAIN,
-        [[0, -1], [0.75, 0.75], [0, 0]],
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "groups", "algorithm", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_by_hand(name: str, groups: list[ScoredGroup], algorithm: AlgorithmConfig, expected: list[list[float]]) -> None:
-    assert advantages(name, *groups, algorithm=algorithm) == [close(some) for some in expected]
 
 
 # -- an independent reference ------------------------------------------------------------------------------------------
@@ -224,13 +162,6 @@ def test_neither_offset_nor_scale_of_the_reward_matters_when_normalized(groups: 
     for name in ("grpo", "grpo_passk"):
         for some, other in zip(ESTIMATORS[name](moved, PLAIN), ESTIMATORS[name](groups, PLAIN), strict=True):
             np.testing.assert_allclose(some, other, atol=3e-5)
-
-
-def test_the_rewards_stay_as_they_were() -> None:
-    for name in ESTIMATORS:
-        some = group(1, 0, 1, greedy=0)
-        advantages(name, some)
-        assert some.rewards.tolist() == [1, 0, 1]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

@@ -55,10 +55,6 @@ class MicroBatch:
     tokens: TokenSignals
 
     @property
-    def num_padded_tokens(self) -> int:
-        return self.input_ids.size
-
-    @property
     def num_trajectories(self) -> int:
         return int(self.tokens.trajectories.max(initial=-1)) + 1
 

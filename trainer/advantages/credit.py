@@ -15,9 +15,6 @@ from trainer.advantages.estimators import group_advantages, load_estimator
 from trainer.advantages.gae import gae, token_rewards, whiten
 from trainer.tokens import TokenSignals, aggregation_weights, join
 
-Scores = Mapping[str, FloatArray]
-"""Arrays [T] by name, over the step's tokens: the result of `TrainWorker.score`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Credit:
@@ -67,9 +64,13 @@ def trainable(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[T
 
 
 def assign_credit(
-    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, scores: Scores, config: Config, global_steps: int
+    groups: Sequence[TrajectoryGroup],
+    tokens: TokenSignals,
+    scores: Mapping[str, FloatArray],
+    config: Config,
+    global_steps: int,
 ) -> Credit:
-    """Return the credit of `groups`. `tokens` are their tokens as sampled; `scores` is empty unless `needs_scores`."""
+    """Return the credit of `groups`, from their tokens as sampled and, if `needs_scores`, what the workers computed."""
     algorithm = config.algorithm
     tokens = replace(tokens, reference_logprobs=scores.get("reference_logprobs"), values=scores.get("values"))
     kl = scores["kl"] if algorithm.kl_reward_coef else np.zeros_like(tokens.advantages)

@@ -74,12 +74,6 @@ def tree_mask(segment_ids: Tensor) -> Tensor:
     return (causal & ((query == key) | (key == PROMPT)))[:, None]
 
 
-def load_policy(
-    path: str, temperature: float, gradient_checkpointing: bool, entropy_has_gradient: bool = False
-) -> Policy:
-    return Policy(load_causal_lm(path, gradient_checkpointing), temperature, entropy_has_gradient).train()
-
-
 def load_causal_lm(path: str, gradient_checkpointing: bool) -> Any:
     """Load the master weights, in float32."""
     from transformers import AutoModelForCausalLM  # takes seconds to import

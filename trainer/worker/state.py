@@ -30,10 +30,18 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A sharded module with its optimizer."""
+    """A sharded module with its optimizer, as DCP saves and loads it."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        weights, moments = get_state_dict(self.module, self.optimizer)
+        return {WEIGHTS: weights, "optimizer": moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        weights, moments = state[WEIGHTS], state["optimizer"]
+        set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
 class StateWriter:
@@ -59,7 +67,7 @@ class StateWriter:
             raise RuntimeError("the checkpoint before is still being written")
         # Messages of the thread must not mix with those of training; a group in which a save failed cannot be reused.
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        state = _state(trained, global_steps) | {"rng": {str(dist.get_rank()): _random_state()}}
+        state = {"global_steps": global_steps, "rng": {str(dist.get_rank()): _random_state()}, **trained}
         writing = async_save(state, checkpoint_id=folder, process_group=self._group)
         assert isinstance(writing, Future)
         self._writing = writing
@@ -89,21 +97,14 @@ def load(folder: Path, trained: Mapping[str, Trained]) -> int:
     """
     rank = str(dist.get_rank())
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    random_state = _random_state()
-    kept = {rank: {name: value for name, value in random_state.items() if f"rng.{rank}.{name}" in saved}}
-    state: dict[str, Any] = _state(trained, 0) | {"rng": kept}
+    random_state = {name: state for name, state in _random_state().items() if f"rng.{rank}.{name}" in saved}
+    state: dict[str, Any] = {"global_steps": 0, "rng": {rank: random_state}, **trained}
     try:
         dcp_load(state, checkpoint_id=folder)
     except (CheckpointException, ValueError) as error:
         raise RuntimeError(f"{folder} cannot be loaded into these train workers: {error}") from None
-    for name, part in trained.items():
-        set_state_dict(
-            part.module,
-            part.optimizer,
-            model_state_dict=state[name][WEIGHTS],
-            optim_state_dict=state[name]["optimizer"],
-        )
-    _set_random_state(kept[rank])
+    for name, value in state["rng"][rank].items():
+        {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}[name](value)
     return state["global_steps"]
 
 
@@ -133,23 +134,8 @@ def model_files(model_path: str) -> dict[str, bytes]:
         return {os.path.relpath(path, folder): path.read_bytes() for path in files}
 
 
-def _state(trained: Mapping[str, Trained], global_steps: int) -> dict[str, Any]:
-    state: dict[str, Any] = {"global_steps": global_steps}
-    for name, part in trained.items():
-        weights, moments = get_state_dict(part.module, part.optimizer)
-        state[name] = {WEIGHTS: weights, "optimizer": moments}
-    return state
-
-
 def _random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _set_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -17,7 +17,7 @@ from trainer.batch import MicroBatch
 from trainer.losses.objective import Objective, kl_estimate
 from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
 from trainer.worker.critic import Critic
-from trainer.worker.model import Policy, load_policy, local_shards, parameter_specs, shard
+from trainer.worker.model import Policy, load_causal_lm, local_shards, parameter_specs, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
 from weight_sync.protocol import Checksums, Manifest, PublishOrder, Sender
@@ -126,7 +126,7 @@ class TrainWorker:
         loss, metrics = self._objective(logprobs, entropy, batch)
         self._is_finite &= bool(loss.isfinite() & logprobs.isfinite().all())
         (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
-        return metrics | {"perf/padded_tokens": Sum(float(batch.num_padded_tokens))}
+        return metrics | {"perf/padded_tokens": Sum(float(batch.input_ids.size))}
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
         """Clip the gradients of policy and critic, step, clear the gradients.
@@ -199,10 +199,6 @@ class TrainWorker:
     def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
         """Load the first policy: to train it, or to keep it as the reference."""
         trainer, algorithm = self._config.trainer, self._config.algorithm
-        policy = load_policy(
-            model_path,
-            self._config.rollout.temperature,
-            gradient_checkpointing=trainable and trainer.gradient_checkpointing,
-            entropy_has_gradient=trainable and algorithm.entropy_coef != 0,
-        )
-        return policy.to(self._device).requires_grad_(trainable)
+        causal_lm = load_causal_lm(model_path, trainable and trainer.gradient_checkpointing)
+        policy = Policy(causal_lm, self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0)
+        return policy.train().to(self._device).requires_grad_(trainable)

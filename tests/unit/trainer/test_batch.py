@@ -124,12 +124,11 @@ def test_every_learning_token_is_there_once_with_its_context(
     for micro_batches in batch.micro_batches:
         for micro_batch in micro_batches:
             check_shapes(micro_batch, layout)
-            assert micro_batch.num_padded_tokens <= budget or len(micro_batch.input_ids) == 1
+            assert micro_batch.input_ids.size <= budget or len(micro_batch.input_ids) == 1
 
 
 def check_shapes(batch: MicroBatch, layout: Layout) -> None:
     assert batch.input_ids.shape == batch.position_ids.shape
-    assert batch.num_padded_tokens == batch.input_ids.size
     assert (batch.segment_ids is not None) == (layout is Layout.shared_prompt)
     if batch.segment_ids is not None:
         assert batch.segment_ids.shape == batch.input_ids.shape

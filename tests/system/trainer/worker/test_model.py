@@ -26,7 +26,7 @@ from tests.support.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
-from trainer.worker.model import Policy, load_policy, tree_mask
+from trainer.worker.model import Policy, load_causal_lm, tree_mask
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -187,7 +187,7 @@ def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activation
     causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], tmp_path: Path, gradient_checkpointing: bool
 ) -> None:
     copy.deepcopy(causal_lm).bfloat16().save_pretrained(tmp_path)
-    policy = load_policy(str(tmp_path), TEMPERATURE, gradient_checkpointing)
+    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE).train()
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     assert policy.causal_lm.is_gradient_checkpointing == gradient_checkpointing
     reference = Policy(copy.deepcopy(causal_lm), TEMPERATURE)

@@ -194,10 +194,7 @@ def verified(path: Path) -> Checkpoint:
     for name, (size, checksum) in content["files"].items():
         file = path / name
         try:
-            found = file.stat().st_size
-            if found != size:
-                raise CheckpointError(f"{file} has {found} bytes, {size} were written")
-            if _checksum(file) != checksum:
+            if (file.stat().st_size, _checksum(file)) != (size, checksum):
                 raise CheckpointError(f"{file} is not what was written: its checksum differs")
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -93,22 +93,20 @@ def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
 
 def gap_metrics(tokens: LossTokens, cap: float) -> dict[str, Metric]:
     """Return how far pi is from mu, over tokens (ppl_ratio: over trajectories). Names as in verl's rollout_corr."""
-    log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
+    log_ratio = (tokens.logprobs.detach() - tokens.rollout_logprobs).double()
     ratio = _ratio(log_ratio)
     # perplexity of pi / perplexity of mu, per trajectory
     perplexity_ratio = (-means(log_ratio, tokens.trajectories, tokens.num_trajectories)).exp()
-    high, low = ratio > cap, ratio < 1 / cap
-    weights = ratio.double()
     k1, k3, sum_ppl, num_high, num_low, total, total_squared, largest = torch.stack(
         [
-            -log_ratio.sum(dtype=torch.float64),
-            (ratio - 1 - log_ratio).sum(dtype=torch.float64),
-            perplexity_ratio.sum(dtype=torch.float64),
-            high.sum(dtype=torch.float64),
-            low.sum(dtype=torch.float64),
-            weights.sum(),
-            weights.square().sum(),
-            log_ratio.abs().max().double(),
+            -log_ratio.sum(),
+            (ratio - 1 - log_ratio).sum(),
+            perplexity_ratio.sum(),
+            (ratio > cap).double().sum(),
+            (ratio < 1 / cap).double().sum(),
+            ratio.sum(),
+            ratio.square().sum(),
+            log_ratio.abs().max(),
         ]
     ).tolist()
     num_tokens = len(log_ratio)

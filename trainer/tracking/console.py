@@ -149,18 +149,14 @@ class LiveConsole:
         reward.append("  " + sparkline(self._rewards), style="green")
         staleness = f"mean {show('staleness/mean', '.2f')}  max {show('staleness/max', '.0f')}"
         queue = f"{show('rollout/ready_groups', '.0f')} ready  {show('rollout/inflight_groups', '.0f')} in flight"
+        first, now = (self._accuracies[0], self._accuracies[-1]) if self._accuracies else (math.nan, math.nan)
+        held_out = Text(f"{first:.3f} -> {now:.3f}" if self._accuracies else "-", style="green" if now > first else "")
         body.add_row("reward", reward, "throughput", f"{show('perf/throughput', ',.0f')} tok/s")
-        body.add_row("held-out", self._held_out(), "pause", f"{show('weight_sync/pause_ms', '.1f')} ms")
+        body.add_row("held-out", held_out, "pause", f"{show('weight_sync/pause_ms', '.1f')} ms")
         body.add_row("staleness", staleness, "queue", queue)
         title = f"slipstream  {self._run_dir}"
         layout = Group(self._progress, "", body)
         return Panel(layout, title=title, title_align="left", width=PANEL_WIDTH, border_style="dim")
-
-    def _held_out(self) -> Text:
-        if not self._accuracies:
-            return Text("-")
-        first, now = self._accuracies[0], self._accuracies[-1]
-        return Text(f"{first:.3f} -> {now:.3f}", style="green" if now > first else "")
 
 
 def sparkline(values: Sequence[float]) -> str:

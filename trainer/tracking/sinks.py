@@ -131,7 +131,6 @@ class Tracker:
     """
 
     def __init__(self, sinks: Sequence[Sink], failed: FailedWrites | None = None) -> None:
-        """Take ownership of `sinks`: closing the tracker closes them."""
         self._sinks = tuple(sinks)
         self.failed = failed or FailedWrites()
 

@@ -61,7 +61,7 @@ class RecoveringWorkers:
         self._keeps_batches = config.checkpoint.every > 0
         self._max_restarts = config.trainer.max_restarts
         self._trained: dict[int, StepBatch | None] = {}  # by global_steps before it, in order; None: skipped
-        self._next_step = 0
+        self.global_steps = 0  # optimizer steps taken
         self._resumed: Checkpoint | None = None
         self._restarts = 0
         self._recovering = asyncio.Lock()
@@ -73,7 +73,7 @@ class RecoveringWorkers:
         """Load the checkpoint from which the run continues."""
         await self._group.load_checkpoint(checkpoint.train_folder)
         self._resumed = checkpoint
-        self._next_step = checkpoint.global_steps
+        self.global_steps = checkpoint.global_steps
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         return await self.again_if_lost(lambda: self._group.score(batch))
@@ -83,13 +83,8 @@ class RecoveringWorkers:
         metrics = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
         if self._keeps_batches:
             self._trained[global_steps] = batch
-        self._next_step = global_steps + 1
+        self.global_steps = global_steps + 1
         return metrics
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps taken."""
-        return self._next_step
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Publish the weights. Wait for a running restart, but start none: it would outlast the update's deadlines.
@@ -163,11 +158,11 @@ class RecoveringWorkers:
         async with self._store.busy:  # keeps the checkpoint from being pruned, and batches from being dropped
             checkpoint = await asyncio.to_thread(self._store.newest_good, self._report) or self._resumed
             first = 0 if checkpoint is None else checkpoint.global_steps
-            steps = range(first, self._next_step)
+            steps = range(first, self.global_steps)
             missing = [step for step in steps if step not in self._trained]
-            if missing or first > self._next_step:
+            if missing or first > self.global_steps:
                 origin = "the first policy" if checkpoint is None else str(checkpoint.path)
-                reason = f"the train workers cannot go on from {origin} to step {self._next_step}"
+                reason = f"the train workers cannot go on from {origin} to step {self.global_steps}"
                 raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
             again = [(step, self._trained[step]) for step in steps]  # copied: a waiting save may drop some
             await self._group.start_again(None if checkpoint is None else checkpoint.train_folder)
@@ -175,7 +170,7 @@ class RecoveringWorkers:
             await self._group.train_step(batch, step)
         origin = "the first policy" if checkpoint is None else checkpoint.path.name
         self._report(
-            f"the train workers are back at step {self._next_step}, {time.perf_counter() - started:.0f} s later: "
+            f"the train workers are back at step {self.global_steps}, {time.perf_counter() - started:.0f} s later: "
             f"from {origin}, with {len(again)} step(s) trained again"
         )
 

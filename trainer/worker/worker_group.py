@@ -96,29 +96,27 @@ class TrainWorkerGroup:
         self.actors: list[Any] = self._make_actors()
         self._model_path = ""
 
-    async def setup(self, model_path: str) -> int:
-        """Load the model on every rank. Return its parameter count."""
+    async def setup(self, model_path: str, checkpoint: Path | None = None) -> int:
+        """Load the model on every rank, and then the checkpoint. Return the model's parameter count."""
         self._model_path = model_path
         async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "starting the train workers"):
-            return await self._setup()
+            master, world_size = await self.actors[0].find_address.remote(), len(self.actors)
+            parameters = await self._on_each(
+                [
+                    lambda worker, rank=rank: worker.setup(model_path, rank, world_size, master)
+                    for rank in range(world_size)
+                ]
+            )
+            if checkpoint is not None:
+                await self._on_all(lambda worker: worker.load_checkpoint(checkpoint))
+        return parameters[0]
 
     async def start_again(self, checkpoint: Path | None) -> None:
         """Start new processes from the checkpoint, or from the first policy."""
         self.kill()
         self._release()
         self.actors = self._make_actors()
-        async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "starting the train workers again"):
-            await self._setup()
-            if checkpoint is not None:
-                await self._on_all(lambda worker: worker.load_checkpoint(checkpoint))
-
-    async def _setup(self) -> int:
-        master = await self.actors[0].find_address.remote()
-        path, world_size = self._model_path, len(self.actors)
-        parameters = await self._on_each(
-            [lambda worker, rank=rank: worker.setup(path, rank, world_size, master) for rank in range(world_size)]
-        )
-        return parameters[0]
+        await self.setup(self._model_path, checkpoint)
 
     async def load_checkpoint(self, checkpoint: Path) -> None:
         """Load the checkpoint into the ranks that `setup` made."""

@@ -152,25 +152,21 @@ def test_a_checkpoint_is_of_the_moment_before_slots_are_freed_and_counts_once_th
     assert ["timing_s/checkpoint" in metrics for metrics in world.records.values()] == [False, True]
 
 
-def test_a_resumed_loop_takes_the_steps_that_are_left() -> None:
-    world = run(World(), total_steps=4, first_step=2)
-    assert list(world.records) == [3, 4] and world.events[0] == "next_batch 2"
-
-
 # -- evaluations: which are due, and under which version they are recorded ---------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "eval_every", "expected"), [(6, 2, [2, 4]), (5, 2, [2, 4]), (3, 0, []), (3, 1, [1, 2]), (3, 3, [])]
+    ("total_steps", "interval", "eval_every", "expected"),
+    [
+        *((6, 1, 2, [2, 4]), (5, 1, 2, [2, 4]), (3, 1, 0, []), (3, 1, 1, [1, 2]), (3, 1, 3, [])),
+        (12, 3, 4, [6, 9]),  # due at 4 and 8: after the next update
+    ],
 )
-def test_evaluation_steps_leave_the_last_to_the_caller(total_steps: int, eval_every: int, expected: list[int]) -> None:
-    world = run(World(), total_steps=total_steps, eval_every=eval_every)
+def test_evaluation_steps_leave_the_last_to_the_caller(
+    total_steps: int, interval: int, eval_every: int, expected: list[int]
+) -> None:
+    world = run(World(), total_steps=total_steps, interval=interval, eval_every=eval_every)
     assert [step for step, _ in world.evaluations] == expected
-
-
-def test_with_an_interval_the_first_update_after_the_due_step_is_evaluated() -> None:
-    world = run(World(), total_steps=12, interval=3, eval_every=4)
-    assert [step for step, _ in world.evaluations] == [6, 9], "due at 4 and 8; at 12 it is the caller's"
 
 
 def test_steps_and_updates_go_on_while_an_evaluation_lasts_and_it_is_recorded_under_the_version_it_began_with() -> None:
@@ -197,7 +193,8 @@ def test_an_evaluation_that_fails_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first_step", "is_evaluated", "expected"), [(2, False, [2, 4]), (2, True, [4]), (3, False, [4])]
+    ("first_step", "is_evaluated", "expected"),
+    [(2, False, [2, 4]), (2, True, [4]), (3, False, [4]), (0, False, [2, 4]), (6, False, [])],
 )
 def test_a_resumed_loop_begins_with_the_evaluation_that_its_checkpoint_still_lacks(
     first_step: int, is_evaluated: bool, expected: list[int]
@@ -205,14 +202,9 @@ def test_a_resumed_loop_begins_with_the_evaluation_that_its_checkpoint_still_lac
     world = World(live=first_step)
     run(world, total_steps=6, eval_every=2, first_step=first_step, is_evaluated=is_evaluated)
     assert [step for step, _ in world.evaluations] == expected
-    if expected[0] == first_step:
+    assert list(world.records) == list(range(first_step + 1, 7))
+    if first_step in expected:
         assert world.events[0] == "evaluate", "it takes its replicas before the first step"
-
-
-@pytest.mark.parametrize("first_step", [0, 6])
-def test_what_comes_before_and_after_all_is_never_the_loops(first_step: int) -> None:
-    world = run(World(), total_steps=6, eval_every=6, first_step=first_step, is_evaluated=False)
-    assert world.evaluations == []
 
 
 # -- steps that NaN or infinity would break ----------------------------------------------------------------------------

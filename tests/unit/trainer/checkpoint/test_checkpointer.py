@@ -2,15 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from configs.checkpoint import CheckpointConfig
 from tests.support.fakes import settle
+from tests.support.recoveries import run
 from trainer.checkpoint import store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import MARKER, CheckpointError, CheckpointStore
@@ -91,14 +91,6 @@ class Scene:
 async def committed() -> None:
     """The save in the background has ended, in whatever way."""
     await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    async def within_deadline() -> None:
-        async with asyncio.timeout(10):
-            await scenario
-
-    asyncio.run(within_deadline())
 
 
 def test_steps_with_a_checkpoint() -> None:

@@ -11,7 +11,7 @@ from configs.algorithm import Correction, CorrectionSpec, Proximal, Rejection, W
 from configs.schema import AlgorithmConfig
 from tests.support.losses import make_tokens
 from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve
-from trainer.losses.policy import LossTokens, ppo_clip
+from trainer.losses.policy import LossTokens
 from trainer.metrics import to_floats
 
 
@@ -83,20 +83,6 @@ def test_with_the_rollouts_policy_as_proximal_every_weight_is_exactly_one(weight
     assert importance_weights(tokens, weights, AlgorithmConfig()).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_uncapped_weights_give_the_gradient_of_the_unclipped_ratio() -> None:
-    """d/dx [w ratio(x, x) A] with w = pi_old / mu is pi / mu A, the gradient of the plain importance-sampled loss."""
-    rollout_logprobs, advantages = log(0.5, 0.2, 0.1), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    logprobs = log(0.25, 0.3, 0.4).requires_grad_()
-    algorithm = AlgorithmConfig(importance_cap=100.0)
-    old = proximal_logprobs(logprobs, rollout_logprobs, FRESH, Proximal.current)
-    tokens = make_tokens(logprobs, old, advantages, rollout_logprobs=rollout_logprobs)
-    loss, is_clipped = ppo_clip(tokens, algorithm)
-    (loss * importance_weights(tokens, Weights.token, algorithm)).sum().backward()
-    assert not is_clipped.any()
-    expected = -advantages * torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64)
-    torch.testing.assert_close(logprobs.grad, expected)
-
-
 # -- rejection ---------------------------------------------------------------------------------------------------------
 
 # Two trajectories: r = 2, 0.5, 1.25 (product 1.25) and 4, 1 (product 4, geometric mean 2).
@@ -129,10 +115,6 @@ def test_rejection_looks_at_the_policy_that_learns_whatever_the_proximal_one() -
     rollout_logprobs = log(0.2, 0.2)
     tokens = make_tokens(log(0.2, 0.8), rollout_logprobs, [1.0, 1.0], rollout_logprobs=rollout_logprobs)
     assert is_kept(tokens, CorrectionSpec(Weights.none, Rejection.token_k1, 0.5, 2.0)).tolist() == [True, False]
-
-
-def test_nothing_is_rejected_without_a_rejection() -> None:
-    assert is_kept(ratios(1e-6, 1e6), CorrectionSpec()).tolist() == [True, True]
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------

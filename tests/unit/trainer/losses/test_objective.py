@@ -264,23 +264,3 @@ def test_k3_is_bounded_and_stops_learning_there() -> None:
     assert found.tolist() == [10, 10, 10]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("estimator", [KLEstimator.k1, KLEstimator.k3])
-def test_the_mean_under_the_policy_is_the_kl(estimator: KLEstimator) -> None:
-    pi, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    expected = (pi * (pi / reference).log()).sum()
-    mean = (pi * kl_estimate(pi.log(), reference.log(), estimator)).sum()
-    torch.testing.assert_close(mean, expected)
-
-
-@pytest.mark.parametrize("estimator", [KLEstimator.k1, KLEstimator.k2])
-def test_the_mean_gradient_on_policy(estimator: KLEstimator) -> None:
-    """That of k2 is the KL's own; that of k1 is 0, and so it is refused as a loss."""
-    logits = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
-    logprobs = logits.log_softmax(0)
-    (own,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    weighted = (logprobs.detach().exp() * kl_estimate(logprobs, reference, estimator)).sum()
-    (mean,) = torch.autograd.grad(weighted, logits)
-    torch.testing.assert_close(mean, own if estimator is KLEstimator.k2 else torch.zeros_like(own))

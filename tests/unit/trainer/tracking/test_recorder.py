@@ -121,14 +121,6 @@ def test_the_batch_is_kept_so_that_numpy_reads_it(tmp_path: Path) -> None:
     assert batch["advantages"].tolist() == pytest.approx([0.7, -0.7, 0, 0])
 
 
-def test_a_batch_that_cannot_be_kept_is_skipped_nevertheless_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "bad_batches").write_text("a file in the place of the folder")
-    tracker = Tracker([])
-    recorder = RunRecorder(tmp_path, tracker, Screen())
-    assert recorder.record_skipped_step(1, "", example_groups(), example_advantages())[0] == 1
-    assert tracker.failed.counts == {"bad_batches": 1}
-
-
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
@@ -177,18 +169,13 @@ def test_training_goes_on_without_a_disk_and_the_files_come_back_with_it(tmp_pat
         "trajectories cannot be written, the training goes on",
         "metrics.jsonl cannot be written, the training goes on",
     ]
+    (tmp_path / "bad_batches").write_text("another file in the place of a folder")
+    assert process.recorder.record_skipped_step(4, "", example_groups(), example_advantages())[0] == 1
+    (tmp_path / "summary.json").mkdir()
     process.recorder.record_evaluation(4, Evaluated(0.5))
     summary = process.recorder.write_summary({})
-    assert summary["failed_writes"] == {"trajectories": 2, "metrics.jsonl": 2} and summary["steps"] == 4
-
-
-def test_a_summary_that_cannot_be_written_is_returned_nevertheless(tmp_path: Path) -> None:
-    process = Process(tmp_path)
-    process.recorder.record_evaluation(0, Evaluated(0.25))
-    process.steps(1, 1)
-    (tmp_path / "summary.json").mkdir()
-    assert process.recorder.write_summary({})["accuracy_before"] == 0.25
-    assert len(process.said) == 1 and process.said[0].startswith("summary.json cannot be written")
+    assert summary["failed_writes"] == {"trajectories": 2, "metrics.jsonl": 2, "bad_batches": 1}
+    assert summary["steps"] == 4 and process.said[-1].startswith("summary.json cannot be written")
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------

@@ -64,14 +64,6 @@ def test_what_is_learned_and_what_the_reward_said_are_two_metrics() -> None:
     assert (nothing["critic/score/mean"], nothing["critic/rewards/max"], nothing["rollout/solve_none"]) == (0, 0, 0)
 
 
-def test_staleness_is_in_versions() -> None:
-    """With an update every third step, versions 0, 3 and 6 are live; the batch is trained at step 8."""
-    spans = (VersionSpan(0, 1, 0), VersionSpan(1, 2, 3), VersionSpan(2, 4, 6))
-    groups = [make_group(0, [make_trajectory([1], [2, 3, 4, 5], spans=spans)])]
-    metrics = group_metrics(groups, [np.ones(1, np.float32)], global_steps=8, interval=3)
-    assert (metrics["staleness/max"], metrics["staleness/min"], metrics["staleness/mean"]) == (2, 0, 0.75)
-
-
 def test_a_step_whose_tokens_are_all_masked_has_no_staleness() -> None:
     groups = [make_group(0, [make_trajectory([1], [2], loss_mask=[False])])]
     metrics = group_metrics(groups, [np.zeros(1, np.float32)], global_steps=9, interval=1)

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,6 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRow:
-    """A row with its prompt."""
-
-    row: Row
-    text: str
-    token_ids: tuple[int, ...]
-
-
 class PromptStream:
     """An endless stream of prompts. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so that the ordinals
     are the whole state: a checkpoint stores `ordinal` and `returned`.
@@ -47,9 +38,10 @@ class PromptStream:
         resumed.next(), resumed.next()  # ordinals 1 and 3
     """
 
-    def __init__(self, rows: Sequence[EncodedRow], seed: int, ordinal: int = 0, returned: Iterable[int] = ()):
-        """`ordinal`: the first that was never handed out. `returned`: earlier ordinals to hand out again before it,
-        because their groups were lost. Raises ValueError when there are no rows."""
+    def __init__(self, rows: Sequence[Prompt], seed: int, ordinal: int = 0, returned: Iterable[int] = ()):
+        """`rows`: their prompts, whatever their ordinals. `ordinal`: the first that was never handed out. `returned`:
+        earlier ordinals to hand out again before it, because their groups were lost. Raises ValueError when there are
+        no rows."""
         if not rows:
             raise ValueError("a prompt stream needs at least one row")
         self._rows = rows
@@ -58,8 +50,10 @@ class PromptStream:
         self.returned = sorted(returned)
         self._epoch = -1
         self._order: IntArray = np.empty(0, np.int32)
-        self.checksum = _checksum(rows, seed)
+        self.checksum = zlib.crc32(f"{seed}/{len(rows)}".encode())
         """Checksum of everything that decides which prompt an ordinal is: the seed, and the rows in order."""
+        for row in rows:
+            self.checksum = zlib.crc32(f"{row.text}\0{row.ground_truth}\0".encode(), self.checksum)
 
     def next(self) -> Prompt:
         """Hand out the smallest returned ordinal, else the next new one."""
@@ -74,22 +68,4 @@ class PromptStream:
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).astype(np.int32)
-        return as_prompt(self._rows[self._order[place]], ordinal)
-
-
-def _checksum(rows: Sequence[EncodedRow], seed: int) -> int:
-    crc = zlib.crc32(f"{seed}/{len(rows)}".encode())
-    for row in rows:
-        crc = zlib.crc32(f"{row.text}\0{row.row.ground_truth}\0".encode(), crc)
-    return crc
-
-
-def as_prompt(encoded: EncodedRow, ordinal: int) -> Prompt:
-    return Prompt(
-        ordinal=ordinal,
-        text=encoded.text,
-        token_ids=encoded.token_ids,
-        ground_truth=encoded.row.ground_truth,
-        data_source=encoded.row.data_source,
-        extra=encoded.row.extra,
-    )
+        return replace(self._rows[self._order[place]], ordinal=ordinal)

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.prompts import EncodedRow, Row
+from rollout.prompts import Row
+from rollout.types import Prompt
 
 
-def encode(
-    tokenizer: Any, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
-) -> list[EncodedRow]:
-    """Rows whose prompt has at most `max_tokens` tokens, in their order; the others are left out.
+def encode(tokenizer: Any, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
+    """The prompts of at most `max_tokens` tokens, numbered in the order of their rows; the others are left out.
 
     `tokenizer`: of transformers. Raises ValueError when it has no chat template to use.
     """
@@ -17,16 +16,23 @@ def encode(
         return []  # a tokenizer cannot encode an empty batch
     if chat_template and tokenizer.chat_template is None:
         raise ValueError("data.chat_template=true: the model's tokenizer has no chat template")
-    texts = [render(tokenizer, row, template, chat_template) for row in rows]
+    texts = [_render(tokenizer, row, template, chat_template) for row in rows]
     encoded = tokenizer(texts, add_special_tokens=not chat_template)["input_ids"]
+    fitting = [some for some in zip(rows, texts, encoded, strict=True) if len(some[2]) <= max_tokens]
     return [
-        EncodedRow(row=row, text=text, token_ids=tuple(token_ids))
-        for row, text, token_ids in zip(rows, texts, encoded, strict=True)
-        if len(token_ids) <= max_tokens
+        Prompt(
+            ordinal=ordinal,
+            text=text,
+            token_ids=tuple(token_ids),
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            extra=row.extra,
+        )
+        for ordinal, (row, text, token_ids) in enumerate(fitting)
     ]
 
 
-def render(tokenizer: Any, row: Row, template: str, chat_template: bool) -> str:
+def _render(tokenizer: Any, row: Row, template: str, chat_template: bool) -> str:
     """The text of a prompt: its messages in the chat template, or else their texts with an empty line between them."""
     messages = [*row.context, {"role": "user", "content": template.replace("{question}", row.question)}]
     if chat_template:

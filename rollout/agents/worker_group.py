@@ -18,7 +18,7 @@ from rollout.agents.loop import AgentLoop, load_agent_loop
 from rollout.agents.worker import AgentWorker, EvaluationPart
 from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt
-from rollout.prompts import EncodedRow, Row
+from rollout.prompts import Row
 from rollout.rewards.registry import load_reward
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
 from rollout.wire import PackedGroup, pack_group, unpack_group
@@ -28,8 +28,7 @@ W = TypeVar("W")
 
 
 class AgentWorkerActor:
-    """An agent worker in a process of its own. Each call brings the replica that it generates on, so that a worker
-    which has just been started is as good as any other."""
+    """An agent worker in a process of its own. Each call brings the replica that it generates on."""
 
     def __init__(
         self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
@@ -46,7 +45,7 @@ class AgentWorkerActor:
             replicas={},
         )
 
-    async def encode(self, rows: list[Row], template: str, chat_template: bool, max_tokens: int) -> list[EncodedRow]:
+    async def encode(self, rows: list[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
@@ -67,6 +66,15 @@ class _Worker:
     name: str
     actor: Any
     """Ray's handle of an `AgentWorkerActor`."""
+
+    async def result(self, call: Any) -> Any:
+        """Of a call to the actor. Raises AgentWorkerLostError when the process died."""
+        try:
+            return await cancelled_with_us(call)
+        except RayTaskError:
+            raise  # of the call itself: an actor that died then was the agent loop's own
+        except RayActorError as error:
+            raise AgentWorkerLostError(f"{self.name} died: {error}") from error
 
 
 class AgentWorkerGroup:
@@ -100,9 +108,7 @@ class AgentWorkerGroup:
     def connect(self, replica: ReplicaClient) -> None:
         self._replicas[replica.name] = replica
 
-    async def encode(
-        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
-    ) -> list[EncodedRow]:
+    async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         worker = await self._rotation.next()
         return await worker.actor.encode.remote(list(rows), template, chat_template, max_tokens)
 
@@ -110,35 +116,28 @@ class AgentWorkerGroup:
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         arguments = (prompt, self._replicas[replica], sampling, group_size, attempt)
-
-        def run(worker: _Worker) -> Any:
-            return worker.actor.run_group.remote(*arguments)
-
-        return unpack_group(await (self._alone(prompt.ordinal, run) if attempt.alone else self._in_turn(run)))
+        if not attempt.alone:
+            return unpack_group(await self._in_turn(lambda actor: actor.run_group.remote(*arguments)))
+        worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
+        try:
+            return unpack_group(await worker.result(worker.actor.run_group.remote(*arguments)))
+        finally:
+            ray.kill(worker.actor)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> EvaluationPart:
         """Raises AgentWorkerLostError. The next call must have another `attempt`."""
         arguments = (list(prompts), self._replicas[replica], sampling, num_samples, attempt)
-        return await self._in_turn(lambda worker: worker.actor.evaluate.remote(*arguments))
+        return await self._in_turn(lambda actor: actor.evaluate.remote(*arguments))
 
-    async def _in_turn(self, call: Callable[[_Worker], Any]) -> Any:
+    async def _in_turn(self, call: Callable[[Any], Any]) -> Any:
         worker = await self._rotation.next()
         try:
-            return await _result(worker, call)
+            return await worker.result(call(worker.actor))
         except AgentWorkerLostError:
             self._rotation.lose(worker)
             raise
-
-    async def _alone(self, ordinal: int, call: Callable[[_Worker], Any]) -> Any:
-        """In a process that ends with the call. An agent loop or a reward that crashes its process on one prompt would
-        otherwise take the other groups of its worker along, again and again."""
-        worker = self._start(f"agent-worker-of-prompt-{ordinal}")
-        try:
-            return await _result(worker, call)
-        finally:
-            ray.kill(worker.actor)
 
     def _start(self, name: str) -> _Worker:
         return _Worker(name, self._class.remote(**self._arguments, on_start=self._on_start(name)))
@@ -153,15 +152,6 @@ class AgentWorkerGroup:
                 lambda worker: ray.kill(worker.actor),
                 lambda text: logger.info("%s %s", lost.name, text),
             )
-
-
-async def _result(worker: _Worker, call: Callable[[_Worker], Any]) -> Any:
-    try:
-        return await cancelled_with_us(call(worker))
-    except RayTaskError:
-        raise  # of the call itself: an actor that died then was the agent loop's own
-    except RayActorError as error:
-        raise AgentWorkerLostError(f"{worker.name} died: {error}") from error
 
 
 class NoWorkerLeftError(RuntimeError):

@@ -4,7 +4,8 @@ from configs.data import OverlongPrompts
 from configs.schema import Config
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.data import rows
-from rollout.prompts import EncodedRow, Row
+from rollout.prompts import Row
+from rollout.types import Prompt
 from scripts.launch.models import arithmetic_problems
 from trainer.tracking.console import Console
 
@@ -21,7 +22,7 @@ def held_out_rows(config: Config) -> list[Row]:
 
 async def encode_rows(
     config: Config, encoder: AgentWorkerGroup, name: str, rows: list[Row], console: Console
-) -> list[EncodedRow]:
+) -> list[Prompt]:
     """Encodes the prompts of the rows, and reports how many are too long.
 
     Raises:

@@ -13,10 +13,10 @@ from rollout.fleet.health import HealthMonitor
 from rollout.fleet.member import FleetMember
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
-from rollout.prompts import EncodedRow, PromptStream, as_prompt
+from rollout.prompts import PromptStream
 from rollout.rollouter import GroupRunner, Rollouter
 from rollout.router import ReplicaRouter, max_inflight
-from rollout.types import SamplingParams
+from rollout.types import Prompt, SamplingParams
 
 
 def make_fleet(
@@ -67,7 +67,7 @@ def make_monitor_and_operator(
 def make_rollouter(
     config: Config,
     *,
-    rows: Sequence[EncodedRow],
+    rows: Sequence[Prompt],
     runner: GroupRunner,
     fleet: ReplicaFleet,
     global_steps: int,
@@ -100,7 +100,7 @@ def training_sampling(config: Config) -> SamplingParams:
 def make_evaluator(
     config: Config,
     *,
-    rows: Sequence[EncodedRow],
+    rows: Sequence[Prompt],
     router: ReplicaRouter,
     runner: EvaluationRunner,
     failures: FailureBudget,
@@ -108,7 +108,7 @@ def make_evaluator(
 ) -> Evaluator:
     evaluation = config.evaluation
     return Evaluator(
-        prompts=[as_prompt(row, ordinal) for ordinal, row in enumerate(rows)],
+        prompts=rows,
         router=router,
         runner=runner,
         sampling=SamplingParams(

@@ -19,7 +19,7 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
-from rollout.prompts import EncodedRow, Row
+from rollout.prompts import Row
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from scripts.launch.cluster import output_to
 from scripts.launch.data import encode_rows
@@ -48,8 +48,8 @@ class StartedRun:
     workers: RecoveringWorkers
     manager: RecoveringUpdater
     store: CheckpointStore
-    train_rows: list[EncodedRow]
-    val_rows: list[EncodedRow]
+    train_rows: list[Prompt]
+    val_rows: list[Prompt]
 
 
 async def start(

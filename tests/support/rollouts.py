@@ -12,7 +12,7 @@ from rollout.errors import ReplicaLostError
 from rollout.failures import FailureBudget
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, ProgressReport, TokenDelta
-from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.prompts import PromptStream
 from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter
@@ -26,12 +26,15 @@ GROUPS_PER_STEP = 2
 NUM_STEPS = 6
 
 
-def make_rows(count: int) -> list[EncodedRow]:
+def make_rows(count: int) -> list[Prompt]:
     return [
-        EncodedRow(
-            row=Row(question=f"q{index}", ground_truth=f"a{index}", data_source="made", extra={"index": index}),
+        Prompt(
+            ordinal=0,
             text=f"Q: q{index}",
             token_ids=(index, 7),
+            ground_truth=f"a{index}",
+            data_source="made",
+            extra={"index": index},
         )
         for index in range(count)
     ]

@@ -16,12 +16,12 @@ from configs.runtime.tasks import run_with_background
 from configs.schema import Config, DataConfig, Layout, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import EngineSpec
-from rollout.prompts import EncodedRow, PromptStream
+from rollout.prompts import PromptStream
 from rollout.replica.replica_group import ReplicaActor
 from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
 from rollout.staleness import SlotLedger, StalenessWindow
-from rollout.types import GenerationRequest, SamplingParams
+from rollout.types import GenerationRequest, Prompt, SamplingParams
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome, median_outcome
 from scripts.bench.common import (
     ForcedLengths,
@@ -268,9 +268,9 @@ async def _framework_throughput(config: Config, parts: StartedRun, num_groups: i
     return tokens / seconds
 
 
-def _labelled(rows: list[EncodedRow], lengths: str) -> list[EncodedRow]:
+def _labelled(rows: list[Prompt], lengths: str) -> list[Prompt]:
     """Rows whose responses get the lengths of that name in LENGTHS."""
-    return [replace(encoded, row=replace(encoded.row, data_source=lengths)) for encoded in rows]
+    return [replace(row, data_source=lengths) for row in rows]
 
 
 def _show_throughputs(throughputs: dict[str, list[float]], repeats: int) -> dict[str, float]:

@@ -14,11 +14,11 @@ from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
 from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.prompts import PromptStream
 from rollout.replica.replica import RolloutReplica
 from rollout.rollouter import Rollouter
 from rollout.router import ReplicaRouter, max_inflight
-from rollout.types import SamplingParams
+from rollout.types import Prompt, SamplingParams
 from scripts.bench.asynchrony.limits import Job, group_lengths, limit_ratio
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome
 from scripts.bench.common import ForcedLengths, LogNormalLengths, show_table
@@ -72,7 +72,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     buffer = make_buffer(config)
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
-    row = EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))
+    row = Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")
     manager = CheckpointManager(workers, fleet, config.weight_sync)
     agents = AgentWorker(
         config=config,

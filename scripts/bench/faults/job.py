@@ -22,10 +22,9 @@ from rollout.engines.base import EngineDiedError
 from rollout.engines.simulated import SimulatedEngine
 from rollout.errors import ReplicaLostError
 from rollout.progress import ProgressReport
-from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture, encode, restore
-from rollout.types import Completion, GenerationRequest
+from rollout.types import Completion, GenerationRequest, Prompt
 from scripts.bench.common import ForcedLengths, UniformLengths
 from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.launch.driver import make_fleet, make_monitor_and_operator, make_rollouter
@@ -181,7 +180,7 @@ class Job:
         self.monitor, self.operator = make_monitor_and_operator(
             config, fleet=self.fleet, control=self.control, catch_up=self.manager.catch_up, start=self._start
         )
-        rows = [EncodedRow(row=Row(question="", ground_truth=str(i)), text=str(i), token_ids=(1, i)) for i in range(97)]
+        rows = [Prompt(ordinal=i, text=str(i), token_ids=(1, i), ground_truth=str(i)) for i in range(97)]
         self.rollouter = make_rollouter(
             config,
             rows=rows,

@@ -7,7 +7,8 @@ from hydra import compose, initialize_config_module
 from configs.load import load, register
 from configs.schema import Config
 from rollout.data.arithmetic import Problem
-from rollout.prompts import EncodedRow, PromptStream, Row
+from rollout.prompts import PromptStream
+from rollout.types import Prompt
 from scripts.launch import models
 
 MICRO_BATCHES = 2
@@ -46,17 +47,17 @@ def peer_job(config: Config, model: str, threads: int, sampling_seed: int) -> di
         },
         "train": [{"prompt": prompt.text, "ground_truth": prompt.ground_truth} for prompt in prompts],
         "held_out": [
-            {"prompt": row.text, "ground_truth": row.row.ground_truth}
+            {"prompt": row.text, "ground_truth": row.ground_truth}
             for row in (encoded(problem, template) for problem in held_out[: config.data.num_val])
         ],
     }
 
 
-def encoded(problem: Problem, template: str) -> EncodedRow:
+def encoded(problem: Problem, template: str) -> Prompt:
     """A row without token ids: TRL tokenizes the text itself."""
     truth = problem.answer.split("#### ")[1]
     text = template.replace("{question}", problem.question)
-    return EncodedRow(row=Row(question=problem.question, ground_truth=truth), text=text, token_ids=())
+    return Prompt(ordinal=0, text=text, token_ids=(), ground_truth=truth)
 
 
 def grpo_arguments(config: Config, seed: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.prompts import EncodedRow, PromptStream
+from rollout.prompts import PromptStream
 from rollout.types import Prompt
 from tests.support.rollouts import make_rows
 
@@ -55,12 +55,12 @@ def test_a_prompt_carries_everything_of_its_row() -> None:
     )
 
 
-class ReadOnce(list[EncodedRow]):
+class ReadOnce(list[Prompt]):
     """Of a million rows, each look at all of them stops the run's event loop for a while."""
 
     num_passes = 0
 
-    def __iter__(self) -> Iterator[EncodedRow]:
+    def __iter__(self) -> Iterator[Prompt]:
         self.num_passes += 1
         return super().__iter__()
 

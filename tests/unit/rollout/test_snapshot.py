@@ -69,7 +69,7 @@ def test_other_prompts_are_refused(changed: str) -> None:
     state = capture(run.rollouter)
     rows = make_rows(4 if changed == "rows" else 5)
     if changed == "answer":
-        rows[2] = replace(rows[2], row=replace(rows[2].row, ground_truth="other"))
+        rows[2] = replace(rows[2], ground_truth="other")
     other = PromptStream(rows, seed=4 if changed == "seed" else 3)
     with pytest.raises(OtherPromptsError, match="not those of the data and the seed"):
         restore(state, replace(run.rollouter, stream=other))
@@ -95,7 +95,7 @@ def test_the_state_survives_its_encoding() -> None:
 
 
 def test_prompts_are_the_streams_again_whatever_their_rows_hold() -> None:
-    rows = [replace(encoded, row=replace(encoded.row, extra={"x": object()})) for encoded in make_rows(5)]
+    rows = [replace(row, extra={"x": object()}) for row in make_rows(5)]
     runs = [CheckpointedRun([1.0]), CheckpointedRun([1.0])]
     for run in runs:
         run.rollouter.stream = PromptStream(rows, seed=3)

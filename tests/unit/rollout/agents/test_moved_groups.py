@@ -7,7 +7,6 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
-from rollout.prompts import EncodedRow, Row
 from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
@@ -45,7 +44,7 @@ class Scene:
             replicas={replica.name: _generate_on(replica) for replica in self.replicas},
         )
         self._left_behind: list[asyncio.Task[Any]] = []
-        rows = [EncodedRow(row=Row(question="", ground_truth=""), text="", token_ids=(1, 2))]
+        rows = [Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")]
         self.rollouter = make_rollouter(
             config, rows=rows, runner=self, fleet=self.fleet, global_steps=0, publishing=self.manager.publishing
         )

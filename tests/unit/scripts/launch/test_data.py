@@ -10,7 +10,8 @@ import pytest
 
 from configs.data import OverlongPrompts
 from configs.schema import Config
-from rollout.prompts import EncodedRow, Row
+from rollout.prompts import Row
+from rollout.types import Prompt
 from scripts.launch.data import encode_rows, held_out_rows, load_rows
 from tests.support.compose import changed
 
@@ -18,12 +19,9 @@ from tests.support.compose import changed
 class FakeEncoder:
     """A token per character of the question."""
 
-    async def encode(
-        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int
-    ) -> list[EncodedRow]:
+    async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         tokens = [tuple(map(ord, row.question)) for row in rows]
-        encoded = [EncodedRow(row=row, text=template, token_ids=ids) for row, ids in zip(rows, tokens, strict=True)]
-        return [row for row in encoded if len(row.token_ids) <= max_tokens]
+        return [Prompt(ordinal=0, text=template, token_ids=t, ground_truth="") for t in tokens if len(t) <= max_tokens]
 
 
 @dataclass
@@ -42,7 +40,7 @@ REFUSE = changed(FILTER, data__overlong_prompts=OverlongPrompts.refuse)
 def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
     screen = Screen()
     kept = asyncio.run(encode_rows(FILTER, FakeEncoder(), "train", ROWS, screen))
-    assert [row.row for row in kept] == [ROWS[0], ROWS[2]]
+    assert [len(prompt.token_ids) for prompt in kept] == [3, 4]
     assert screen.messages == ["train: 2 prompts, 1 left out (data.max_prompt_tokens=5)"]
 
 

@@ -2,31 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, resume_from
-from rollout.evaluation.scores import EvaluatedSample
+from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId
 from rollout.rewards.base import Reward, RewardResult, WeightedSum
 from rollout.rewards.dapo import overlong_penalty
 from rollout.rewards.scoring import RewardScorer
 from rollout.types import IntArray, Prompt, SamplingParams, Trajectory, TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationPart:
-    """One replica's answers to its share of the held-out set."""
-
-    samples: tuple[tuple[EvaluatedSample, ...], ...]
-    """Per prompt, in order."""
-    versions: frozenset[int]
-    """`global_steps` of all tokens: one version, unless an update came in between."""
-    errors: tuple[str, ...] = ()
-    """Why rewards failed. The accuracy of such a sample is 0."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +63,7 @@ class AgentWorker:
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
-    ) -> EvaluationPart:
+    ) -> list[EvaluatedPrompt]:
         """Run `num_samples` episodes per prompt. `attempt`: differs in each call, since a lost one may still run."""
         sampling = self._with_stop(sampling)
         tasks: list[EpisodeTask] = []
@@ -82,12 +71,13 @@ class AgentWorker:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
             tasks += _tasks(prompt, first, [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)])
         scored = await self._run(tasks, self.replicas[replica])
-        samples = [_evaluated(episode, result) for episode, _, result in scored]
-        return EvaluationPart(
-            samples=tuple(tuple(samples[start : start + num_samples]) for start in range(0, len(samples), num_samples)),
-            versions=frozenset(span.global_steps for episode, _, _ in scored for span in episode.spans),
-            errors=tuple(result.error for _, _, result in scored if result.error is not None),
-        )
+        samples = (_evaluated(episode, result) for episode, _, result in scored)
+        return [
+            EvaluatedPrompt(
+                ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(islice(samples, num_samples))
+            )
+            for prompt in prompts
+        ]
 
     async def _run(
         self, tasks: Sequence[EpisodeTask], generate: GenerateGroup
@@ -147,4 +137,6 @@ def _evaluated(episode: Episode, result: RewardResult) -> EvaluatedSample:
         accuracy=accuracy if result.error is None else 0.0,
         answer=result.answer if result.error is None else None,
         num_tokens=len(episode.response_ids),
+        versions=frozenset(span.global_steps for span in episode.spans),
+        error=result.error,
     )

@@ -15,8 +15,9 @@ from configs.schema import Config
 from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
 from rollout.agents.encoding import encode
 from rollout.agents.loop import AgentLoop, load_agent_loop
-from rollout.agents.worker import AgentWorker, EvaluationPart
+from rollout.agents.worker import AgentWorker
 from rollout.errors import AgentWorkerLostError
+from rollout.evaluation.scores import EvaluatedPrompt
 from rollout.progress import Attempt
 from rollout.prompts import Row
 from rollout.rewards.registry import load_reward
@@ -56,7 +57,7 @@ class AgentWorkerActor:
 
     async def evaluate(
         self, prompts: list[Prompt], replica: ReplicaClient, sampling: SamplingParams, num_samples: int, attempt: int
-    ) -> EvaluationPart:
+    ) -> list[EvaluatedPrompt]:
         self._worker.replicas[replica.name] = replica.generate_group
         return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
 
@@ -126,7 +127,7 @@ class AgentWorkerGroup:
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
-    ) -> EvaluationPart:
+    ) -> list[EvaluatedPrompt]:
         """Raises AgentWorkerLostError. The next call must have another `attempt`."""
         arguments = (list(prompts), self._replicas[replica], sampling, num_samples, attempt)
         return await self._in_turn(lambda actor: actor.evaluate.remote(*arguments))

@@ -9,7 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
+T = TypeVar("T")
 NUM_STEPS = 2
 MAX_NUMBER = 9
 
@@ -25,8 +27,6 @@ EVENTS = {
     "-": ("{name} loses {number}.", "{name} gives away {number}.", "{name} sells {number}.", "{name} breaks {number}."),
 }
 
-_STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -39,28 +39,20 @@ class Problem:
     """The worked steps, one per line, then `#### n`, which the reward reads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Story:
-    """The arithmetic of a problem. No total is ever below zero."""
-
-    start: int
-    steps: tuple[tuple[str, int], ...]
-    """(operator, number), applied from left to right."""
-    total: int
-
-
 @cache
-def _stories() -> tuple[_Story, ...]:
-    stories = [_Story(start=number, steps=(), total=number) for number in range(1, MAX_NUMBER + 1)]
+def _stories() -> list[tuple[int, ...]]:
+    """The first number, and the signed number of each step. No total is ever below zero."""
+    numbers = range(1, MAX_NUMBER + 1)
+    stories: list[tuple[int, ...]] = [(number,) for number in numbers]
     for _ in range(NUM_STEPS):
         stories = [
-            _Story(start=story.start, steps=(*story.steps, (operator, number)), total=total)
+            (*story, sign * number)
             for story in stories
-            for operator in EVENTS
-            for number in range(1, MAX_NUMBER + 1)
-            if (total := story.total + number if operator == "+" else story.total - number) >= 0
+            for sign in (1, -1)
+            for number in numbers
+            if sum(story) + sign * number >= 0
         ]
-    return tuple(stories)
+    return stories
 
 
 def num_problems() -> int:
@@ -70,34 +62,30 @@ def num_problems() -> int:
 
 def _problem(index: int) -> Problem:
     """Build problem `index`, 0 <= index < num_problems(): its digits, in mixed radix, pick the story and the words."""
-    stories = _stories()
-    index, which = divmod(index, len(stories))
-    story = stories[which]
 
-    def pick(choices: Sequence[str]) -> str:
+    def pick(choices: Sequence[T]) -> T:
         nonlocal index
         index, digit = divmod(index, len(choices))
         return choices[digit]
 
+    total, *steps = pick(_stories())
     name, item, opening, question = pick(NAMES), pick(ITEMS), pick(OPENINGS), pick(QUESTIONS)
-    sentences = [opening.format(name=name, number=story.start, item=item)]
+    sentences = [opening.format(name=name, number=total, item=item)]
     lines = []
-    total = story.start
-    for operator, number in story.steps:
-        sentences.append(pick(EVENTS[operator]).format(name=name, number=number))
-        before, total = total, total + number if operator == "+" else total - number
-        lines.append(f"{before}{operator}{number}={total}")
+    for step in steps:
+        sentences.append(pick(EVENTS["+" if step > 0 else "-"]).format(name=name, number=abs(step)))
+        lines.append(f"{total}{step:+}={total + step}")
+        total += step
     sentences.append(question.format(name=name, item=item))
     return Problem(question=" ".join(sentences), answer="\n".join([*lines, f"#### {total}"]))
 
 
 def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
     """Draw (train, val) problems, all distinct by question text; the same arguments give the same problems. Raises
-    ValueError when a count is negative, or more problems are asked for than exist."""
+    ValueError when more are asked for than exist."""
     limit = num_problems()
-    if num_train < 0 or num_val < 0 or num_train + num_val > limit:
-        wanted = f"both must be >= 0 and together at most {limit}, the number of distinct problems"
-        raise ValueError(f"num_train={num_train} and num_val={num_val}: {wanted}")
+    if num_train + num_val > limit:
+        raise ValueError(f"num_train={num_train} and num_val={num_val}: there are at most {limit} distinct problems")
     drawn = [_problem(index) for index in random.Random(seed).sample(range(limit), num_train + num_val)]
     return drawn[num_val:], drawn[:num_val]
 
@@ -108,17 +96,16 @@ def sloppy_answer(
     """Answer like an imperfect demonstrator, who knows the format but is often wrong. `stop_early`: probability of
     concluding after the first step; `slip`: of a result, at each step, that is off by 1 or 2 and is carried over to the
     next step; `forget_marker`: of a last line without `#### `."""
-    steps = _STEP.findall(problem.answer)
+    steps = re.findall(r"(\d+)([+-]\d+)=", problem.answer)
     if rng.random() < stop_early:
         steps = steps[:1]
     total = int(steps[0][0])
     lines = []
-    for _, operator, number, _ in steps:
-        before, total = total, total + int(number) if operator == "+" else total - int(number)
-        if rng.random() < slip:
-            total += rng.choice((-2, -1, 1, 2))
-        total = max(total, 0)
-        lines.append(f"{before}{operator}{number}={total}")
+    for _, step in steps:
+        off_by = rng.choice((-2, -1, 1, 2)) if rng.random() < slip else 0
+        result = max(total + int(step) + off_by, 0)
+        lines.append(f"{total}{step}={result}")
+        total = result
     marker = "" if rng.random() < forget_marker else "#### "
     return "\n".join([*lines, f"{marker}{total}"])
 
@@ -128,10 +115,7 @@ def demonstrations(
 ) -> list[tuple[str, str]]:
     """Build a curriculum of (question, answer) pairs, drawn with replacement: `num_clean` worked answers teach format
     and arithmetic, then `num_sloppy` sloppy ones make the model wrong often enough that reinforcement learning has
-    something to improve. Raises ValueError when there are no problems, or a count is negative."""
-    if not problems or num_clean < 0 or num_sloppy < 0:
-        wanted = "at least one problem is needed, and both counts must be >= 0"
-        raise ValueError(f"{len(problems)} problems, num_clean={num_clean}, num_sloppy={num_sloppy}: {wanted}")
+    something to improve."""
     rng = random.Random(seed)
     clean = [(problem.question, problem.answer) for problem in rng.choices(problems, k=num_clean)]
     sloppy = [(problem.question, sloppy_answer(problem, rng)) for problem in rng.choices(problems, k=num_sloppy)]

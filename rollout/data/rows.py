@@ -58,11 +58,12 @@ def as_row(record: Record, place: str, columns: Columns) -> Row:
 
 def _field(record: Record, place: str, column: str) -> Any:
     value: Any = record
-    for depth, key in enumerate(parts := column.split(".")):
+    parts = column.split(".")
+    for depth, key in enumerate(parts):
+        within = f"column {'.'.join(parts[:depth])!r}" if depth else "row"
         if not isinstance(value, dict):
-            raise DataError(f"{place}: column {'.'.join(parts[:depth])!r} has no {key!r}, is {type(value).__name__}")
+            raise DataError(f"{place}: {within} has no {key!r}, is {type(value).__name__}")
         if key not in value:
-            within = f"column {'.'.join(parts[:depth])!r}" if depth else "row"
             raise DataError(f"{place}: no column {column!r}; the {within} has {', '.join(sorted(value))}")
         value = value[key]
     return value
@@ -72,20 +73,21 @@ def _messages(prompt: Any, place: str, column: str) -> list[Message]:
     """Check and copy the messages; a plain text becomes one user message."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
+    where = f"{place}: column {column!r}"
     if not isinstance(prompt, list):
-        kind = type(prompt).__name__
-        raise DataError(f"{place}: column {column!r} must be text or a list of messages, is {kind}")
+        raise DataError(f"{where} must be text or a list of messages, is {type(prompt).__name__}")
     for number, message in enumerate(prompt, 1):
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
-            raise DataError(f"{place}: column {column!r}: message {number} must have a role and a content, both text")
+            raise DataError(f"{where}: message {number} must have a role and a content, both text")
     if not prompt or prompt[-1]["role"] != "user":
-        raise DataError(f"{place}: column {column!r}: the last message must be the user's")
+        raise DataError(f"{where}: the last message must be the user's")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
 def _call(loader: Callable[[str], Iterable[Record]], entries: str, name: str) -> Iterator[tuple[str, Record]]:
     for number, record in enumerate(loader(entries), 1):
+        place = f"{name}({entries!r}):{number}"
         if not isinstance(record, dict):
-            raise DataError(f"{name}({entries!r}):{number}: must be a dict, is {type(record).__name__}")
-        yield f"{name}({entries!r}):{number}", record
+            raise DataError(f"{place}: must be a dict, is {type(record).__name__}")
+        yield place, record

@@ -1,7 +1,7 @@
 """Iterates over the records of JSONL and parquet files, folders saved by `datasets`, and hub data sets."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +17,48 @@ class DataError(ValueError):
 def records(source: DataSource) -> Iterator[tuple[str, Record]]:
     """Yield (place, record), where place is `file:line` or `data set:row`. Raises DataError."""
     path = source.path
-    if path.suffix == ".parquet":
-        return _parquet(path)
     if path.suffix in (".jsonl", ".json"):
         return _jsonl(path)
+    if path.suffix == ".parquet":
+        return _rows(path, _parquet(path))
     if path.is_dir() or source.may_be_on_the_hub:
-        return _data_set(source)
+        return _rows(source, map(dict, _data_set(source)))
     raise DataError(
         f"{path}: must be a .jsonl, .json or .parquet file, a folder, or a hub name with its split: org/name@split"
     )
 
 
+def _rows(source: object, found: Iterable[Record]) -> Iterator[tuple[str, Record]]:
+    return ((f"{source}:{number}", record) for number, record in enumerate(found, 1))
+
+
 def _jsonl(path: Path) -> Iterator[tuple[str, Record]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # includes bytes that are not UTF-8
+                raise DataError(f"{path}:{number}: not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}:{number}: must be a JSON object, is {type(record).__name__}")
+            yield f"{path}:{number}", record
 
 
-def _parse(line: bytes, place: str) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # includes bytes that are not UTF-8
-        raise DataError(f"{place}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: must be a JSON object, is {type(record).__name__}")
-    return record
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet  # takes a second to import
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", record
+                yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
 
 
-def _data_set(source: DataSource) -> Iterator[tuple[str, Record]]:
-    for number, record in enumerate(_open(source), 1):
-        yield f"{source}:{number}", dict(record)
-
-
-def _open(source: DataSource) -> Any:
-    """Open a `datasets.Dataset` written by `save_to_disk`, a folder of data files, or a download from the hub."""
+def _data_set(source: DataSource) -> Any:
+    """A `datasets.Dataset` written by `save_to_disk`, a folder of data files, or a download from the hub."""
     from datasets import load_dataset, load_from_disk  # takes seconds to import
     from datasets.exceptions import DatasetsError
 

@@ -9,9 +9,8 @@ from statistics import fmean
 from typing import Protocol
 
 from configs.runtime.deadline import within
-from rollout.agents.worker import EvaluationPart
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
-from rollout.evaluation.scores import EvaluatedPrompt, mean_accuracy, scores_by_source
+from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample, mean_accuracy, scores_by_source
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
@@ -26,7 +25,7 @@ reward ends its process."""
 class EvaluationRunner(Protocol):
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
-    ) -> EvaluationPart:
+    ) -> list[EvaluatedPrompt]:
         """`attempt`: differs in every call, so that request ids are unique."""
         ...
 
@@ -35,15 +34,22 @@ class EvaluationRunner(Protocol):
 class Evaluation:
     prompts: tuple[EvaluatedPrompt, ...]
     """Ordered as in the held-out set."""
-    versions: tuple[int, ...]
-    """`global_steps` of all tokens. A single one, unless the weights changed during the evaluation."""
     pinned: bool
     """Whether the replicas were held at one version."""
 
     @property
+    def samples(self) -> list[EvaluatedSample]:
+        return [sample for prompt in self.prompts for sample in prompt.samples]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """`global_steps` of all tokens. A single one, unless the weights changed during the evaluation."""
+        return tuple(sorted(frozenset[int]().union(*(sample.versions for sample in self.samples))))
+
+    @property
     def accuracy(self) -> float:
-        """Mean over all samples of all prompts."""
-        return fmean(mean_accuracy(prompt.samples) for prompt in self.prompts)
+        """Mean over all samples of all prompts, which have as many each."""
+        return mean_accuracy(self.samples)
 
     @property
     def num_prompts(self) -> int:
@@ -51,7 +57,7 @@ class Evaluation:
 
     @property
     def mean_response_tokens(self) -> float:
-        return fmean(sample.num_tokens for prompt in self.prompts for sample in prompt.samples)
+        return fmean(sample.num_tokens for sample in self.samples)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -106,22 +112,14 @@ class Evaluator:
             shares = [self.prompts[index::num_shares] for index in range(num_shares)]
             asking = (self._ask(index, share, left) for index, share in enumerate(shares))
             answers = await asyncio.gather(*asking, return_exceptions=True)
-        parts: list[EvaluationPart] = []
+        prompts: list[EvaluatedPrompt] = []
         for answer in answers:  # of all shares, so that none works on when this raises
             if isinstance(answer, BaseException):
                 raise answer
-            parts.append(answer)
-        self.failures.count_rewards(error for part in parts for error in part.errors)
-        evaluated = {
-            prompt.ordinal: EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=samples)
-            for share, part in zip(shares, parts, strict=True)
-            for prompt, samples in zip(share, part.samples, strict=True)
-        }
-        return Evaluation(
-            prompts=tuple(evaluated[prompt.ordinal] for prompt in self.prompts),
-            versions=tuple(sorted(frozenset[int]().union(*(part.versions for part in parts)))),
-            pinned=pinned,
-        )
+            prompts += answer
+        evaluation = Evaluation(prompts=tuple(sorted(prompts, key=lambda prompt: prompt.ordinal)), pinned=pinned)
+        self.failures.count_rewards(sample.error for sample in evaluation.samples)
+        return evaluation
 
     async def _replicas_of(self, left: list[str] | None) -> list[str]:
         if left is None:
@@ -130,7 +128,7 @@ class Evaluator:
             raise ReplicaLostError("every replica that evaluated was lost")
         return left
 
-    async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> EvaluationPart:
+    async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> list[EvaluatedPrompt]:
         """`left`: the pinned replicas that no share has lost."""
         worker_losses = 0
         while True:

@@ -1,7 +1,7 @@
 """Scores over several samples per prompt: avg@k, pass@k, maj@k."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,9 +12,14 @@ RIGHT = 0.5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedSample:
     accuracy: float
+    """0 where the reward failed."""
     answer: str | None
     """The answer that the reward read, normalized so that equal answers are equal strings; None if it read none."""
     num_tokens: int
+    versions: frozenset[int] = frozenset()
+    """`global_steps` of its tokens: one version, unless an update came in between."""
+    error: str | None = None
+    """Why the reward failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +36,7 @@ def mean_accuracy(samples: Sequence[EvaluatedSample]) -> float:
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """The probability that at least one of k samples is right, unbiased, from n >= k samples of which c are right:
-    1 - C(n - c, k) / C(n, k). Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
-
-    Raises ValueError when k is not within 1 .. num_samples.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} of {num_samples} samples: k must be between 1 and {num_samples}")
+    1 - C(n - c, k) / C(n, k). Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1."""
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -53,13 +53,13 @@ def majority_accuracy(samples: Sequence[EvaluatedSample]) -> float:
     return fmean(fmean(accuracies) for accuracies in votes.values() if len(accuracies) == most)
 
 
-def scores_by_source(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> Mapping[str, dict[str, float]]:
+def scores_by_source(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> dict[str, dict[str, float]]:
     """data_source -> {"avg@n", "pass@k" for k in ks, "maj@n"}, means over its prompts, each of which has n samples.
     maj@n is left out where no sample has an answer: that reward reads none."""
-    by_source: dict[str, list[EvaluatedPrompt]] = {}
+    by_source: dict[str, list[tuple[EvaluatedSample, ...]]] = {}
     for prompt in prompts:
-        by_source.setdefault(prompt.data_source, []).append(prompt)
-    return {source: _scores([prompt.samples for prompt in some], ks) for source, some in by_source.items()}
+        by_source.setdefault(prompt.data_source, []).append(prompt.samples)
+    return {source: _scores(some, ks) for source, some in by_source.items()}
 
 
 def _scores(prompts: Sequence[Sequence[EvaluatedSample]], ks: Sequence[int]) -> dict[str, float]:

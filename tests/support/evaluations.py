@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollout.agents.worker import EvaluationPart
 from rollout.evaluation.evaluator import Evaluator, OnLost
-from rollout.evaluation.scores import EvaluatedSample
+from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
 from rollout.types import Prompt, SamplingParams
@@ -27,28 +26,27 @@ class FakeEvaluationRunner:
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
-    ) -> EvaluationPart:
+    ) -> list[EvaluatedPrompt]:
         self.asked.append((replica, [prompt.ordinal for prompt in prompts]))
         self.attempts.append(attempt)
         self.sampling.add(sampling)
         await asyncio.sleep(self._seconds)
         if self._errors.get(replica):
             raise self._errors[replica].pop(0)
-        return EvaluationPart(
-            samples=tuple(
-                tuple(
-                    EvaluatedSample(
-                        accuracy=float(prompt.ordinal if index == 0 else 0),
-                        answer=f"{prompt.ordinal}",
-                        num_tokens=10 * prompt.ordinal,
-                    )
-                    for index in range(num_samples)
-                )
-                for prompt in prompts
-            ),
-            versions=frozenset({8} if replica == "a" else {8, 7}),
-            errors=tuple(f"{replica} failed" for prompt in prompts if prompt.ordinal < self.failing),
-        )
+        return [self._evaluated(prompt, replica, num_samples) for prompt in prompts]
+
+    def _evaluated(self, prompt: Prompt, replica: str, num_samples: int) -> EvaluatedPrompt:
+        samples = [
+            EvaluatedSample(
+                accuracy=float(prompt.ordinal if index == 0 else 0),
+                answer=f"{prompt.ordinal}",
+                num_tokens=10 * prompt.ordinal,
+                versions=frozenset({8} if replica == "a" else {8, 7}),
+                error=f"{replica} failed" if index == 0 and prompt.ordinal < self.failing else None,
+            )
+            for index in range(num_samples)
+        ]
+        return EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(samples))
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)

@@ -24,7 +24,7 @@ def test_a_report_has_scores_by_source_and_what_every_prompt_got() -> None:
         data=DataConfig(val_files="aime.parquet"), evaluation=EvaluationConfig(samples=3, temperature=1.0, top_p=0.7)
     )
     prompts = (evaluated("aime", "7", "8", "7"), evaluated("aime", "7", "8", "8"))
-    evaluation = Evaluation(prompts=prompts, versions=(0,), pinned=True)
+    evaluation = Evaluation(prompts=prompts, pinned=True)
     report = make_report(config, "org/model", evaluation, num_failed=1, seconds=1.25)
     assert json.loads(json.dumps(report)) == report
     assert report["scores"]["aime"] == pytest.approx(

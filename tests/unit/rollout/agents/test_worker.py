@@ -209,10 +209,9 @@ def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None
     prompts = [make_prompt(ordinal) for ordinal in (5, 3, 4)]
     sampling = SamplingParams(temperature=0.6, max_tokens=8)
     part = run_virtual(make_worker(reward_of_letters, r0=replica).evaluate(prompts, "r0", sampling, 2))
-    scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some] for some in part.samples]
+    scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some.samples] for some in part]
     assert scores == [[(1, "5a", 2), (4, "5a", 5)], [(2, "3a", 3), (0, "3", 1)], [(1, "4b", 2), (3, "4a", 4)]]
-    assert part.versions == {4, 5}
-    assert part.errors == ()
+    assert {(sample.versions, sample.error) for some in part for sample in some.samples} == {(frozenset({4, 5}), None)}
     [requests] = replica.calls
     ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]
     assert [str(request.request_id) for request in requests] == ids
@@ -234,13 +233,13 @@ def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() 
     part = run_virtual(
         make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")).evaluate([make_prompt(0)], "r0", SAMPLING, 3)
     )
-    [samples] = part.samples
-    assert ([sample.accuracy for sample in samples], part.errors) == ([7, 0, 3], ("gone",))
+    [prompt] = part
+    assert [(sample.accuracy, sample.error) for sample in prompt.samples] == [(7, None), (0, "gone"), (3, None)]
 
 
 def test_a_reward_that_tells_no_accuracy_is_the_accuracy() -> None:
     part = run_virtual(make_worker(r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
-    [[sample]] = part.samples
+    [sample] = part[0].samples
     assert (sample.accuracy, sample.answer) == (3.0, None)
 
 
@@ -249,8 +248,8 @@ def test_a_reward_that_failed_is_neither_right_nor_a_vote() -> None:
         return RewardResult(reward=0.0, accuracy=1.0, answer=text, error="gone")
 
     part = run_virtual(make_worker(reward, r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
-    [[sample]] = part.samples
-    assert (sample.accuracy, sample.answer, part.errors) == (0.0, None, ("gone",))
+    [sample] = part[0].samples
+    assert (sample.accuracy, sample.answer, sample.error) == (0.0, None, "gone")
 
 
 def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:

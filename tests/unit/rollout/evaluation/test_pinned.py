@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from configs.schema import WeightSyncConfig
-from rollout.agents.worker import EvaluationPart
 from rollout.errors import ReplicaLostError, TooFewReplicasError
 from rollout.evaluation.pinned import MixedVersionsError, PinnedEvaluator
-from rollout.evaluation.scores import EvaluatedSample
+from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.router import ReplicaRouter
@@ -62,7 +61,7 @@ class Scene:
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
-    ) -> EvaluationPart:
+    ) -> list[EvaluatedPrompt]:
         self.asked.append((replica, now()))
         target = self.targets[replica]
         first, dies = target.state.global_steps, self.deaths.get(replica)
@@ -70,10 +69,9 @@ class Scene:
         if dies is not None:
             raise ReplicaLostError(f"{replica} died while it generated")
         await asyncio.sleep(self.seconds / 2)
-        sample = EvaluatedSample(accuracy=1.0, answer="", num_tokens=1)
-        return EvaluationPart(
-            samples=((sample,),) * len(prompts), versions=frozenset({first, target.state.global_steps})
-        )
+        versions = frozenset({first, target.state.global_steps})
+        sample = EvaluatedSample(accuracy=1.0, answer="", num_tokens=1, versions=versions)
+        return [EvaluatedPrompt(ordinal=prompt.ordinal, data_source="", samples=(sample,)) for prompt in prompts]
 
     def versions(self) -> dict[str, int]:
         return {name: target.state.global_steps for name, target in self.targets.items()}

@@ -12,7 +12,6 @@ from configs.runtime.environment import PYTHON_PATH
 from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
 from rollout.types import Completion, GenerationRequest
-from rollout.wire import unpack_completions
 
 A = TypeVar("A")
 PLACEMENTS = 3
@@ -39,7 +38,7 @@ class ReplicaClient:
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Raises ReplicaLostError."""
         try:
-            return unpack_completions(await cancelled_with_us(self.actor.generate_group.remote(requests)))
+            return await cancelled_with_us(self.actor.generate_group.remote(requests))
         except (RayActorError, EngineDiedError) as error:
             raise ReplicaLostError(f"{self.name} died while it generated: {error}") from error
 

@@ -38,10 +38,18 @@ class TrajectoryBuffer:
     max_sample_batches: int | None = None
     """algorithm.max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches in a
     row; None keeps them."""
+    num_filtered: int = field(default=0, init=False)
+    """Groups that were not trained: those filtered out, and those that a client aborted."""
 
     def __post_init__(self) -> None:
-        self._groups: dict[int, TrajectoryGroup] = {}
+        self._groups: dict[int, TrajectoryGroup] = {}  # slot_id -> group, in order of arrival
+        self._filtered_since_batch = 0
         self._changed = asyncio.Condition()
+
+    @property
+    def ready(self) -> tuple[TrajectoryGroup, ...]:
+        """Groups that wait for the trainer, in order of arrival."""
+        return tuple(self._groups.values())
 
     async def claim(self) -> Slot | None:
         """Wait for a slot for one group. Returns None when the run has all the groups it needs."""
@@ -53,35 +61,34 @@ class TrajectoryBuffer:
         """Hand in the group of a slot. A group that a client aborted as a whole is replaced by another prompt. Raises
         RewardFailuresError and TooFewGroupsError."""
         self.failures.count_rewards(group.errors)
+        filters = self.max_sample_batches is not None
         async with self._changed:
-            if group.is_aborted:
-                self.ledger.replace(slot)
-            elif self.max_sample_batches is not None and not group.rewards_differ:
-                self.ledger.filter(slot)
-                self._check_filtered(self.max_sample_batches)
+            if not group.is_aborted and (group.rewards_differ or not filters):
+                self._keep(slot, group)
             else:
-                self.ledger.finish(slot, group.min_version)
-                self._groups[slot.slot_id] = group
+                self.ledger.give_back(slot)
+                self.num_filtered += 1
+                if not group.is_aborted:
+                    self._filtered_since_batch += 1
+                    self._check_filtered()
             self._changed.notify_all()
 
-    @property
-    def ready(self) -> tuple[TrajectoryGroup, ...]:
-        """Groups that wait for the trainer, in order of arrival."""
-        return tuple(self._groups[slot_id] for slot_id in self.ledger.ready_slots)
+    def _keep(self, slot: Slot, group: TrajectoryGroup) -> None:
+        self.ledger.finish(slot, group.min_version)
+        self._groups[slot.slot_id] = group
 
     def adopt(self, group: TrajectoryGroup) -> bool:
         """Take over, before the run starts, a group that was ready in the run that is resumed. Returns False if it is
         too stale to be trained here."""
         slot = self.ledger.adopt(group.min_version)
         if slot is not None:
-            self.ledger.finish(slot, group.min_version)
-            self._groups[slot.slot_id] = group
+            self._keep(slot, group)
         return slot is not None
 
     async def fail(self, slot: Slot) -> None:
         """Give back the slot of a group that will never come."""
         async with self._changed:
-            self.ledger.fail(slot)
+            self.ledger.give_back(slot)
             self._changed.notify_all()
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
@@ -105,6 +112,7 @@ class TrajectoryBuffer:
                 f"{self.batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
                 f"{self.ledger.num_ready} ready, {self.ledger.num_free} slots free"
             ) from None
+        self._filtered_since_batch = 0
         groups = sorted((self._groups.pop(slot_id) for slot_id in chosen), key=lambda group: group.prompt.ordinal)
         return self._mask_stale_tokens(groups, global_steps)
 
@@ -119,19 +127,20 @@ class TrajectoryBuffer:
             "rollout/inflight_groups": self.ledger.num_in_flight,
             "rollout/ready_groups": self.ledger.num_ready,
             "rollout/free_slots": self.ledger.num_free,
-            "rollout/filtered_groups": self.ledger.num_filtered,
+            "rollout/filtered_groups": self.num_filtered,
             "staleness/dropped_groups": self.ledger.num_dropped,
             **self.failures.gauges(),
         }
 
-    def _check_filtered(self, max_sample_batches: int) -> None:
+    def _check_filtered(self) -> None:
         """Many filtered groups are a problem only while the trainer has to wait for groups."""
-        filtered, batch_size = self.ledger.num_filtered_since_batch, self.ledger.window.groups_per_step
-        if filtered > max_sample_batches * batch_size and self.ledger.num_ready < batch_size:
+        filtered, batch_size = self._filtered_since_batch, self.ledger.window.groups_per_step
+        allowed = self.max_sample_batches or 0
+        if filtered > allowed * batch_size and self.ledger.num_ready < batch_size:
             raise TooFewGroupsError(
                 f"{filtered} groups with equal rewards since the last batch, for {self.ledger.num_ready} that differ: "
-                f"algorithm.max_sample_batches={max_sample_batches} allows {max_sample_batches} x "
-                f"trainer.prompts_per_step={batch_size}; are the prompts too easy, too hard, or is the reward wrong?"
+                f"algorithm.max_sample_batches={allowed} allows {allowed} x trainer.prompts_per_step={batch_size}; "
+                "are the prompts too easy, too hard, or is the reward wrong?"
             )
 
     def _mask_stale_tokens(self, groups: list[TrajectoryGroup], step: int) -> TrainBatch:
@@ -164,10 +173,10 @@ def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
 
 def mask_stale(trajectory: Trajectory, is_fresh: Callable[[int], bool]) -> Trajectory:
     """Take the tokens of stale versions out of the loss mask. Returns a copy where any are."""
-    if all(is_fresh(span.global_steps) for span in trajectory.spans):
+    stale = [span for span in trajectory.spans if not is_fresh(span.global_steps)]
+    if not stale:
         return trajectory
     loss_mask = trajectory.loss_mask.copy()
-    for span in trajectory.spans:
-        if not is_fresh(span.global_steps):
-            loss_mask[span.start : span.end] = False
+    for span in stale:
+        loss_mask[span.start : span.end] = False
     return replace(trajectory, loss_mask=loss_mask)

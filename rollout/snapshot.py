@@ -79,11 +79,7 @@ def capture(rollouter: Rollouter) -> RolloutState:
         ),
         failed_groups=tuple(buffer.failures.failed_groups),
         failed_rewards=buffer.failures.failed_rewards,
-        counters={
-            "dropped": buffer.ledger.num_dropped,
-            "filtered": buffer.ledger.num_filtered,
-            **rollouter.counters,
-        },
+        counters={"dropped": buffer.ledger.num_dropped, "filtered": buffer.num_filtered, **rollouter.counters},
     )
 
 
@@ -118,7 +114,7 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     stream.returned = sorted([*state.returned, *given_back])
     buffer.failures.failed_groups = list(state.failed_groups)
     buffer.failures.failed_rewards = state.failed_rewards
-    buffer.ledger.num_dropped, buffer.ledger.num_filtered = state.counters["dropped"], state.counters["filtered"]
+    buffer.ledger.num_dropped, buffer.num_filtered = state.counters["dropped"], state.counters["filtered"]
     rollouter.counters = {name: state.counters[name] for name in rollouter.counters}
     return len(given_back)
 

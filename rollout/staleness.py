@@ -71,9 +71,6 @@ class SlotLedger:
         self.num_claimed = 0
         self.num_selected = global_steps * window.groups_per_step
         self.num_dropped = 0
-        self.num_failed = 0
-        self.num_filtered = 0
-        self.num_filtered_since_batch = 0
         self._in_flight: dict[int, Slot] = {}
         self._ready: dict[int, int] = {}  # slot_id -> last step that may train it, in order of arrival
         self._trained: dict[int, int] = {}  # slot_id -> the step that trained it
@@ -85,11 +82,6 @@ class SlotLedger:
     @property
     def num_ready(self) -> int:
         return len(self._ready)
-
-    @property
-    def ready_slots(self) -> list[int]:
-        """Slots of ready groups, in order of arrival."""
-        return list(self._ready)
 
     @property
     def num_free(self) -> int:
@@ -135,21 +127,9 @@ class SlotLedger:
         del self._in_flight[slot.slot_id]
         self._ready[slot.slot_id] = self.window.last_step(min_version)
 
-    def fail(self, slot: Slot) -> None:
-        """Give back the slot of a group that will never come. Raises KeyError if the slot is not in flight."""
+    def give_back(self, slot: Slot) -> None:
+        """Free the slot of a group that is not trained, for another prompt. Raises KeyError if it is not in flight."""
         del self._in_flight[slot.slot_id]
-        self.num_failed += 1
-
-    def replace(self, slot: Slot) -> None:
-        """Give back the slot of a group that is not trained, for another prompt. Raises KeyError if the slot is not in
-        flight."""
-        del self._in_flight[slot.slot_id]
-        self.num_filtered += 1
-
-    def filter(self, slot: Slot) -> None:
-        """`replace` a group of equal rewards. Many in a row say that the prompts are too easy or too hard."""
-        self.replace(slot)
-        self.num_filtered_since_batch += 1
 
     def drop_expired(self, step: int) -> list[int]:
         """Give back, under the `drop` policy, the slots of ready groups too stale for optimizer step `step`."""
@@ -177,18 +157,14 @@ class SlotLedger:
             del self._ready[slot_id]
             self._trained[slot_id] = step
         self.num_selected += len(chosen)
-        self.num_filtered_since_batch = 0
         return chosen
 
-    def advance(self, global_steps: int) -> int:
+    def advance(self, global_steps: int) -> None:
         """Weights tagged `global_steps` are live on every replica: free the slots they were trained on."""
         if global_steps < self.live_version:
             raise ValueError(f"version {global_steps} is older than the live version {self.live_version}")
         self.live_version = global_steps
-        freed = [slot_id for slot_id, step in self._trained.items() if step < global_steps]
-        for slot_id in freed:
-            del self._trained[slot_id]
-        return len(freed)
+        self._trained = {slot_id: step for slot_id, step in self._trained.items() if step >= global_steps}
 
     def _select_feasible(self, step: int) -> list[int]:
         """Take ready groups in order, but skip a group whose choice would make another one miss its last step."""

@@ -22,7 +22,6 @@ from rollout.progress import Attempt
 from rollout.prompts import Row
 from rollout.rewards.registry import load_reward
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
-from rollout.wire import PackedGroup, pack_group, unpack_group
 
 logger = logging.getLogger(__name__)
 W = TypeVar("W")
@@ -51,9 +50,9 @@ class AgentWorkerActor:
 
     async def run_group(
         self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
-    ) -> PackedGroup:
+    ) -> TrajectoryGroup:
         self._worker.replicas[replica.name] = replica.generate_group
-        return pack_group(await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt))
+        return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
 
     async def evaluate(
         self, prompts: list[Prompt], replica: ReplicaClient, sampling: SamplingParams, num_samples: int, attempt: int
@@ -118,10 +117,10 @@ class AgentWorkerGroup:
     ) -> TrajectoryGroup:
         arguments = (prompt, self._replicas[replica], sampling, group_size, attempt)
         if not attempt.alone:
-            return unpack_group(await self._in_turn(lambda actor: actor.run_group.remote(*arguments)))
+            return await self._in_turn(lambda actor: actor.run_group.remote(*arguments))
         worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
         try:
-            return unpack_group(await worker.result(worker.actor.run_group.remote(*arguments)))
+            return await worker.result(worker.actor.run_group.remote(*arguments))
         finally:
             ray.kill(worker.actor)
 

@@ -18,8 +18,7 @@ from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
 from rollout.replica.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import RolloutReplica
-from rollout.types import GenerationRequest
-from rollout.wire import Columns, pack_completions
+from rollout.types import Completion, GenerationRequest
 from weight_sync.protocol import Manifest
 
 P = ParamSpec("P")
@@ -87,9 +86,9 @@ class ReplicaActor:
         self._server = asyncio.create_task(serve(app, listener))
         return url_of(listener)
 
-    async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
+    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Callers use `ReplicaClient.generate_group`."""
-        return pack_completions(await self._replica.generate_group(requests))
+        return await self._replica.generate_group(requests)
 
     @ray.method(concurrency_group="control")
     async def control(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any, **kwargs: Any) -> R:

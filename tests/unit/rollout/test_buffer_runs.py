@@ -117,8 +117,8 @@ def test_filtered_groups_are_refilled_exactly(policy: StalePolicy, flat: list[bo
     trained = [ordinal for batch in batches for ordinal in ordinals(batch)]
     assert len(set(trained)) == len(trained) == ledger.total_groups
     assert not any(flat[ordinal % len(flat)] for ordinal in trained)
-    assert ledger.num_claimed == ledger.total_groups + ledger.num_filtered + ledger.num_dropped
-    assert ledger.num_filtered == sum(flat[ordinal % len(flat)] for ordinal in range(ledger.num_claimed))
+    assert ledger.num_claimed == ledger.total_groups + buffer.num_filtered + ledger.num_dropped
+    assert buffer.num_filtered == sum(flat[ordinal % len(flat)] for ordinal in range(ledger.num_claimed))
     assert ledger.num_in_flight == ledger.num_ready == 0
     if policy is not StalePolicy.drop:
         assert sorted(trained) == [n for n in range(ledger.num_claimed) if not flat[n % len(flat)]]

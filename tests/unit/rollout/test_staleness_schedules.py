@@ -45,7 +45,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.in_flight: list[Slot] = []
         self.ready: dict[int, int] = {}  # slot_id -> version of the oldest token
         self.trained: dict[int, int] = {}  # slot_id -> step
-        self.num_dropped = self.num_filtered = self.num_filtered_since_batch = 0
 
     @precondition(lambda self: self.ledger.can_claim())
     @rule(count=st.integers(1, 8))
@@ -65,18 +64,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.finish(slot, self.ready[slot.slot_id])
 
     @precondition(lambda self: self.in_flight)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        self.ledger.fail(self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1))))
-
-    @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), count=st.integers(1, 8))
-    def filter(self, data: st.DataObject, count: int) -> None:
-        """Groups come whose rewards are all equal."""
+    def give_back(self, data: st.DataObject, count: int) -> None:
+        """Groups fail, or are filtered out."""
         for _ in range(min(count, len(self.in_flight))):
-            self.ledger.filter(self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1))))
-            self.num_filtered += 1
-            self.num_filtered_since_batch += 1
+            self.ledger.give_back(self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1))))
 
     @rule()
     def train(self) -> None:
@@ -95,7 +87,6 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.policy is not StalePolicy.mask:
                 assert self.window.is_fresh(min_version, self.step)
             self.trained[slot_id] = self.step
-        self.num_filtered_since_batch = 0
         self.step += 1
         if self.step % self.window.update_interval == 0:
             self.versions.append(self.step)
@@ -112,7 +103,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def advance(self) -> None:
         """The newest update is announced to the ledger, however late."""
         gone = [slot_id for slot_id, step in self.trained.items() if step < self.updated]
-        assert self.ledger.advance(self.updated) == len(gone)
+        self.ledger.advance(self.updated)
         for slot_id in gone:
             del self.trained[slot_id]
 
@@ -130,7 +121,6 @@ class LedgerMachine(RuleBasedStateMachine):
         adopted = [self.ledger.adopt(slot.claimed_version) for slot in self.in_flight]
         assert None not in adopted
         self.in_flight = [slot for slot in adopted if slot is not None]
-        self.num_dropped = self.num_filtered = self.num_filtered_since_batch = 0
 
     def drop(self) -> None:
         expired = [i for i, v in self.ready.items() if not self.window.is_fresh(v, self.step)]
@@ -163,10 +153,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ledger.num_free + held == self.window.capacity and ledger.num_free >= 0
         assert (ledger.num_in_flight, ledger.num_ready) == (len(self.in_flight), len(self.ready))
         assert ledger.num_dropped == self.num_dropped
-        assert (ledger.num_filtered, ledger.num_filtered_since_batch) == (
-            self.num_filtered,
-            self.num_filtered_since_batch,
-        )
         assert ledger.num_selected + len(self.in_flight) + len(self.ready) <= self.total
         assert ledger.complete == (ledger.num_selected == self.total)
 

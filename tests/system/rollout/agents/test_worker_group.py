@@ -19,8 +19,7 @@ from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt
 from rollout.rewards.base import RewardResult
-from rollout.types import GenerationRequest, Prompt, SamplingParams
-from rollout.wire import Columns, pack_completions
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
 from tests.support.fakes import make_completion, make_prompt
 
 CONFIG = Config(rollout=RolloutConfig(num_agent_workers=2))
@@ -33,9 +32,9 @@ class Replica:
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    async def generate_group(self, requests: list[GenerationRequest]) -> Columns:
+    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         self.ids += [str(request.request_id) for request in requests]
-        return pack_completions([make_completion([0], [0], "stop")] * len(requests))
+        return [make_completion([0], [0], "stop")] * len(requests)
 
     async def asked(self) -> list[str]:
         return self.ids

@@ -6,7 +6,7 @@ they like; this module is the one place where such text is made and read.
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 InGroup = tuple[int, int]
 """(episode, turn): one request of a group, whatever the attempt."""
@@ -65,8 +65,7 @@ class RequestId:
         return cls(**numbers, is_evaluation=found["evaluation"] is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class ClientNames:
+class ClientNames(NamedTuple):
     """The names by which clients know a request that is inside an engine. They differ for requests over HTTP only.
 
     Example: ClientNames.of("cmpl-a-0") == ClientNames("cmpl-a-0", response="cmpl-a", chosen="a")
@@ -84,13 +83,7 @@ class ClientNames:
         found = _OPENAI.fullmatch(name)
         if found is None:
             return cls(name, name, name)
-        if found["chat"] is not None:
-            return cls(name, name, found["chat"])
-        return cls(name, found["response"], found["chosen"])
-
-    @property
-    def every(self) -> frozenset[str]:
-        return frozenset((self.engine, self.response, self.chosen))
+        return cls(name, found["response"] or name, found["chosen"] or found["chat"])
 
 
 def repeated(name: str, number: int) -> str:

@@ -37,8 +37,6 @@ class ReplicaRouter:
 
     def __init__(self, replicas: list[str], max_inflight: int):
         """`max_inflight`: trajectories that a replica has at most at a time."""
-        if not replicas:
-            raise ValueError("a router needs at least one replica")
         self._loads = {name: _Load() for name in replicas}
         self._max_inflight = max_inflight
         self._changed = asyncio.Condition()
@@ -60,12 +58,9 @@ class ReplicaRouter:
                 await self._changed.wait()
 
     async def release(self, name: str, count: int) -> None:
-        """Give back `count` trajectories of an `acquire`. Raises ValueError when fewer are in flight."""
+        """Give back `count` trajectories of an `acquire`."""
         async with self._changed:
-            load = self._loads[name]
-            if load.in_flight < count:
-                raise ValueError(f"replica {name} has {load.in_flight} trajectories in flight, cannot release {count}")
-            load.in_flight -= count
+            self._loads[name].in_flight -= count
             self._changed.notify_all()
 
     async def in_service(self) -> list[str]:
@@ -126,12 +121,10 @@ class ReplicaRouter:
 
     def _least_loaded(self, count: int) -> str | None:
         self._require_one()
+        least = min(
+            self.healthy, key=lambda name: (self._loads[name].in_flight, self._loads[name].assigned), default=None
+        )
         # A group larger than the limit still has to go somewhere: to an idle replica.
-        with_room = [
-            name
-            for name in self.healthy
-            if self._loads[name].in_flight == 0 or self._loads[name].in_flight + count <= self._max_inflight
-        ]
-        if not with_room:
+        if least is None or 0 < self._loads[least].in_flight > self._max_inflight - count:
             return None
-        return min(with_room, key=lambda name: (self._loads[name].in_flight, self._loads[name].assigned))
+        return least

@@ -131,7 +131,7 @@ def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
         known = [ClientNames.of(name) for name in ended]
         if body.abort_all:
             return _success({"aborted": sorted({names.response for names in known}), "not_found": []})
-        names = {name for names in known for name in names.every}
+        names = {name for names in known for name in names}
         return _success(
             {
                 "aborted": [name for name in body.req_ids if name in names],

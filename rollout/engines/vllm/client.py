@@ -109,7 +109,7 @@ class GatedLLM(AsyncLLM):
         known = {inside: self.client_ids.get(inside, inside) for inside in inside_ids}
         if request_ids is not None:
             wanted = set(request_ids)
-            known = {key: name for key, name in known.items() if not wanted.isdisjoint(ClientNames.of(name).every)}
+            known = {key: name for key, name in known.items() if not wanted.isdisjoint(ClientNames.of(name))}
         running = [inside for inside in self.admission.inside if inside in known]
         self.admission.turn_away(known)
         if running:

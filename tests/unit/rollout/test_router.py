@@ -159,22 +159,6 @@ def test_a_group_that_is_tried_again_finds_room_beside_the_next_one_that_waits_f
     run_virtual(main())
 
 
-def test_releasing_more_than_was_acquired_is_refused() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a"], max_inflight=8)
-        await router.acquire(4)
-        with pytest.raises(ValueError, match="replica a has 4 trajectories in flight, cannot release 5"):
-            await router.release("a", 5)
-        assert in_flight(router) == 4
-
-    run_virtual(main())
-
-
-def test_a_router_without_replicas_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one replica"):
-        ReplicaRouter([], max_inflight=8)
-
-
 def test_a_cancelled_waiter_takes_no_room_and_holds_up_nobody() -> None:
     """The first in the queue, and the one behind it, are cancelled; also in the moment in which there is room."""
 

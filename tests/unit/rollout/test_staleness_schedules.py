@@ -45,6 +45,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.in_flight: list[Slot] = []
         self.ready: dict[int, int] = {}  # slot_id -> version of the oldest token
         self.trained: dict[int, int] = {}  # slot_id -> step
+        self.num_dropped = 0
 
     @precondition(lambda self: self.ledger.can_claim())
     @rule(count=st.integers(1, 8))
@@ -121,6 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
         adopted = [self.ledger.adopt(slot.claimed_version) for slot in self.in_flight]
         assert None not in adopted
         self.in_flight = [slot for slot in adopted if slot is not None]
+        self.num_dropped = 0
 
     def drop(self) -> None:
         expired = [i for i, v in self.ready.items() if not self.window.is_fresh(v, self.step)]

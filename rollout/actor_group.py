@@ -59,11 +59,11 @@ async def placed(
     report: Callable[[str], None],
 ) -> A:
     """An actor that has given its first answer. One that dies before that is ended and created anew, maybe on another
-    node, up to PLACEMENTS times in all. Raises what the last one died of, or what its constructor or `first_answer`
-    raised. `report`: gets a sentence about each that is placed again."""
-    placements = 0
+    node. Raises what the last one died of, or what its constructor or `first_answer` raised. `report`: gets a sentence
+    about each that is placed again."""
+    placement = 0
     while True:
-        placements += 1
+        placement += 1
         actor = create()
         try:
             await first_answer(actor)
@@ -71,6 +71,6 @@ async def placed(
         except BaseException as error:
             end(actor)
             died = isinstance(error, RayActorError) and not error.actor_init_failed
-            if not died or placements == PLACEMENTS:
+            if not died or placement == PLACEMENTS:
                 raise
             report(f"is placed again: {error}")

@@ -28,15 +28,13 @@ class GroupRunner(Protocol):
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
-        """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError, and
-        AgentWorkerLostError when the process of the agent loops died."""
+        """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError and
+        AgentWorkerLostError."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupUnderWay:
-    """A prompt that was dispatched and whose group is not complete."""
-
     slot: Slot
     prompt: Prompt
     attempt: Attempt = field(default_factory=Attempt)
@@ -81,8 +79,7 @@ class Rollouter:
         """Consume free slots and room on replicas, produce groups, return when the buffer needs no more."""
         async with asyncio.TaskGroup() as groups:
             for group in list(self.under_way.values()):
-                replica = await self._router.acquire(self.group_size)
-                groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
+                groups.create_task(self._produce(group, await self._router.acquire(self.group_size)))
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
                 replica = await self._router.acquire(self.group_size)
@@ -100,11 +97,10 @@ class Rollouter:
                 group = GroupUnderWay(slot=slot, prompt=self.stream.next())
                 self.under_way[group.prompt.ordinal] = group
                 self.counters["trajectories_started"] += self.group_size
-                groups.create_task(self._produce(group, replica), name=f"prompt-{group.prompt.ordinal}")
+                groups.create_task(self._produce(group, replica))
 
     async def _produce(self, group: GroupUnderWay, replica: str) -> None:
-        """Try the group until it is complete or given up, always under the same slot, so that its staleness stays
-        bounded."""
+        """Try the group until it is complete or given up, always under the same slot."""
         ordinal = group.prompt.ordinal
         while True:
             try:
@@ -142,8 +138,7 @@ class Rollouter:
         return True
 
     async def _take_back(self, group: GroupUnderWay, replica: str) -> None:
-        """Take what the group has sampled on a replica that lives into its next attempt. Requests of it that still run
-        there are ended: nothing waits for them, and they would only take up seats."""
+        """Take what the group has sampled on a replica that lives into its next attempt, and end its requests there."""
         await self.fleet.collect_progress(replica)
         running = self._progress.running(group.prompt.ordinal)
         self._begin_next(group)
@@ -173,8 +168,7 @@ class Rollouter:
         prompt, attempt = group.prompt, group.attempt
         self._progress.begin(prompt.ordinal, attempt, replica)
         try:
-            what = f"prompt {prompt.ordinal} on {replica}"
-            async with within(self.group_timeout_s, "rollout.group_timeout_s", what):
+            async with within(self.group_timeout_s, "rollout.group_timeout_s", f"prompt {prompt.ordinal} on {replica}"):
                 return await self.runner.run_group(prompt, replica, self.sampling, self.group_size, attempt)
         finally:
             await self._router.release(replica, self.group_size)

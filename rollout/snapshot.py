@@ -22,8 +22,6 @@ class OtherPromptsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnderWay:
-    """A group that was dispatched and is not complete."""
-
     ordinal: int
     claimed_version: int
     failures: int
@@ -47,9 +45,9 @@ class RolloutState:
     returned: tuple[int, ...]
     """Ordinals below `next_ordinal` that were given back to the stream."""
     under_way: tuple[UnderWay, ...]
-    """Groups in flight, in order of dispatch."""
+    """In order of dispatch."""
     ready: tuple[Ready, ...]
-    """Groups for the trainer, in order of arrival."""
+    """In order of arrival."""
     failed_groups: tuple[int, ...]
     failed_rewards: int
     counters: dict[str, int]
@@ -95,8 +93,7 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     same_groups = state.group_size == rollouter.group_size
     given_back: list[int] = []
     for ready in state.ready:
-        prompt = stream.at(ready.ordinal)
-        group = TrajectoryGroup(prompt=prompt, trajectories=ready.trajectories, greedy=ready.greedy)
+        group = TrajectoryGroup(prompt=stream.at(ready.ordinal), trajectories=ready.trajectories, greedy=ready.greedy)
         if not (same_groups and buffer.adopt(group)):
             given_back.append(ready.ordinal)
     for under_way in state.under_way:

@@ -16,6 +16,7 @@ claimed later and therefore due no earlier, which keeps every inequality.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from configs.schema import StalePolicy
 from rollout.types import staleness
@@ -23,7 +24,7 @@ from rollout.types import staleness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessWindow:
-    """Arithmetic of versions. Versions and steps are both counted in optimizer steps (`global_steps`)."""
+    """Arithmetic of versions and steps, both counted in optimizer steps (`global_steps`)."""
 
     groups_per_step: int
     max_staleness: int
@@ -97,8 +98,7 @@ class SlotLedger:
         return wanted > 0 and self.num_free > 0
 
     def claim(self) -> Slot:
-        if not self.can_claim():
-            raise RuntimeError(f"no slot to claim: {self.num_free} free of {self.window.capacity}")
+        """Take a free slot: only where `can_claim`."""
         slot = Slot(self.num_claimed, self.live_version)
         self.num_claimed += 1
         self._in_flight[slot.slot_id] = slot
@@ -185,14 +185,8 @@ class SlotLedger:
 
     def _overdue(self, step: int) -> list[int]:
         """[horizon] Groups due by step j that must be in this batch, for each j from `step` on."""
-        deadlines = [self.window.last_step(slot.claimed_version) for slot in self._in_flight.values()]
-        deadlines += self._ready.values()
         due_at = [0] * self.window.horizon
-        for deadline in deadlines:
-            offset = min(max(deadline - step, 0), self.window.horizon - 1)
-            due_at[offset] += 1
-        overdue, due = [], 0
-        for offset, count in enumerate(due_at):
-            due += count
-            overdue.append(due - offset * self.window.groups_per_step)
-        return overdue
+        in_flight = (self.window.last_step(slot.claimed_version) for slot in self._in_flight.values())
+        for last_step in chain(in_flight, self._ready.values()):
+            due_at[min(max(last_step - step, 0), self.window.horizon - 1)] += 1
+        return [due - offset * self.window.groups_per_step for offset, due in enumerate(accumulate(due_at))]

@@ -35,14 +35,13 @@ class Prompt:
     """What the reward compares with."""
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Other columns of the row, for the user's own rewards."""
+    """Other columns of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a completion is sampled. temperature=0 is greedy."""
-
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
@@ -138,7 +137,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     partial: Completion | None = None
-    """What another replica, or an earlier run, has sampled of it. The replica answers with the whole."""
+    """What has been sampled of it before. The replica answers with the whole."""
     is_continuation: bool = False
     """Whether an engine was at work on it before. Set by the replica: such a request takes a seat before new ones."""
 
@@ -180,11 +179,6 @@ class Trajectory:
         counts in no baseline."""
         return self.error is None and self.finish_reason != "abort"
 
-    @property
-    def min_version(self) -> int:
-        """`global_steps` of the oldest weights that sampled a token. ValueError where there is no token."""
-        return min(span.global_steps for span in self.spans)
-
     def token_versions(self) -> IntArray:
         """[R] `global_steps` of every token."""
         versions = np.empty(len(self.response_ids), np.int32)
@@ -222,19 +216,19 @@ class TrajectoryGroup:
     @property
     def min_version(self) -> int:
         """`global_steps` of the oldest weights that sampled a token. ValueError where there is no token."""
-        return min(trajectory.min_version for trajectory in self.trajectories if trajectory.spans)
+        return min(span.global_steps for trajectory in self.trajectories for span in trajectory.spans)
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of all trajectories."""
         return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The groups of one optimizer step, by prompt ordinal, so the order of arrival cannot change the arithmetic."""
+    """The groups of one optimizer step."""
 
     groups: tuple[TrajectoryGroup, ...]
+    """By prompt ordinal, so the order of arrival cannot change the arithmetic."""
     masked_tokens: int
     """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
 

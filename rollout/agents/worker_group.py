@@ -45,7 +45,7 @@ class AgentWorkerActor:
             replicas={},
         )
 
-    async def encode(self, rows: list[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
+    async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens)
 
     async def run_group(
@@ -55,7 +55,12 @@ class AgentWorkerActor:
         return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
 
     async def evaluate(
-        self, prompts: list[Prompt], replica: ReplicaClient, sampling: SamplingParams, num_samples: int, attempt: int
+        self,
+        prompts: Sequence[Prompt],
+        replica: ReplicaClient,
+        sampling: SamplingParams,
+        num_samples: int,
+        attempt: int,
     ) -> list[EvaluatedPrompt]:
         self._worker.replicas[replica.name] = replica.generate_group
         return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
@@ -78,7 +83,7 @@ class _Worker:
 
 
 class AgentWorkerGroup:
-    """The driver's side of all agent workers. Implements `GroupRunner` and `EvaluationRunner`.
+    """The driver's side of all agent workers: a `GroupRunner` and an `EvaluationRunner`.
 
     Example:
         group = AgentWorkerGroup(config=config, tokenizer_path=path, replicas=clients, on_start=on_start)
@@ -110,7 +115,7 @@ class AgentWorkerGroup:
 
     async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         worker = await self._rotation.next()
-        return await worker.actor.encode.remote(list(rows), template, chat_template, max_tokens)
+        return await worker.actor.encode.remote(rows, template, chat_template, max_tokens)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
@@ -128,7 +133,7 @@ class AgentWorkerGroup:
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> list[EvaluatedPrompt]:
         """Raises AgentWorkerLostError. The next call must have another `attempt`."""
-        arguments = (list(prompts), self._replicas[replica], sampling, num_samples, attempt)
+        arguments = (prompts, self._replicas[replica], sampling, num_samples, attempt)
         return await self._in_turn(lambda actor: actor.evaluate.remote(*arguments))
 
     async def _in_turn(self, call: Callable[[Any], Any]) -> Any:

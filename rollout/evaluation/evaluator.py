@@ -17,9 +17,6 @@ from rollout.types import Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 OnLost = Callable[[str, BaseException], Awaitable[object]]
-MAX_WORKER_LOSSES = 8
-"""Losses of agent workers that one share of the prompts survives. More than this are no accident: an agent loop or a
-reward ends its process."""
 
 
 class EvaluationRunner(Protocol):
@@ -97,14 +94,14 @@ class Evaluator:
         self._attempts = itertools.count()
 
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
-        """Ask all prompts. The prompts of a lost replica are asked of another one. When this returns or raises, no
+        """Ask all prompts. Those of a lost replica or agent worker are asked again. When this returns or raises, no
         replica works on the evaluation any more.
 
         `on`: names of replicas; None is every replica in service, including those that come into service later.
         `pinned`: the caller makes sure that none of them is updated.
 
-        Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, AgentWorkerLostError
-        past MAX_WORKER_LOSSES, RewardFailuresError, and TooFewReplicasError.
+        Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, RewardFailuresError,
+        and TooFewReplicasError.
         """
         left = None if on is None else list(on)
         async with within(self.timeout_s, "evaluation.timeout_s", "evaluation"):
@@ -130,7 +127,6 @@ class Evaluator:
 
     async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> list[EvaluatedPrompt]:
         """`left`: the pinned replicas that no share has lost."""
-        worker_losses = 0
         while True:
             replicas = await self._replicas_of(left)
             replica = replicas[index % len(replicas)]
@@ -141,9 +137,6 @@ class Evaluator:
                         share, replica, self.sampling, self.num_samples, attempt=next(self._attempts)
                     )
             except AgentWorkerLostError as error:
-                worker_losses += 1
-                if worker_losses > MAX_WORKER_LOSSES:
-                    raise
                 logger.warning("%d held-out prompts are asked again: %s", len(share), error)
             except ReplicaLostError as error:
                 await self.on_lost(replica, error)

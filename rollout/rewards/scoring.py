@@ -102,21 +102,20 @@ async def _awaited(call: Call) -> object:
 
 
 def _result(prompt: Prompt, outcome: object) -> RewardResult:
+    """What a reward returned, as a result whose numbers are floats, or as one with an `error`."""
     try:
         if isinstance(outcome, _Raised):
             raise outcome.error
-        return _checked(outcome)
+        result = outcome if isinstance(outcome, RewardResult) else RewardResult(reward=_finite("a reward", outcome))
+        return replace(
+            result,
+            reward=_finite("a reward", result.reward),
+            accuracy=None if result.accuracy is None else _finite("an accuracy", result.accuracy),
+            metrics={name: _finite(f"the metric {name}", number) for name, number in result.metrics.items()},
+        )
     except BaseException as error:
         logger.warning("the reward of prompt %d failed", prompt.ordinal, exc_info=error)
         return RewardResult(reward=0.0, error=f"{type(error).__name__}: {error}")
-
-
-def _checked(value: object) -> RewardResult:
-    """Convert what a reward returned to a result whose numbers are floats. Raises TypeError or ValueError."""
-    result = value if isinstance(value, RewardResult) else RewardResult(reward=_finite("a reward", value))
-    metrics = {name: _finite(f"the metric {name}", number) for name, number in result.metrics.items()}
-    accuracy = None if result.accuracy is None else _finite("an accuracy", result.accuracy)
-    return replace(result, reward=_finite("a reward", result.reward), accuracy=accuracy, metrics=metrics)
 
 
 def _finite(what: str, value: object) -> float:

@@ -21,6 +21,7 @@ from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.prompts import Row
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
+from rollout.types import Prompt
 from scripts.launch.cluster import output_to
 from scripts.launch.data import encode_rows
 from scripts.launch.driver import make_fleet, make_monitor_and_operator

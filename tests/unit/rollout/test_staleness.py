@@ -127,8 +127,6 @@ def test_misuse_is_refused() -> None:
     ledger = make_ledger(groups_per_step=1, max_staleness=0)
     ledger.advance(3)
     slot = ledger.claim()
-    with pytest.raises(RuntimeError, match="0 free of 1"):
-        ledger.claim()
     with pytest.raises(ValueError, match="oldest token's, 2"):
         ledger.finish(slot, min_version=2)
     ledger.finish(slot, min_version=3)

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from rollout.errors import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, TooFewReplicasError
-from rollout.evaluation.evaluator import MAX_WORKER_LOSSES
 from rollout.failures import RewardFailuresError
 from rollout.router import ReplicaRouter
 from tests.support.evaluations import GREEDY, FakeEvaluationRunner, make_evaluator, make_router
@@ -90,13 +89,6 @@ def test_a_lost_agent_worker_costs_another_try_under_other_names() -> None:
     assert runner.asked == [("a", [0]), ("b", [1]), ("a", [0]), ("a", [0]), ("a", [0]), ("b", [1])]
     assert len(set(runner.attempts)) == len(runner.attempts), "of the evaluation before, too"
     assert router.healthy == ["a", "b", "c"]
-
-
-def test_what_ends_one_agent_worker_after_the_other_ends_the_evaluation() -> None:
-    runner = FakeEvaluationRunner(seconds=0.1, errors={"a": [AgentWorkerLostError("an agent worker died")] * 99})
-    with pytest.raises(AgentWorkerLostError, match="an agent worker died"):
-        run_virtual(make_evaluator(runner, 2).evaluate())
-    assert runner.asked == [("a", [0]), ("b", [1]), *[("a", [0])] * MAX_WORKER_LOSSES]
 
 
 @pytest.mark.parametrize("dies_s", [None, 1.0])

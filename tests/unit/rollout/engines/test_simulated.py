@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.engines.simulated import EngineDiedError, SimulatedEngine
-from rollout.types import Completion, VersionSpan
+from rollout.types import Completion
 from tests.support.fakes import (
     AsyncTest,
     ClockedEngine,
     as_test,
-    make_manifest,
     make_request,
-    make_tag,
     now,
     settle,
     start,
@@ -50,20 +48,6 @@ async def go_on(engine: ClockedEngine) -> float:
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
-
-
-@on_engine()
-async def test_spans_are_exact_over_several_updates_of_one_request(engine: ClockedEngine) -> None:
-    task = start(engine, "a", 10)
-    await asyncio.sleep(2.5)  # in the middle of the third token, which the pause lets finish
-    await update_engine(engine, 1, frozen_s=50)
-    await asyncio.sleep(2.25)
-    await update_engine(engine, 2, frozen_s=50)
-    await update_engine(engine, 3)  # no token in between
-    completion = await task
-    assert completion.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 6, 1), VersionSpan(6, 10, 3))
-    assert completion.token_ids.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3, 3]
-    assert now() == pytest.approx(110)
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,67 +83,7 @@ def test_every_token_is_of_the_version_that_was_live_when_its_step_began(
     on_engine(max_num_seqs, swap_s)(test)()
 
 
-@on_engine()
-async def test_a_version_that_was_not_staged_is_not_swapped_in(engine: ClockedEngine) -> None:
-    with pytest.raises(RuntimeError, match="cannot swap in version 1: staged is None"):
-        await engine.swap(1)
-    await engine.stage(make_manifest(1))
-    with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
-        await engine.swap(2)
-
-
-@on_engine()
-async def test_a_tag_has_the_checksum_of_what_was_staged(engine: ClockedEngine) -> None:
-    await engine.stage(make_manifest(7))
-    assert await engine.swap(7) == [make_tag(7)]
-
-
 # -- pause -------------------------------------------------------------------------------------------------------------
-
-
-@on_engine()
-async def test_paused_nothing_moves_however_long_it_takes(engine: ClockedEngine) -> None:
-    task = start(engine, "a", 4)
-    await asyncio.sleep(1.5)
-    await stop(engine)
-    assert now() == 2  # the step under way has ended
-    await asyncio.sleep(1e6)
-    assert engine.step_starts == [0, 1] and not task.done()
-    assert await go_on(engine) == 1e6
-    await task
-    assert engine.step_starts == [0, 1, 1000002, 1000003]
-
-
-@on_engine()
-async def test_a_request_sent_while_paused_starts_after_the_resume_with_the_new_weights(engine: ClockedEngine) -> None:
-    await engine.stage(make_manifest(1))
-    await stop(engine)
-    task = start(engine, "a", 2)
-    await asyncio.sleep(10)
-    assert engine.step_starts == [] and not task.done()
-    await engine.swap(1)
-    await go_on(engine)
-    assert (await task).spans == (VersionSpan(0, 2, 1),)
-    assert engine.step_starts == [10, 11]
-
-
-@on_engine(max_num_seqs=2)
-async def test_aborted_requests_answer_with_the_tokens_they_have_and_the_others_do_not_notice(
-    engine: ClockedEngine,
-) -> None:
-    tasks = {name: start(engine, name, 9) for name in "abcd"}
-    await asyncio.sleep(2.5)
-    await update_engine(engine, 1)
-    await asyncio.sleep(1.5)
-    assert sorted(await engine.abort({"a", "d", "unknown"})) == ["a", "d"]
-    ended, unstarted = await tasks["a"], await tasks["d"]
-    assert (ended.token_ids.tolist(), ended.finish_reason) == ([0, 0, 0, 1], "abort")
-    assert ended.spans == (VersionSpan(0, 3, 0), VersionSpan(3, 4, 1)) and len(ended.logprobs) == 4
-    assert (unstarted.token_ids.tolist(), unstarted.finish_reason, unstarted.spans) == ([], "abort", ())
-    assert await engine.abort({"a"}) == []
-    for name, end in (("b", 9), ("c", 4 + 1 + 9)):  # the seat of "a" was free after the step under way
-        assert len((await tasks[name]).token_ids) == 9
-        assert now() == pytest.approx(end, abs=1)
 
 
 @on_engine()
@@ -178,19 +102,6 @@ async def test_a_pause_right_after_a_resume_freezes(engine: ClockedEngine) -> No
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
-
-
-@on_engine(max_num_seqs=2)
-async def test_at_most_max_num_seqs_run_and_the_others_wait_in_order(engine: ClockedEngine) -> None:
-    ends: list[tuple[str, float]] = []
-
-    async def note(name: str) -> None:
-        await engine.generate(make_request(name, 3))
-        ends.append((name, now()))
-
-    await asyncio.gather(*map(note, "abcde"))
-    assert ends == [("a", 3), ("b", 3), ("c", 6), ("d", 6), ("e", 9)]
-    assert engine.gauges()["engine_requests"] == 5
 
 
 @pytest.mark.parametrize("paused", [False, True])

@@ -103,15 +103,6 @@ async def test_it_goes_on_after_a_death_until_too_few_are_left(setup: Setup, pro
     assert setup.told[0] == f"b is given up: b {reason}; {LOG.format('b')}"
 
 
-@watched
-async def test_every_replica_is_asked_every_second_and_the_store_is_told(setup: Setup) -> None:
-    group = start_group(setup.replicas["a"], 3)
-    await asyncio.sleep(2.5)
-    assert [tokens for name, tokens in setup.store.taken if name == "a"] == [0, 1, 2]
-    assert [tokens for name, tokens in setup.store.taken if name == "b"] == [0, 0, 0]
-    await group
-
-
 async def silent() -> ProgressReport:
     await asyncio.sleep(1e6)
     raise AssertionError

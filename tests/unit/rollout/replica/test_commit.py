@@ -226,18 +226,3 @@ async def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(chec
     else:
         with pytest.raises(WeightVerificationError, match=r"serve \[\(1, 8\), \(1, 9\)\], published was \(1, 8\)"):
             await replica.receive(replace(make_manifest(1), checksums=None))
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-@on_replica()
-async def test_a_freeze_that_fails_costs_nothing_but_the_update(
-    replica: RolloutReplica, engine: ClockedEngine, hangs: bool
-) -> None:
-    group = start_group(replica, 30)
-    engine.errors["freeze"], engine.seconds["freeze"] = OSError("no answer"), 1e6 if hangs else 0
-    reason = r"pausing took longer than weight_sync\.pause_timeout_s=10" if hangs else "no answer"
-    with pytest.raises(TimeoutError if hangs else OSError, match=reason):
-        await update(replica, 1)
-    assert "swap 1" not in engine.events
-    await assert_serves(replica, 0)
-    assert (await group)[0].spans == (VersionSpan(0, 30, 0),)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,12 +91,6 @@ def test_however_it_is_cut_it_is_the_same_trajectory(versions: list[int], cuts: 
     assert [request.is_continuation for request in engine.requests] == [False] + [True] * (parts - 1)
 
 
-def test_what_nobody_interrupts_is_passed_on_as_it_is() -> None:
-    whole = make_completion([4, 5], [7, 7], "length", cached_tokens=1)
-    assert Engine(whole).go() == (whole, 1)
-    assert Completion.concatenate([whole]) is whole
-
-
 def test_an_abort_that_is_the_users_ends_it_with_the_tokens_of_all_parts() -> None:
     completions = [make_completion([token], [version], "abort") for token, version in ((4, 7), (5, 8))]
     engine = Engine(*completions)
@@ -105,18 +100,6 @@ def test_an_abort_that_is_the_users_ends_it_with_the_tokens_of_all_parts() -> No
     assert completion.spans == (VersionSpan(0, 1, 7), VersionSpan(1, 2, 8))
     completion, parts = Engine(make_completion([], [], "abort")).go(interrupted=False)
     assert (len(completion.token_ids), completion.spans, completion.finish_reason, parts) == (0, (), "abort", 1)
-
-
-def test_it_is_asked_of_each_part_whether_it_was_interrupted() -> None:
-    asked: list[RequestId] = []
-    engine = Engine(*(make_completion([token], [7], reason) for token, reason in ((4, "abort"), (5, "abort"), (6, ""))))
-
-    def interrupted(request_id: RequestId) -> bool:
-        asked.append(request_id)
-        return True
-
-    run_virtual(generate_in_parts(REQUEST, engine.generate, interrupted))
-    assert [*map(str, asked)] == ["3-0", "3-0+part1"], "and not of the last, which was not aborted"
 
 
 def test_an_abort_with_the_last_token_allowed_is_the_end() -> None:
@@ -204,19 +187,23 @@ async def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_i
     assert (await group)[0].finish_reason == "abort"
 
 
+@pytest.mark.parametrize(("mode", "tokens_before"), [(PauseMode.keep, 15), (PauseMode.abort, 14)])
+def test_an_update_while_a_pause_waits_costs_no_trajectory_anything(mode: PauseMode, tokens_before: int) -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        group = start_group(replica, 900)
+        await asyncio.sleep(4.5)
+        pausing = asyncio.create_task(replica.pause(PauseMode.wait))
+        await asyncio.sleep(10)
+        await update(replica, 1)
+        await pausing
+        assert replica.is_paused()
+        await replica.resume()
+        assert (await group)[0].spans == (VersionSpan(0, tokens_before, 0), VersionSpan(tokens_before, 900, 1))
+
+    on_replica(pause_mode=mode)(test)()
+
+
 # -- from what was sampled elsewhere -----------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 3), max_size=10).map(sorted), st.data())
-def test_head_and_tail_make_the_whole(versions: list[int], data: st.DataObject) -> None:
-    tokens = list(range(20, 20 + len(versions)))
-    whole, start = make_completion(tokens, versions, "stop"), data.draw(st.integers(0, len(tokens)))
-    rest = whole.after(start)
-    assert rest.token_ids.tolist() == tokens[start:]
-    assert rest.spans == make_completion(tokens[start:], versions[start:], "stop").spans
-    again = Completion.concatenate([make_completion(tokens[:start], versions[:start], ""), rest])
-    assert again.token_ids.tolist() == tokens and again.logprobs.tolist() == whole.logprobs.tolist()
-    assert (again.spans, again.finish_reason) == (whole.spans, "stop")
 
 
 def test_a_request_is_continuation_from_what_was_sampled_elsewhere() -> None:

@@ -54,32 +54,6 @@ async def test_requests_sent_while_paused_are_frozen_can_be_aborted_and_run_afte
     assert now() == 52
 
 
-@on_engine(max_num_seqs=1)
-async def test_a_running_request_that_is_frozen_can_be_aborted_and_frees_its_seat(
-    control: PauseControl, engine: ClockedEngine
-) -> None:
-    running, waiting = start(engine, "a", 9), start(engine, "b", 2)
-    await asyncio.sleep(1.5)
-    await control.pause(KEEP)
-    assert await control.abort({"a"}) == ["a"]
-    assert answer(await running) == (2, "abort") and now() == 2
-    await asyncio.sleep(5)
-    assert not waiting.done()
-    await control.resume()
-    assert answer(await waiting) == (2, "stop")
-
-
-@on_engine(max_num_seqs=2)
-async def test_aborting_some_requests_of_an_open_engine_leaves_it_open(
-    control: PauseControl, engine: ClockedEngine
-) -> None:
-    tasks = {name: start(engine, name, 4) for name in "abc"}
-    await asyncio.sleep(1.5)
-    assert sorted(await control.abort({"a", "c"})) == ["a", "c"]
-    assert [answer(await tasks[name]) for name in "abc"] == [(1, "abort"), (4, "stop"), (0, "abort")]
-    assert sorted(await control.abort(None)) == [] and not control.paused and engine.events == []
-
-
 @on_engine(max_num_seqs=8)
 async def test_twenty_streams_on_eight_seats(control: PauseControl, engine: ClockedEngine) -> None:
     """FastDeploy PR 7753: eight run and get what they have, twelve wait and get an answer too, new ones run later."""

@@ -211,18 +211,6 @@ async def test_torn_weights_can_be_paused_and_then_both_must_end(
     assert answer(await running) == tokens
 
 
-@on_engine()
-async def test_a_pause_during_an_update_takes_its_turn_after_it(control: PauseControl, engine: ClockedEngine) -> None:
-    running = start(engine, "a", 4)
-    await asyncio.sleep(0.5)
-    updating = asyncio.create_task(update(control, seconds=20))
-    await asyncio.sleep(2)
-    await control.pause(WAIT)
-    assert updating.done() and answer(await running) == (4, "stop") and control.mode is WAIT
-    await control.resume()
-    await assert_open(control, engine)
-
-
 @pytest.mark.parametrize("before", [None, KEEP])
 @on_engine()
 async def test_an_update_does_not_wait_for_a_pause_that_waits_nor_change_it(
@@ -288,17 +276,5 @@ async def test_torn_weights_stay_torn_when_the_next_update_cannot_even_freeze(
     await assert_frozen(engine)
     for faults in (engine.errors, engine.late_errors, engine.seconds):
         faults.clear()
-    await update(control)
-    await assert_open(control, engine)
-
-
-@on_engine()
-async def test_an_engine_that_did_not_thaw_after_an_update_is_open_after_the_next(
-    control: PauseControl, engine: ClockedEngine
-) -> None:
-    engine.errors["thaw"] = EngineFault()
-    with pytest.raises(EngineFault):
-        await update(control)
-    engine.errors.clear()
     await update(control)
     await assert_open(control, engine)

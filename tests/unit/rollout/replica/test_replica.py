@@ -24,21 +24,6 @@ async def test_a_group_runs_side_by_side_and_comes_back_in_order(
     assert asyncio.get_running_loop().time() == 3
 
 
-@on_replica()
-async def test_an_update_of_the_weights_under_way_costs_no_trajectory_anything(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
-    group = start_group(replica, 5, 2)
-    await asyncio.sleep(1.5)
-    engine.seconds["swap"] = 40
-    await update(replica, 1)
-    long, short = await group
-    assert long.spans == (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))
-    assert short.spans == (VersionSpan(0, 2, 0),)
-    stats = await replica.stats()
-    assert (stats["engine_requests"], stats["trajectories"], stats["aborted"]) == (2, 2, 0)
-
-
 @on_replica(first_version=None)
 async def test_without_weights_nothing_is_generated(replica: RolloutReplica, engine: ClockedEngine) -> None:
     assert replica.global_steps == -1

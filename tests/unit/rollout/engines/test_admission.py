@@ -18,13 +18,30 @@ async def fill(admission: Admission, *names: str) -> None:
         admission.submitted(name)
 
 
-async def test_a_seat_given_to_a_request_that_is_cancelled_in_the_same_moment_is_not_lost() -> None:
+@pytest.mark.parametrize("how", ["cancelled", "turned away"])
+async def test_a_wide_request_that_goes_no_longer_keeps_others_waiting(how: str) -> None:
+    admission = Admission(2)
+    await fill(admission, "a")
+    wide, narrow = come(admission, "wide", 2), come(admission, "narrow")
+    await settle()
+    if how == "cancelled":
+        wide.cancel()
+    else:
+        assert admission.turn_away({"wide", "a", "unknown"}) == ["wide"]
+    assert await narrow and admission.inside == ["a", "narrow"]
+    assert wide.cancelled() if how == "cancelled" else await wide is False
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+async def test_a_seat_given_to_a_request_that_is_cancelled_in_the_same_moment_is_not_lost(leaves_first: bool) -> None:
     admission = Admission(1)
     await fill(admission, "a")
     first, second = come(admission, "b"), come(admission, "c")
     await settle()
-    admission.leave("a")
+    if leaves_first:
+        admission.leave("a")
     first.cancel()
+    admission.leave("a")
     assert await second and admission.inside == ["c"]
 
 

@@ -4,6 +4,7 @@ Every running request gains one token per step. The token's id is the version th
 """
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -138,10 +139,9 @@ class SimulatedEngine:
         self._staged = manifest
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
-        staged, self._staged = self._staged, None
+        staged = self._staged
         if staged is None or staged.global_steps != global_steps:
-            found = None if staged is None else staged.global_steps
-            raise RuntimeError(f"cannot swap in version {global_steps}: staged is {found}")
+            raise RuntimeError(f"cannot swap in version {global_steps}: staged is {staged and staged.global_steps}")
         return await self.load(staged)
 
     async def load(self, manifest: Manifest) -> list[WeightTag]:
@@ -179,8 +179,6 @@ class SimulatedEngine:
 
     def shutdown(self) -> None:
         self.kill()
-        if self._stepper is not None:
-            self._stepper.cancel()
 
     async def _step_until_idle(self) -> None:
         while self._running and not self._death.done():
@@ -202,11 +200,10 @@ class SimulatedEngine:
 
 
 def _completion(tokens: list[int], finish_reason: str) -> Completion:
-    spans, start = [], 0
-    for end in range(1, len(tokens) + 1):
-        if end == len(tokens) or tokens[end] != tokens[start]:
-            spans.append(VersionSpan(start, end, tokens[start]))
-            start = end
+    spans, end = [], 0
+    for version, group in itertools.groupby(tokens):
+        start, end = end, end + len(list(group))
+        spans.append(VersionSpan(start, end, version))
     return Completion(
         token_ids=np.asarray(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),

@@ -11,9 +11,6 @@ from rollout.fleet.health import HealthMonitor
 from rollout.fleet.lifecycle import FleetRefusalError, ReplicaState
 from rollout.fleet.member import FleetMember
 
-SPEED_OVER_S = 1.0
-"""Seconds of generating before a speed is shown."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
@@ -24,7 +21,6 @@ class ReplicaRow:
     global_steps: int
     """Tag of the weights that were verified last; -1 before the first."""
     running: int
-    """Requests inside the engine."""
     tokens_per_s: float
     node: str | None
     """None before its engine runs."""
@@ -113,18 +109,15 @@ class FleetOperator:
 
     def rows(self) -> list[ReplicaRow]:
         """All replicas that are not DEAD."""
-        rows: list[ReplicaRow] = []
-        for name, life in self.fleet.lives.items():
-            if life.state is not ReplicaState.DEAD:
-                report, speed = self.health.last(name), self.health.speed(name, SPEED_OVER_S)
-                rows.append(
-                    ReplicaRow(
-                        name=name,
-                        state=life.state.value,
-                        global_steps=life.global_steps,
-                        running=0 if report is None else report.running,
-                        tokens_per_s=0.0 if speed is None else round(speed.total, 1),
-                        node=self.fleet.node_of(name),
-                    )
-                )
-        return rows
+        return [self._row(name) for name, life in self.fleet.lives.items() if life.state is not ReplicaState.DEAD]
+
+    def _row(self, name: str) -> ReplicaRow:
+        life, report, speed = self.fleet.lives[name], self.health.last(name), self.health.speed(name, least_s=1.0)
+        return ReplicaRow(
+            name=name,
+            state=life.state.value,
+            global_steps=life.global_steps,
+            running=0 if report is None else report.running,
+            tokens_per_s=0.0 if speed is None else round(speed.total, 1),
+            node=self.fleet.node_of(name),
+        )

@@ -173,11 +173,9 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
 
 def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[str, float]], with_engine: bool) -> bytes:
     """Prometheus text. `with_engine`: also what the engine in this process exports."""
-    registry = CollectorRegistry()
-    gauges = {
-        name: Gauge(f"slipstream_{name}", text, ["replica"], registry=registry)
-        for name, text in {**STATE, **COUNTERS}.items()
-    }
+    registry, labels = CollectorRegistry(), ["replica"]
+    texts = STATE | COUNTERS
+    gauges = {name: Gauge(f"slipstream_{name}", texts[name], labels, registry=registry) for name in texts}
     for status in statuses:
         gauges["global_steps"].labels(status.name).set(status.global_steps)
         gauges["paused"].labels(status.name).set(status.pause_mode is not None)

@@ -15,8 +15,8 @@ from configs.validate import ConfigError
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
-"""How long an idle connection stays open, as with nginx: longer than httpx, and so OpenAI's client (5 s), and aiohttp
-(15 s) keep one, so that they send no request on a connection that is being closed. uvicorn's own 5 s are too short."""
+"""How long an idle connection stays open: longer than clients keep one (httpx 5 s, aiohttp 15 s), so that
+they send no request on a connection that is being closed."""
 CLOSING_S = 1
 """Seconds that requests in flight get at the end. A frozen request would never end by itself."""
 
@@ -72,10 +72,8 @@ async def served(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
 
 @contextmanager
 def linked_socket(link: Path) -> Iterator[socket.socket]:
-    """Listen on a Unix socket that only this user can use, and make `link` point to it. Both are removed afterwards.
-
-    The path of a socket has at most 107 bytes, so it lies in a private folder under /tmp.
-    """
+    """Listen on a Unix socket that only this user can use, and make `link` point to it: the path of one has at most
+    107 bytes, so it lies in a private folder under /tmp. Both are removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:

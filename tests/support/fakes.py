@@ -215,10 +215,6 @@ class ClockedEngine(SimulatedEngine):
     def num_workers(self) -> int:
         return self.workers
 
-    def shutdown(self) -> None:
-        """As with a process that ends: whoever waits for an answer is told so."""
-        self.kill()
-
     async def _before(self, call: str, details: str = "") -> None:
         self.events.append(call + details)
         if call in self.seconds:

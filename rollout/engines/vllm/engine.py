@@ -36,7 +36,6 @@ class VllmEngine:
         self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size, spec.prefill_grace_s)
         self._staging_on_device = spec.staging_on_device
         self._staging: Manifest | None = None  # of the last call
-        self._counts: dict[str, int] = {}  # tokens of each running request at the pause
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (token, version from there on)
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -68,16 +67,13 @@ class VllmEngine:
 
     async def freeze(self, clear_cache: bool) -> None:
         await self._llm.freeze(clear_cache)
-        if not self._native_versions:
-            self._counts = self._llm.output_counts()
 
     async def thaw(self) -> float:
         return await self._llm.thaw()
 
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
         states = self._llm.running_states()
-        names = {request_id: str(request_id) for request_id in known}
-        return {key: self._piece(states[name], name, known[key]) for key, name in names.items() if name in states}
+        return {one: self._piece(states[name], name, known[one]) for one in known if (name := str(one)) in states}
 
     async def stage(self, manifest: Manifest) -> None:
         self._staging = manifest
@@ -98,11 +94,11 @@ class VllmEngine:
         return await self._tag(manifest.global_steps, answers)
 
     async def _tag(self, global_steps: int, answers: list[Any]) -> list[WeightTag]:
-        """From the next token on, tokens carry this version."""
+        """While frozen: from the next token on, tokens carry this version."""
         if self._native_versions:
             await self._llm.update_weight_version(str(global_steps))
         else:
-            for request_id, count in self._counts.items():
+            for request_id, count in self._llm.output_counts().items():
                 self._boundaries.setdefault(request_id, [(0, self._llm.global_steps)]).append((count, global_steps))
         self._llm.global_steps, self._llm.salt = global_steps, f"{global_steps}-{answers[0][1]:x}"
         return [WeightTag(*answer) for answer in answers]

@@ -1,0 +1,41 @@
+"""Every path of the state machine, and those that must not exist."""
+
+import pytest
+
+from rollout.fleet.lifecycle import FleetRefusalError, Lifecycle, ReplicaState
+
+LEGAL = {
+    ("STARTING", "SYNCING"),
+    ("SYNCING", "READY"),
+    ("SYNCING", "STALE"),
+    ("READY", "STALE"),
+    ("READY", "SYNCING"),
+    ("STALE", "SYNCING"),
+    ("READY", "DRAINING"),
+    ("STALE", "DRAINING"),
+    *((state.value, "DEAD") for state in ReplicaState if state is not ReplicaState.DEAD),
+}
+
+
+def enter(life: Lifecycle, state: ReplicaState) -> None:
+    life.verified(3) if state is ReplicaState.READY else life.enter(state)
+
+
+def in_state(state: ReplicaState) -> Lifecycle:
+    life = Lifecycle("replica-4")
+    life.state = state
+    return life
+
+
+@pytest.mark.parametrize("to", ReplicaState)
+@pytest.mark.parametrize("state", ReplicaState)
+def test_every_transition_from_every_state(state: ReplicaState, to: ReplicaState) -> None:
+    life = in_state(state)
+    if (state.value, to.value) in LEGAL:
+        enter(life, to)
+        assert life.state is to
+    else:
+        with pytest.raises(FleetRefusalError, match=f"^replica-4 is {state.value}: cannot be {to.value}"):
+            enter(life, to)
+        assert life.state is state, "what is refused changes nothing"
+        assert life.global_steps == -1

@@ -1,4 +1,4 @@
-"""What a rollout engine is. `vllm/` has the real one, `simulated.py` one with a clock and no model."""
+"""What a rollout engine is: `vllm/` is one, `scripts/bench/simulated_engine.py` one with a clock and no model."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

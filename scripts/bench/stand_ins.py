@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from rollout.engines.simulated import simulated_manifest
 from rollout.types import FloatArray, Prompt
+from scripts.bench.simulated_engine import simulated_manifest
 from trainer.batch import StepBatch
 from trainer.metrics import Last, Max, Metric
 from weight_sync.protocol import Manifest, PublishOrder

@@ -6,12 +6,12 @@ from typing import Any
 from configs.schema import WeightSyncConfig
 from rollout.actor_group import ReplicaClient
 from rollout.engines.base import EngineSpec
-from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.monitor import FleetMonitor
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import ReplicaActor
+from scripts.bench.simulated_engine import SimulatedEngine
 from tests.support.fakes import make_manifest, make_tag
 from weight_sync.protocol import Manifest, PublishOrder
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from configs.schema import Staging, WeightSyncConfig
-from rollout.engines.simulated import SimulatedEngine, simulated_manifest
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import (
@@ -23,6 +22,7 @@ from rollout.types import (
     TrajectoryGroup,
     VersionSpan,
 )
+from scripts.bench.simulated_engine import SimulatedEngine, simulated_manifest
 from scripts.bench.virtual_clock import run_virtual as run_virtual
 from weight_sync.protocol import Manifest, PublishOrder, WeightTag
 

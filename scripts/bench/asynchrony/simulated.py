@@ -12,7 +12,6 @@ from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
-from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.prompts import PromptStream
 from rollout.replica.replica import RolloutReplica
@@ -22,6 +21,7 @@ from rollout.types import Prompt, SamplingParams
 from scripts.bench.asynchrony.limits import Job, group_lengths, limit_ratio
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome
 from scripts.bench.common import ForcedLengths, LogNormalLengths, show_table
+from scripts.bench.simulated_engine import SimulatedEngine
 from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.bench.virtual_clock import run_virtual
 from trainer.loop import TrainLoop

@@ -19,13 +19,13 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
-from rollout.engines.simulated import SimulatedEngine
 from rollout.errors import ReplicaLostError
 from rollout.progress import ProgressReport
 from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest, Prompt
 from scripts.bench.common import ForcedLengths, UniformLengths
+from scripts.bench.simulated_engine import SimulatedEngine
 from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
 from scripts.launch.driver import make_fleet, make_monitor_and_operator, make_rollouter
 from scripts.launch.resume import ROLLOUTS, Resumed, read

@@ -17,11 +17,11 @@ import cloudpickle
 import torch
 
 from configs.schema import WeightSyncConfig
-from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from scripts.bench.common import show_table
+from scripts.bench.simulated_engine import SimulatedEngine
 from scripts.bench.stand_ins import SimulatedTrainer
 from scripts.bench.weight_sync.gaps import growth, slope
 from weight_sync.checkpoint_manager import CheckpointManager

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engines.simulated import EngineDiedError, SimulatedEngine
 from rollout.types import Completion
+from scripts.bench.simulated_engine import EngineDiedError, SimulatedEngine
 from tests.support.fakes import (
     AsyncTest,
     ClockedEngine,

@@ -8,16 +8,10 @@ evaluation.json into its run folder. Exit code: 0, 1 after an error, 130 after C
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
-from configs.schema import Config
-from rollout.evaluation.evaluator import Evaluation
-from rollout.evaluation.scores import scores_by_source
 from scripts.launch.command import Invocation, run_async, run_command
 
 NEEDED_FILES = ("val_files",)
-REPORT_FILE = "evaluation.json"
 
 
 def main() -> None:
@@ -35,42 +29,11 @@ def evaluate(given: Invocation) -> int:
         sys.stdout.write(plan("evaluate", config, device, given.run_dir, NEEDED_FILES))
         return 0
     given.save_config()
-    model_path, evaluation, num_failed, seconds = run_async(evaluate_model(config, device, given.run_dir))
-    report = make_report(config, model_path, evaluation, num_failed, seconds)
-    (given.run_dir / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
-    sys.stdout.write(f"{table(report['scores'])}\n{given.run_dir / REPORT_FILE}\n")
+    report = run_async(evaluate_model(config, device, given.run_dir))
+    file = given.run_dir / "evaluation.json"
+    file.write_text(json.dumps(report, indent=2) + "\n")
+    sys.stdout.write(f"{table(report['scores'])}\n{file}\n")
     return 0
-
-
-def make_report(
-    config: Config, model_path: str, evaluation: Evaluation, num_failed: int, seconds: float
-) -> dict[str, Any]:
-    """Returns the content of evaluation.json."""
-    return {
-        "model": model_path,
-        "val_files": config.data.val_files,
-        "reward": config.rollout.reward,
-        "evaluation": asdict(config.evaluation),
-        "num_prompts": evaluation.num_prompts,
-        "mean_response_tokens": evaluation.mean_response_tokens,
-        "failed_rewards": num_failed,
-        "seconds": round(seconds, 3),
-        "scores": scores_by_source(evaluation.prompts, powers_of_two(config.evaluation.samples)),
-        "prompts": [
-            {
-                "ordinal": prompt.ordinal,
-                "data_source": prompt.data_source,
-                "accuracies": [sample.accuracy for sample in prompt.samples],
-                "answers": [sample.answer for sample in prompt.samples],
-            }
-            for prompt in evaluation.prompts
-        ],
-    }
-
-
-def powers_of_two(limit: int) -> list[int]:
-    """The powers of two below `limit`, and `limit`."""
-    return [*(2**exponent for exponent in range((limit - 1).bit_length())), limit]
 
 
 def table(scores: Mapping[str, Mapping[str, float]]) -> str:

@@ -24,11 +24,8 @@ LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_inter
 
 
 def resolve_device(config: Config) -> str:
-    """Returns "cpu" or "cuda".
-
-    Raises ConfigError for device=cuda without a GPU and for sizes that need one, except under dry_run, which may plan
-    for another machine.
-    """
+    """Returns "cpu" or "cuda". Raises ConfigError where a GPU lacks, except under dry_run, which may plan for another
+    machine."""
     device = config.device.value
     if config.device is Device.auto and config.ray.address is None:
         planned_for_gpus = config.dry_run and config.rollout.kv_cache_mb is None

@@ -42,13 +42,9 @@ class Invocation:
 
 
 def run_command(name: str, command: Callable[[Invocation], int], needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
-    """Runs `command` with what the command line says, and exits with the code that it returns.
+    """Runs `command` on configs/NAME.yaml and the command line, and exits with its code, or with 1 after an error.
 
-    A ConfigError ends the process with its text, any other error with the first error that occurred; both with code 1.
-
-    Args:
-        name: of the file configs/NAME.yaml.
-        needed_files: the keys of data.* whose files this command reads.
+    `needed_files`: the keys of data.* whose files this command reads.
     """
 
     def main(composed: DictConfig) -> None:

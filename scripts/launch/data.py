@@ -23,11 +23,7 @@ def held_out_rows(config: Config) -> list[Row]:
 async def encode_rows(
     config: Config, encoder: AgentWorkerGroup, name: str, rows: list[Row], console: Console
 ) -> list[Prompt]:
-    """Encodes the prompts of the rows, and reports how many are too long.
-
-    Raises:
-        ValueError: one is too long and data.overlong_prompts=refuse, or none is left.
-    """
+    """Reports how many prompts are too long. Raises ValueError if one is and may not be, or if none is left."""
     data = config.data
     kept = await encoder.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
     num_too_long, limit = len(rows) - len(kept), f"data.max_prompt_tokens={data.max_prompt_tokens}"

@@ -2,11 +2,14 @@
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from configs.schema import Config
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.evaluation.evaluator import Evaluation
+from rollout.evaluation.scores import scores_by_source
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
 from scripts.launch.cluster import cluster, output_to
@@ -16,12 +19,8 @@ from scripts.launch.serving import start_replicas
 from trainer.tracking.console import PlainConsole
 
 
-async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[str, Evaluation, int, float]:
-    """Evaluates once. Any error is raised here, after every process has ended.
-
-    Returns:
-        The model's path, the evaluation, how many rewards failed, and the seconds that the evaluation took.
-    """
+async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str, Any]:
+    """Evaluates once. Returns the content of evaluation.json. Any error is raised after every process has ended."""
     rows = held_out_rows(config)  # malformed data is an error before anything starts
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
@@ -45,4 +44,35 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> tuple[st
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()
         evaluation = await evaluator.evaluate()
-        return model_path, evaluation, failures.failed_rewards, time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return make_report(config, model_path, evaluation, failures.failed_rewards, seconds)
+
+
+def make_report(
+    config: Config, model_path: str, evaluation: Evaluation, num_failed: int, seconds: float
+) -> dict[str, Any]:
+    return {
+        "model": model_path,
+        "val_files": config.data.val_files,
+        "reward": config.rollout.reward,
+        "evaluation": asdict(config.evaluation),
+        "num_prompts": evaluation.num_prompts,
+        "mean_response_tokens": evaluation.mean_response_tokens,
+        "failed_rewards": num_failed,
+        "seconds": round(seconds, 3),
+        "scores": scores_by_source(evaluation.prompts, powers_of_two(config.evaluation.samples)),
+        "prompts": [
+            {
+                "ordinal": prompt.ordinal,
+                "data_source": prompt.data_source,
+                "accuracies": [sample.accuracy for sample in prompt.samples],
+                "answers": [sample.answer for sample in prompt.samples],
+            }
+            for prompt in evaluation.prompts
+        ],
+    }
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """The powers of two below `limit`, and `limit`."""
+    return [*(2**exponent for exponent in range((limit - 1).bit_length())), limit]

@@ -71,10 +71,7 @@ async def start_replicas(
 
 
 def chat_template(config: Config) -> str | None:
-    """A Jinja template for the tiny model, whose tokenizer has none: data.prompt_template with the last message.
-
-    None for other models, which use their tokenizer's.
-    """
+    """For the tiny model, whose tokenizer has none: data.prompt_template with the last message, in Jinja."""
     if config.model.kind is not ModelKind.tiny:
         return None
     before, _, after = config.data.prompt_template.partition("{question}")

@@ -66,9 +66,8 @@ async def start(
 ) -> StartedRun:
     """Starts a run on the connected Ray cluster.
 
-    Engines start while the tiny model warms up and the train workers load it, because all of that takes long: they load
-    untrained weights of the same shape, and receive the policy with the first weight update. `rows` are the training
-    and the held-out ones.
+    Engines start while the tiny model warms up and the train workers load it: they load untrained weights of the same
+    shape, and receive the policy with the first weight update. `rows` are the training and the held-out ones.
     """
     on_start = output_to(run_dir)
     boot_path = await boot_model(config, run_dir)
@@ -131,10 +130,7 @@ async def start_replica(
     agents: AgentWorkerGroup,
     report: Callable[[str], None],
 ) -> ReplicaHandle:
-    """Starts a further replica of a run, which is like its first ones.
-
-    Waits without a deadline until Ray has placed the actor, because a node may have to join first.
-    """
+    """Waits without a deadline until Ray has placed the actor, because a node may have to join first."""
     replica = await placed(
         lambda: create(name),
         ReplicaHandle.placed,

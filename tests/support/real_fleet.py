@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 
 from configs.schema import Config, ModelConfig, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.engines.base import EngineSpec
@@ -94,12 +93,6 @@ class Scene:
         names = {target.name for target in self.fleet.targets}
         return [replica for replica in self.replicas if replica.name in names]
 
-    async def collectives(self) -> set[str]:
-        """Kinds of operations among the trainer's ranks, by which they published and sent. A transport's own group is
-        not seen: it knows broadcasts only."""
-        calls = [actor.__ray_call__.remote(lambda actor: actor._worker.collectives) for actor in self.workers.actors]
-        return set.union(*await asyncio.gather(*calls))
-
     async def check_parameters(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """Every one, on every worker of every replica."""
         for replica, spec in zip(self.replicas, self.specs, strict=True):
@@ -143,24 +136,9 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
 
 
 def use_transport(actor: Any, config: WeightSyncConfig) -> None:
-    """Runs in a train worker: from now on it publishes by another transport. Notes what it asks of the other ranks."""
+    """Runs in a train worker: from now on it publishes by another transport."""
     worker = actor._worker
     worker._sender = make_sender(config, OWNER, worker._rank, worker._world_size, worker._device)
-    worker.collectives = set[str]()
-    for method in (type(worker).publish, type(worker).send):
-        setattr(worker, method.__name__, partial(_noting_collectives, worker, method))
-
-
-def _noting_collectives(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
-    with CommDebugMode() as noted:
-        result = method(worker, *args)
-    worker.collectives.update(map(str, noted.get_comm_counts()))
-    return result
-
-
-def gather_all(actor: Any) -> None:
-    """Runs in a train worker: what publishing must not do."""
-    _noting_collectives(actor._worker, lambda worker: [rows.full_tensor() for rows in worker._policy.parameters()])
 
 
 def use_config(actor: Any, config: WeightSyncConfig) -> None:

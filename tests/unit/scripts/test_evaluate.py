@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from configs.schema import Config, DataConfig, EvaluationConfig
 from rollout.evaluation.evaluator import Evaluation
 from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
-from scripts.evaluate import evaluate, make_report, table
+from scripts.evaluate import evaluate, table
+from scripts.launch.evaluation import make_report
 from tests.support.compose import CONFIGS, changed, invocation
 
 

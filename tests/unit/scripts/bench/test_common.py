@@ -14,7 +14,6 @@ from scripts.bench.common import (
     ForcedLengths,
     LogNormalLengths,
     UniformLengths,
-    interleaved,
 )
 from tests.support.fakes import make_prompt
 
@@ -49,15 +48,3 @@ def test_forced_lengths_reach_every_request() -> None:
     asyncio.run(loop.run([replace(tasks[0], prompt=replace(make_prompt(4), data_source="held-out"))], generate))
     assert asked.pop().sampling == sampling
     assert all(request.sampling.ignore_eos and not request.sampling.stop_token_ids for request in asked)
-
-
-def test_arms_take_turns() -> None:
-    order: list[str] = []
-
-    async def arm(name: str, repetition: int) -> int:
-        order.append(f"{name}{repetition}")
-        return repetition
-
-    results = asyncio.run(interleaved({"a": lambda n: arm("a", n), "b": lambda n: arm("b", n)}, 3))
-    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert results == {"a": [0, 1, 2], "b": [0, 1, 2]}

@@ -2,19 +2,12 @@
 
 import pytest
 
-from scripts.bench.peer.job import grpo_arguments, peer_job, resolve
+from scripts.bench.peer.job import peer_job, resolve
 from scripts.bench.peer.runs import Result, show, summary
 
 
 def result(arm: str, seconds: float, after: float = 0.9) -> Result:
     return Result(arm=arm, seconds=seconds, before=0.3, after=after, reward=0.8)
-
-
-def test_one_optimizer_step_takes_one_generation_batch_of_128_samples() -> None:
-    grpo = grpo_arguments(resolve(10, 0), seed=0)
-    samples = grpo["per_device_train_batch_size"] * grpo["gradient_accumulation_steps"]
-    assert samples == grpo["per_device_train_batch_size"] * grpo["steps_per_generation"] == 128
-    assert (grpo["num_generations"], grpo["num_iterations"], grpo["max_steps"]) == (8, 1, 10)
 
 
 def test_the_loss_and_the_optimizer_are_ours() -> None:

@@ -35,7 +35,6 @@ TRANSPORTS = {
     "shared memory": WeightSyncConfig(),
     "collective": WeightSyncConfig(transport=Transport.collective, bucket_mb=1),
     "filesystem": WeightSyncConfig(transport=Transport.filesystem, directory="set by the test"),
-    "delta over shared memory": WeightSyncConfig(delta=True),
     "delta over collective": WeightSyncConfig(delta=True, transport=Transport.collective, bucket_mb=1),
 }
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 
-from trainer.metrics import EffectiveSampleSize, Last, Max, Mean, Metric, Sum, merge_metrics, timed, to_floats
+from trainer.metrics import EffectiveSampleSize, Last, Max, Mean, Metric, Sum, merge_metrics, to_floats
 
 
 def test_every_type_is_reduced_in_its_own_way() -> None:
@@ -17,10 +16,6 @@ def test_every_type_is_reduced_in_its_own_way() -> None:
         {"mean": Mean(0.0, 1), "sum": Sum(4.0), "max": Max(4.0), "last": Last(4.0)},
     ]
     assert to_floats(merge_metrics(parts)) == {"mean": 2.0, "sum": 7.0, "max": 5.0, "last": 4.0}
-
-
-def test_mean_is_weighted_by_count_not_by_part() -> None:
-    assert Mean(total=100.0, count=100).merge(Mean(total=0.0, count=300)).value == 0.25
 
 
 def test_effective_sample_size_is_of_all_weights_together() -> None:
@@ -52,13 +47,3 @@ def test_parts_may_lack_keys_and_are_left_unchanged() -> None:
     assert first == {"a": Sum(1.0)}
     assert second == {"a": Sum(1.0), "b": Max(2.0)}
     assert merge_metrics([]) == {}
-
-
-def test_timed_adds_up_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 10.5, 20.0, 22.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    metrics: dict[str, float] = {}
-    for seconds in (0.5, 2.5):
-        with timed(metrics, "assemble"):
-            pass
-        assert metrics == {"timing_s/assemble": seconds}

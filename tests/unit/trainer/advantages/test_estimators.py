@@ -161,17 +161,12 @@ def grpo_of(*groups: list[Trajectory]) -> list[list[float]]:
     return [some.tolist() for some in estimated(made, grpo)]
 
 
-def test_a_failed_reward_counts_in_no_baseline() -> None:
-    """mean(1, 0) = 0.5, whatever the failed ones would have got."""
+def test_failed_rewards_and_aborted_trajectories_count_in_no_baseline() -> None:
+    """mean(1, 0) = 0.5, whatever the failed ones would have got; the reward of an aborted one is of half an answer."""
     assert grpo_of(rewarded(None, 1, None, 0), rewarded(3, 2, 2, 1)) == [[0, 0.5, 0, -0.5], [1, 0, 0, -1]]
-
-
-def test_an_aborted_trajectory_counts_in_no_baseline() -> None:
-    """Its reward is of half an answer."""
     half = make_trajectory([1], [2], reward=9, finish_reason="abort")
     nothing = make_trajectory([1], [], spans=(), finish_reason="abort")
-    group = [half, *rewarded(1, 0), nothing]
-    assert grpo_of(group) == [[0, 0.5, -0.5, 0]]
+    assert grpo_of([half, *rewarded(1, 0), nothing]) == [[0, 0.5, -0.5, 0]]
 
 
 def test_a_group_with_fewer_than_two_rewards_learns_nothing() -> None:

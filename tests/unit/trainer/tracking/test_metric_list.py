@@ -58,18 +58,3 @@ def test_the_loop_records_what_is_in_the_list() -> None:
     world = run(World(due=(1, 2)), total_steps=2)
     keys = {key for record in world.records.values() for key in record}
     assert keys and {key for key in keys if describe(key) is None} == set()
-
-
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("val/openai/gsm8k/pass@8", "val/<data source/>pass@<k>"),
-        ("val/avg@8", "val/<data source/>avg@<k>"),
-        ("reward/format", "reward/<name>"),
-        ("staleness/maximum", None),
-        ("a/staleness/max", None),
-    ],
-)
-def test_names_with_placeholders(key: str, name: str | None) -> None:
-    entry = describe(key)
-    assert (entry.name if entry else None) == name

@@ -40,131 +40,110 @@ class FakeRun:
         pass
 
 
-def start(run_dir: Path, mode: str = "offline") -> tuple[Tracker, list[str]]:
-    """wandb and a file; what the console is told."""
-    said: list[str] = []
-    sinks = [WandbSink(run_dir, mode, "p", None, {}), JsonlSink(run_dir / "metrics.jsonl")]
-    return Tracker(sinks, FailedWrites(said.append)), said
+class Scene:
+    """wandb, or what stands for it, and a file."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+        self.run_dir = run_dir
+        self.patch = monkeypatch
+        self.run = FakeRun()
+        self.said: list[str] = []
+        monkeypatch.setattr("wandb.init", lambda **_: self.run)
+        monkeypatch.setattr("wandb.teardown", lambda exit_code: None)
+
+    def start(self, *steps: int) -> Tracker:
+        sinks = [WandbSink(self.run_dir, "offline", "p", None, {}), JsonlSink(self.run_dir / "metrics.jsonl")]
+        tracker = Tracker(sinks, FailedWrites(self.said.append))
+        for step in steps:
+            tracker.log(step, {"a": 1.0})
+        return tracker
+
+    @property
+    def on_disk(self) -> list[int]:
+        return [record["step"] for record in read_metrics(self.run_dir / "metrics.jsonl")]
 
 
 @pytest.fixture
-def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wandb.teardown", lambda exit_code: None)
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
 
 
-def steps_on_disk(run_dir: Path) -> list[int]:
-    return [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")]
-
-
-def test_wandb_failing_to_start_is_said_once_and_the_file_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_failing_to_start_is_said_once_and_the_file_goes_on(scene: Scene) -> None:
     from wandb.errors import UsageError  # noqa: PLC0415  (wandb takes a second: for its tests alone, here and below)
 
     def fail(**_: object) -> None:
         raise UsageError("no API key configured")
 
-    monkeypatch.setattr("wandb.init", fail)
-    tracker, said = start(tmp_path, "online")
-    tracker.log(1, {"a": 1.0})
-    tracker.log(2, {"a": 2.0})
+    scene.patch.setattr("wandb.init", fail)
+    tracker = scene.start(1, 2)
     tracker.close(0)
-    assert steps_on_disk(tmp_path) == [1, 2]
-    assert said == [
+    assert scene.on_disk == [1, 2]
+    assert scene.said == [
         "wandb cannot be written, the training goes on: wandb failed while starting: UsageError: no API key configured"
     ]
     assert tracker.failed.counts == {"wandb": 3}, "two records and the end"
 
 
-def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(scene: Scene) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr("wandb.init", lambda **_: goes_on.wait(10))
-    monkeypatch.setattr(wandb_sink, "START_SECONDS", 0.05)
+    scene.patch.setattr("wandb.init", lambda **_: goes_on.wait(10))
+    scene.patch.setattr(wandb_sink, "START_SECONDS", 0.05)
     started = time.monotonic()
-    tracker, said = start(tmp_path, "online")
-    tracker.log(1, {"a": 1.0})
-    tracker.log(2, {"a": 1.0})
-    assert time.monotonic() - started < 5
-    assert steps_on_disk(tmp_path) == [1, 2]
-    assert said == ["wandb cannot be written, the training goes on: starting has taken more than 0.05 s"]
+    tracker = scene.start(1, 2)
     tracker.close(0)
-    assert time.monotonic() - started < 5 and tracker.failed.counts == {"wandb": 3}
+    assert time.monotonic() - started < 5
+    assert scene.on_disk == [1, 2] and tracker.failed.counts == {"wandb": 3}
+    assert scene.said == ["wandb cannot be written, the training goes on: starting has taken more than 0.05 s"]
     goes_on.set()
 
 
-def test_the_start_has_a_deadline_of_wandbs_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_end: None
-) -> None:
+def test_the_start_has_a_deadline_of_wandbs_own(scene: Scene) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr("wandb.init", lambda **arguments: given.update(arguments) or FakeRun())
-    start(tmp_path)[0].close(0)
+    scene.patch.setattr("wandb.init", lambda **arguments: given.update(arguments) or FakeRun())
+    scene.start().close(0)
     assert (given["settings"].init_timeout, given["settings"].finish_timeout) == (30, 120)
 
 
-def test_wandb_failing_to_log_is_said_once_and_the_file_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = FakeRun(fails=True)
-    monkeypatch.setattr("wandb.init", lambda **_: run)
-    tracker, said = start(tmp_path)
-    for step in (1, 2, 3):
-        tracker.log(step, {"a": 1.0})
-    tracker.close(0)
-    assert steps_on_disk(tmp_path) == [1, 2, 3]
-    assert run.calls == 1
-    (sentence,) = said
+def test_wandb_failing_to_log_is_said_once_and_the_file_goes_on(scene: Scene) -> None:
+    scene.run.fails = True
+    scene.start(1, 2, 3).close(0)
+    assert scene.on_disk == [1, 2, 3]
+    assert scene.run.calls == 1
+    (sentence,) = scene.said
     assert "while logging step 1" in sentence and "ConnectionResetError: Connection lost" in sentence
 
 
-def test_wandb_that_hangs_while_logging_gets_what_comes_meanwhile_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_end: None
-) -> None:
-    run = FakeRun(goes_on=threading.Event())
-    assert run.goes_on is not None
-    monkeypatch.setattr("wandb.init", lambda **_: run)
-    tracker, said = start(tmp_path)
-    for step in (1, 2, 3):
-        tracker.log(step, {"a": 1.0})
-    assert steps_on_disk(tmp_path) == [1, 2, 3] and run.logged == []
-    run.goes_on.set()
+def test_wandb_that_hangs_while_logging_gets_what_comes_meanwhile_when_it_is_back(scene: Scene) -> None:
+    scene.run.goes_on = threading.Event()
+    tracker = scene.start(1, 2, 3)
+    assert scene.on_disk == [1, 2, 3] and scene.run.logged == []
+    scene.run.goes_on.set()
     tracker.close(0)
-    assert [record["global_steps"] for record in run.logged] == [1, 2, 3] and said == []
+    assert [record["global_steps"] for record in scene.run.logged] == [1, 2, 3] and scene.said == []
 
 
-def test_wandb_that_hangs_at_the_end_holds_nothing_up_past_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-    monkeypatch.setattr("wandb.init", lambda **_: FakeRun(goes_on=goes_on))
-    monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", -9.9)
-    tracker, said = start(tmp_path)
-    tracker.log(1, {"a": 1.0})
-    tracker.close(0)
-    assert said == ["wandb cannot be written, the training goes on: finishing has taken more than 0.1 s"]
-    goes_on.set()
+def test_wandb_that_hangs_at_the_end_holds_nothing_up_past_its_deadline(scene: Scene) -> None:
+    scene.run.goes_on = threading.Event()
+    scene.patch.setattr(wandb_sink, "FINISH_SECONDS", -9.9)
+    scene.start(1).close(0)
+    assert scene.said == ["wandb cannot be written, the training goes on: finishing has taken more than 0.1 s"]
+    scene.run.goes_on.set()
 
 
-def test_a_resumed_run_goes_on_under_its_id_and_logs_no_step_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_end: None
-) -> None:
-    run, ids = FakeRun(), []
-    monkeypatch.setattr("wandb.init", lambda id, resume, **_: ids.append((id, resume)) or run)
-    first, _ = start(tmp_path)
+def test_a_resumed_run_goes_on_under_its_id_and_logs_no_step_twice(scene: Scene) -> None:
+    ids: list[tuple[str, str]] = []
+    scene.patch.setattr("wandb.init", lambda id, resume, **_: ids.append((id, resume)) or scene.run)
+    first = scene.start()
     for step, key in [(0, "eval/accuracy"), (1, "a"), (2, "a"), (3, "a"), (2, "eval/accuracy"), (4, "a")]:
         first.log(step, {key: 1.0})
     first.close(1)
     for _ in range(2):  # from a checkpoint of step 2, and killed again after the next
-        again, said = start(tmp_path)
-        again.log(3, {"a": 1.0})
+        again = scene.start(3)
         again.log(2, {"eval/accuracy": 1.0})
         again.close(1)
-        assert said == []
-    last, _ = start(tmp_path)
-    for step, key in [(3, "a"), (4, "a"), (5, "a"), (4, "eval/accuracy")]:
-        last.log(step, {key: 2.0})
+    last = scene.start(3, 4, 5)
+    last.log(4, {"eval/accuracy": 2.0})
     last.close(0)
-    assert len(set(ids)) == 1 and len(ids) == 4 and ids[0][1] == "allow"
-    sent = [(record["global_steps"], "eval/accuracy" in record) for record in run.logged]
+    assert len(set(ids)) == 1 and len(ids) == 4 and ids[0][1] == "allow" and scene.said == []
+    sent = [(record["global_steps"], "eval/accuracy" in record) for record in scene.run.logged]
     assert sent == [(0, True), (1, False), (2, False), (3, False), (2, True), (4, False), (5, False), (4, True)]

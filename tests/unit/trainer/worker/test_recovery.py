@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,31 +154,29 @@ def test_a_save_that_commits_while_they_train_again_takes_no_batch_from_them(tmp
     run(scenario())
 
 
-def test_restarts_are_bounded(tmp_path: Path) -> None:
-    config = Config(trainer=TrainerConfig(max_restarts=2))
+@pytest.mark.parametrize(
+    ("config", "restarts", "reason"),
+    [
+        (Config(trainer=TrainerConfig(max_restarts=2)), 2, "all restarts of trainer.max_restarts=2 are used up"),
+        (
+            Config(checkpoint=CheckpointConfig(every=0)),
+            0,
+            "without checkpoints (checkpoint.every=0) the train workers cannot start again",
+        ),
+    ],
+)
+def test_workers_that_may_not_start_again_end_the_run(
+    tmp_path: Path, config: Config, restarts: int, reason: str
+) -> None:
     scene = Scene(tmp_path, Group(deaths=["train 1"] * 5), config)
 
     async def scenario() -> None:
         await scene.train(0)
         with pytest.raises(TrainWorkersLostError) as caught:
             await scene.train(1)
-        expected = "train worker 1 died; all restarts of trainer.max_restarts=2 are used up"
-        assert str(caught.value) == expected
+        assert str(caught.value) == f"train worker 1 died; {reason}"
         assert isinstance(caught.value.__cause__, ConnectionError)
-        assert scene.group.events.count("start") == 2
-
-    run(scenario())
-
-
-def test_without_checkpoints_a_death_ends_the_run_and_no_batch_is_kept(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, Group(deaths=["train 1"]), replace(Config(), checkpoint=CheckpointConfig(every=0)))
-
-    async def scenario() -> None:
-        await scene.train(0)
-        assert scene.workers._trained == {}
-        with pytest.raises(TrainWorkersLostError, match=r"train worker 1 died; without checkpoints \(checkpoint.every"):
-            await scene.train(1)
-        assert scene.group.events == ["train 0", "train 1"]
+        assert scene.group.events.count("start") == restarts
 
     run(scenario())
 
@@ -207,7 +204,10 @@ class Manager:
 
 
 @pytest.mark.parametrize("dies_in", ["publish 2", "send"])
-def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(tmp_path: Path, dies_in: str) -> None:
+@pytest.mark.parametrize("is_catching_up", [False, True])
+def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(
+    tmp_path: Path, dies_in: str, is_catching_up: bool
+) -> None:
     scene = Scene(tmp_path)
     manager = Manager(scene.workers)
 
@@ -217,30 +217,17 @@ def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(tm
         await updater.update_weights(1)
         await scene.train(1)
         scene.group.deaths = [dies_in]
-        await updater.update_weights(2)
+        await (updater.catch_up(["replica-1"]) if is_catching_up else updater.update_weights(2))
         assert manager.updates == [
             {"global_steps": 1, "weights": ["b0"]},
             {"global_steps": 2, "weights": ["b0", "b1"]},
         ]
+        assert scene.workers.gauges() == {"trainer/restarts": 1}
         scene.group.errors["publish 3"] = OSError("no room in /dev/shm")
         with pytest.raises(RuntimeError, match="publish on trainer failed: no room in /dev/shm"):
             await updater.update_weights(3)
 
     run(scenario())
-
-
-@pytest.mark.parametrize("dies_in", ["publish 1", "send"])
-def test_so_is_catching_up(tmp_path: Path, dies_in: str) -> None:
-    scene = Scene(tmp_path, Group(deaths=[dies_in]))
-    manager = Manager(scene.workers)
-
-    async def scenario() -> None:
-        await scene.train(0)
-        await RecoveringUpdater(manager, scene.workers).catch_up(["replica-1"])
-        assert manager.updates == [{"global_steps": 1, "weights": ["b0"]}]
-
-    run(scenario())
-    assert scene.workers.gauges() == {"trainer/restarts": 1}
 
 
 def test_a_restart_that_outlasts_the_deadline_of_publishing_is_waited_for(tmp_path: Path) -> None:

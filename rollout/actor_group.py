@@ -32,8 +32,7 @@ class ReplicaClient:
     """A replica as agent workers know it."""
 
     name: str
-    actor: Any
-    """Ray's handle of a `ReplicaActor`."""
+    actor: Any  # Ray's handle of a `ReplicaActor`
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Raises ReplicaLostError."""

@@ -54,8 +54,6 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try at a group."""
-
     number: int = 0
     partials: Mapping[InGroup, PartialCompletion] = field(default_factory=dict)
     alone: bool = False
@@ -147,8 +145,7 @@ class Progress:
         }
 
     def take(self, replica: str, report: ProgressReport) -> None:
-        """Add what the replica reported. Deltas that do not continue what is here are ignored: a report that came
-        twice, one of an attempt or a group that has ended, or an evaluation's."""
+        """Add what the replica reported. Deltas that do not continue what is here are ignored."""
         for delta in report.deltas:
             group, key = self._groups.get(delta.request_id.ordinal), delta.request_id.in_group
             if group is None or group.replica != replica or group.request_id(key) != delta.request_id:

@@ -40,10 +40,7 @@ class PromptStream:
 
     def __init__(self, rows: Sequence[Prompt], seed: int, ordinal: int = 0, returned: Iterable[int] = ()):
         """`rows`: their prompts, whatever their ordinals. `ordinal`: the first that was never handed out. `returned`:
-        earlier ordinals to hand out again before it, because their groups were lost. Raises ValueError when there are
-        no rows."""
-        if not rows:
-            raise ValueError("a prompt stream needs at least one row")
+        earlier ordinals to hand out again before it, because their groups were lost."""
         self._rows = rows
         self._seed = seed
         self.ordinal = ordinal

@@ -64,8 +64,7 @@ class Rollouter:
     group_size: int
     group_timeout_s: float
     under_way: dict[int, GroupUnderWay] = field(default_factory=dict, init=False)
-    """Ordinal -> group. Groups that are in here when the run starts were under way in the run that is resumed, and are
-    dispatched first."""
+    """Ordinal -> group. Those of the run that is resumed are in here when the run starts, and are dispatched first."""
     counters: dict[str, int] = field(init=False)
     """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
     theirs was known."""
@@ -121,9 +120,8 @@ class Rollouter:
             replica = await self._room(group)
 
     def _is_failure(self, group: GroupUnderWay, error: Exception) -> bool:
-        """Whether the error counts against the group. An agent worker that dies takes all its groups with it, and at
-        most one of them is the cause. Groups that lost two workers therefore run alone: a group whose own process dies
-        too is the cause, and the others are cleared."""
+        """Whether the error counts against the group. Of the groups that an agent worker takes with it at most one is
+        the cause: the one whose own process dies too, when it runs alone, and the others are cleared."""
         ordinal = group.prompt.ordinal
         if isinstance(error, AgentWorkerLostError):
             if not group.attempt.alone:

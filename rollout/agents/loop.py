@@ -27,8 +27,6 @@ GenerateGroup = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeTask:
-    """One episode to run."""
-
     request_id: RequestId
     """Of its first turn."""
     prompt: Prompt
@@ -55,11 +53,9 @@ class Episode:
 
 @runtime_checkable
 class AgentLoop(Protocol):
-    """Makes episodes of tasks. A user's own is given by rollout.agent_loop=package.module:name."""
+    """Makes one episode per task. A user's own is given by rollout.agent_loop=package.module:name."""
 
-    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        """Returns one episode per task, in order."""
-        ...
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]: ...
 
 
 class SingleTurn:

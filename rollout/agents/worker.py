@@ -20,7 +20,7 @@ from rollout.types import IntArray, Prompt, SamplingParams, Trajectory, Trajecto
 
 @dataclass(kw_only=True)
 class AgentWorker:
-    """Runs the episodes of a group on one replica, and scores them.
+    """Runs episodes on replicas, and scores them.
 
     Example:
         worker.replicas["replica-3"] = generate
@@ -82,7 +82,7 @@ class AgentWorker:
     async def _run(
         self, tasks: Sequence[EpisodeTask], generate: GenerateGroup
     ) -> list[tuple[Episode, str, RewardResult]]:
-        """Episodes with their texts and results, in order. A result is the environment's, or else the reward's."""
+        """Episodes with their texts and results. A result is the environment's, or else the reward's."""
         episodes = await self.loop.run(tasks, generate)
         texts = [self.tokenizer.decode(episode.response_ids, skip_special_tokens=True) for episode in episodes]
         ran = list(zip(tasks, episodes, texts, strict=True))

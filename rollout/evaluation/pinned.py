@@ -19,7 +19,7 @@ class PinnedEvaluator:
     them, updates leave them out, and their training trajectories in flight continue. A single replica is shared with
     the training, and updated during the evaluation.
 
-    Example of the events:
+    Example:
         fleet.pin -> evaluator.evaluate(pinned) -> fleet.unpin -> manager.catch_up(pinned)
     """
 

@@ -122,22 +122,7 @@ def test_a_seed_depends_on_ordinal_index_and_the_runs_seed_alone() -> None:
     assert set(whole).isdisjoint(r.sampling.seed for r in requests_of(5, 8, replace(SAMPLING, seed=4)))
 
 
-def test_without_a_seed_nothing_is_seeded() -> None:
-    assert {r.sampling.seed for r in requests_of(5, 4, replace(SAMPLING, seed=None))} == {None}
-
-
 # -- rewards: how they are called is in test_scoring.py ----------------------------------------------------------------
-
-
-def test_a_reward_gets_the_prompt_and_the_decoded_response() -> None:
-    seen = []
-
-    async def reward(prompt: Prompt, text: str) -> float:
-        seen.append((prompt.ground_truth, text))
-        return 0.0
-
-    run_group(make_worker(reward, r0=FakeReplica("ab", "c")))
-    assert seen == [("17", "ab"), ("17", "c")]
 
 
 async def fails_for_c(prompt: Prompt, text: str) -> RewardResult:

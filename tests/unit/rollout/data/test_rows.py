@@ -12,9 +12,6 @@ import pytest
 from rollout.data.rows import Columns, final_answer, load_rows
 from rollout.data.sources import DataError
 from rollout.prompts import Row
-from tests.support.paths import GSM8K
-
-needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no {GSM8K}")
 
 RECORDS = [
     {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4", "data_source": "sums", "level": 1},
@@ -252,11 +249,3 @@ def test_a_loader_gets_the_entries_and_gives_records() -> None:
 def test_a_loader_that_gives_something_else_is_named(loader: str, columns: Columns, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_rows("3", columns, loader)
-
-
-@needs_gsm8k
-@pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
-def test_all_of_gsm8k_loads_with_a_number_for_every_answer(name: str, count: int) -> None:
-    rows = load(GSM8K / f"{name}.jsonl")
-    assert len(rows) == count
-    assert all(row.question and float(row.ground_truth) is not None for row in rows)

@@ -199,19 +199,6 @@ def test_another_pinned_one_takes_the_share_of_the_dead_one_at_the_same_version(
     run_virtual(main())
 
 
-def test_as_long_as_there_are_replicas_deaths_only_cost_time() -> None:
-    scene = Scene(num_replicas=4, deaths={"d": 4.0, "c": 4.0, "b": 4.0})
-
-    async def main() -> None:
-        await scene.update(1)
-        evaluation = await scene.evaluator.evaluate()
-        assert (evaluation.pinned, evaluation.versions) == (False, (1,)), "the last one is shared with the training"
-        assert scene.asked == [("d", 0.0), ("c", 4.0), ("b", 8.0), ("a", 12.0)]
-        assert scene.router.healthy == ["a"]
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize("dies_under_it", [True, False])
 def test_the_replacement_of_a_single_replica_is_waited_for(dies_under_it: bool) -> None:
     scene = Scene(num_replicas=1, max_replacements=1, deaths={"a": 4.0})
@@ -227,17 +214,6 @@ def test_the_replacement_of_a_single_replica_is_waited_for(dies_under_it: bool) 
         assert (await evaluating).versions == (1,)
         assert scene.asked == [("a", 0.0)] * dies_under_it + [("replica-1", 20.0)]
         assert not any("evaluating again" in message for message in scene.messages)
-
-    run_virtual(main())
-
-
-def test_too_few_that_are_left_end_it() -> None:
-    scene = Scene(num_replicas=3, min_replicas=3, deaths={"c": 4.0})
-
-    async def main() -> None:
-        await scene.update(1)
-        with pytest.raises(TooFewReplicasError, match=r"^2 replicas are left .*min_replicas=3"):
-            await scene.evaluator.evaluate()
 
     run_virtual(main())
 

@@ -1,7 +1,6 @@
 """Evaluation on the held-out set by the replicas, concurrently with the rollouts."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,9 +89,6 @@ class Evaluator:
     """Handles the loss of a replica during an evaluation; raises when too few are left."""
     num_requests: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        self._attempts = itertools.count()
-
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
         """Ask all prompts. Those of a lost replica or agent worker are asked again. When this returns or raises, no
         replica works on the evaluation any more.
@@ -130,12 +126,11 @@ class Evaluator:
         while True:
             replicas = await self._replicas_of(left)
             replica = replicas[index % len(replicas)]
+            attempt = self.num_requests  # no other call has this number
             self.num_requests += len(share) * self.num_samples
             try:
                 async with self.router.visit(replica):
-                    return await self.runner.evaluate(
-                        share, replica, self.sampling, self.num_samples, attempt=next(self._attempts)
-                    )
+                    return await self.runner.evaluate(share, replica, self.sampling, self.num_samples, attempt=attempt)
             except AgentWorkerLostError as error:
                 logger.warning("%d held-out prompts are asked again: %s", len(share), error)
             except ReplicaLostError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from rollout.types import EMPTY, BoolArray, Completion, GenerationRequest, IntAr
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MultiTurn:
     """An agent loop. All open episodes take their turns together, one call of `generate` per turn.
 
@@ -28,34 +29,26 @@ class MultiTurn:
             return MultiTurn(MyEnvironment, tokenizer, max_turns=4)
     """
 
-    def __init__(
-        self,
-        make_environment: Callable[[Prompt], Environment],
-        tokenizer: Any,
-        *,
-        max_turns: int,
-        step_timeout_s: float = 60.0,
-    ):
-        """
-        Args:
-            max_turns: of the policy. An episode that needs more ends with "length".
-            step_timeout_s: of each step of the environment. Its author, who knows how long one takes, passes it.
-        """
-        if max_turns < 1:
-            raise ValueError(f"max_turns={max_turns}: must be at least 1")
-        self._make_environment = make_environment
-        self._tokenizer = tokenizer
-        self._max_turns = max_turns
-        self._step_timeout_s = step_timeout_s
+    make_environment: Callable[[Prompt], Environment]
+    tokenizer: Any
+    _: KW_ONLY
+    max_turns: int
+    """Of the policy. An episode that needs more ends with "length"."""
+    step_timeout_s: float = 60.0
+    """Of each step of the environment. Its author, who knows how long one takes, passes it."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns={self.max_turns}: must be at least 1")
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         episodes = [_Episode(task) for task in tasks]
-        for turn in range(self._max_turns):
+        for turn in range(self.max_turns):
             still_open = [episode for episode in episodes if not episode.finish_reason]
             if not still_open:
                 break
             completions = await generate([episode.request(turn) for episode in still_open])
-            is_last = turn + 1 == self._max_turns
+            is_last = turn + 1 == self.max_turns
             pairs = zip(still_open, completions, strict=True)
             await asyncio.gather(*(self._take_turn(episode, completion, is_last) for episode, completion in pairs))
         return [episode.finished() for episode in episodes]
@@ -66,12 +59,12 @@ class MultiTurn:
             episode.finish_reason = completion.finish_reason
             return
         try:
-            async with within(self._step_timeout_s, "step_timeout_s", "a step of the environment"):
+            async with within(self.step_timeout_s, "step_timeout_s", "a step of the environment"):
                 if episode.environment is None:
-                    episode.environment = self._make_environment(episode.task.prompt)
-                text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                    episode.environment = self.make_environment(episode.task.prompt)
+                text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 step = await episode.environment.step(text)
-            observation = np.array(self._tokenizer(step.observation, add_special_tokens=False)["input_ids"], np.int32)
+            observation = np.array(self.tokenizer(step.observation, add_special_tokens=False)["input_ids"], np.int32)
         except Exception as error:
             logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)
             episode.finish_reason, episode.error = "stop", f"{type(error).__name__}: {error}"

@@ -26,6 +26,7 @@ class _Raised:
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True)
 class RewardScorer:
     """Scores the responses of one agent worker, concurrently for all its groups.
 
@@ -34,10 +35,9 @@ class RewardScorer:
         [result] = await scorer.score([(prompt, "2 + 2 = 4\\n#### 4")])
     """
 
-    def __init__(self, reward: Reward | WeightedSum, timeout_s: float):
-        """`timeout_s`: rollout.reward_timeout_s, for all responses of one call together."""
-        self._reward = reward
-        self._timeout_s = timeout_s
+    reward: Reward | WeightedSum
+    timeout_s: float
+    """rollout.reward_timeout_s, for all responses of one call together."""
 
     async def score(self, responses: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
         """Score (prompt, text) pairs: one result each, in order.
@@ -46,10 +46,10 @@ class RewardScorer:
         `error`, and is logged. Async rewards run on the event loop, others in threads. The terms of a sum are scored
         concurrently, each with a deadline of its own.
         """
-        if not isinstance(self._reward, WeightedSum):
-            return await self._score(self._reward, responses)
-        by_term = await asyncio.gather(*(self._score(term, responses) for term in self._reward.rewards))
-        return [self._reward.combine(results) for results in zip(*by_term, strict=True)]
+        if not isinstance(self.reward, WeightedSum):
+            return await self._score(self.reward, responses)
+        by_term = await asyncio.gather(*(self._score(term, responses) for term in self.reward.rewards))
+        return [self.reward.combine(results) for results in zip(*by_term, strict=True)]
 
     async def _score(self, reward: Reward, responses: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
         is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
@@ -64,7 +64,7 @@ class RewardScorer:
         tasks = [asyncio.create_task(outcome_of(*response)) for response in responses]
         try:
             if tasks:
-                await asyncio.wait(tasks, timeout=self._timeout_s)
+                await asyncio.wait(tasks, timeout=self.timeout_s)
             outcomes = [task.result() if task.done() else self._late() for task in tasks]
         finally:
             for task in tasks:
@@ -72,7 +72,7 @@ class RewardScorer:
         return [_result(prompt, outcome) for (prompt, _), outcome in zip(responses, outcomes, strict=True)]
 
     def _late(self) -> object:
-        return _Raised(TimeoutError(f"took longer than rollout.reward_timeout_s={self._timeout_s:g}"))
+        return _Raised(TimeoutError(f"took longer than rollout.reward_timeout_s={self.timeout_s:g}"))
 
 
 async def _in_a_thread(call: Call) -> object:

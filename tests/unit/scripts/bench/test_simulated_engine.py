@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.types import Completion
-from scripts.bench.simulated_engine import EngineDiedError, SimulatedEngine
+from scripts.bench.simulated_engine import EngineDiedError
 from tests.support.fakes import (
     AsyncTest,
     ClockedEngine,
@@ -120,24 +120,6 @@ async def test_a_cancelled_request_frees_its_place(engine: ClockedEngine, paused
     assert now() == 5  # the step that was under way, and two more
 
 
-@on_engine()
-async def test_a_request_cancelled_in_its_last_step_does_not_stop_the_engine(engine: ClockedEngine) -> None:
-    other = start(engine, "b", 5)
-    task = start(engine, "a", 3)
-    await asyncio.sleep(2.5)
-    # A timer that was set later than the engine's own, for the same time: the engine runs before the request does.
-    asyncio.get_running_loop().call_at(3.0, task.cancel)
-    assert len((await other).token_ids) == 5
-    assert task.done()
-
-
-async def test_a_response_that_is_cut_off_says_so() -> None:
-    for length, expected in ((5, ("stop", 5)), (8, ("stop", 8)), (9, ("length", 8))):
-        engine = SimulatedEngine(length_of=lambda _, n=length: n, step_s=1.0, max_num_seqs=1)
-        completion = await engine.generate(make_request("a", 8))
-        assert (completion.finish_reason, len(completion.token_ids)) == expected
-
-
 # -- death -------------------------------------------------------------------------------------------------------------
 
 
@@ -157,15 +139,3 @@ async def test_a_killed_engine_fails_every_request_now_and_later(engine: Clocked
     with pytest.raises(EngineDiedError):
         await engine.generate(make_request("d", 1))
     engine.kill()  # twice is once
-
-
-@on_engine(max_num_seqs=1)
-async def test_an_engine_killed_as_it_lets_a_request_in_has_nothing_of_it(engine: ClockedEngine) -> None:
-    first, second = start(engine, "a", 5), start(engine, "b", 5)
-    await asyncio.sleep(1.5)
-    first.cancel()
-    await asyncio.sleep(0)  # its seat is the second's, which has not been told yet
-    engine.kill()
-    with pytest.raises(EngineDiedError) as caught:
-        await second
-    assert caught.value.partial is None

@@ -6,19 +6,11 @@ import sys
 
 import pytest
 
-from configs.schema import Transport
 from scripts.bench.weight_sync import fleet as bench_fleet
 from scripts.bench.weight_sync.gaps import (
-    PauseWindow,
     pause_window,
 )
-from scripts.bench.weight_sync.pause import PauseResults
 from scripts.bench.weight_sync.recompute_meter import RecomputeMeter
-
-
-def window(seconds: float) -> PauseWindow:
-    return PauseWindow(stop_s=0.0, swap_s=seconds, go_s=0.0, normal_s=1.0)
-
 
 # One token a second, an update from 3.5 to 8.2, and a token that is late because of something else.
 TIMES = [0.0, 1.0, 2.0, 3.0, 4.0, 9.0, 10.0, 11.0, 14.0]
@@ -30,17 +22,6 @@ def test_the_pause_is_the_gap_around_the_new_version_less_a_normal_one() -> None
     found = pause_window(TIMES, first_new=5, swap=(4.5, 7.0), undisturbed=CALM)
     assert (found.stop_s, found.swap_s, found.go_s, found.normal_s) == (0.5, 2.5, 1.0, 1.0)
     assert found.seconds == (9.0 - 4.0) - 1.0
-
-
-def test_ratios_are_of_the_same_repetition() -> None:
-    """The second repetition ran on a machine half as fast: no ratio changes."""
-    results = PauseResults(floor_s=[0.1, 0.2, 0.1])
-    staged, inside = "staged, collective", "inside, collective"
-    results.windows[staged] = [[window(0.15), window(0.14), window(9.0)], [window(0.3)], [window(0.12)]]
-    results.windows[inside] = [[window(1.5)], [window(3.0)], [window(0.6)]]
-    assert results.pauses(staged) == [0.15, 0.3, 0.12]
-    assert results.over_floor(staged) == pytest.approx(1.5)
-    assert results.inside_over_staged(Transport.collective) == pytest.approx(10.0)
 
 
 def test_what_is_computed_at_places_that_were_reached_before_is_computed_again() -> None:

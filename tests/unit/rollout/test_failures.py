@@ -16,10 +16,5 @@ def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
         "3 rewards failed, more than rollout.max_failed_rewards=0.1 of the run's 25 trajectories; "
         "the first: ValueError: the first"
     )
-
-
-def test_without_a_budget_the_first_failure_is_one_too_many() -> None:
-    budget = FailureBudget()
-    budget.count_rewards([None] * 1000)
     with pytest.raises(RewardFailuresError, match="1 rewards failed, .* the first: no"):
-        budget.count_rewards(["no"])
+        FailureBudget().count_rewards([None, "no"])

@@ -1,7 +1,5 @@
 """The slot ledger by small examples. Every other schedule is in test_staleness_schedules.py."""
 
-import time
-
 import pytest
 
 from configs.schema import StalePolicy
@@ -133,15 +131,3 @@ def test_misuse_is_refused() -> None:
     for again in (lambda: ledger.finish(slot, 3), lambda: ledger.give_back(slot)):
         with pytest.raises(KeyError):
             again()
-
-
-def test_select_of_2000_groups_is_fast() -> None:
-    for max_staleness, interval, groups_per_step in [(4, 1, 400), (4, 8, 50), (1, 1000, 1)]:
-        seconds = []
-        for _ in range(3):
-            ledger = make_ledger(groups_per_step, max_staleness, interval)
-            finish(ledger, *claim(ledger, 2000))
-            start = time.perf_counter()
-            assert len(ledger.select(0) or []) == groups_per_step
-            seconds.append(time.perf_counter() - start)
-        assert min(seconds) < 0.02

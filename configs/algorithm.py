@@ -48,11 +48,7 @@ class KLEstimator(Enum):
 
 
 class Correction(Enum):
-    """How the loss corrects for the gap between mu and the policy that learns: weights w, rejection by r, or both.
-
-    In verl's presets, decoupled_X is X with proximal=current, bypass_ppo_clip_X is X with proximal=rollout, and
-    bypass_pg_X is X with loss=reinforce and proximal=current.
-    """
+    """How the loss corrects for the gap between mu and the policy that learns: weights w, rejection by r, or both."""
 
     auto = "auto"
     """none with proximal=rollout, because the ratio of the loss is the correction; else token_is."""
@@ -81,11 +77,9 @@ class Correction(Enum):
 
 
 class Rejection(Enum):
-    """What the policy loss leaves out: tokens, or trajectories by the sum, mean or maximum over their tokens.
-
-    k1 = log r is compared as a ratio: kept where rejection_low <= exp(k1) <= rejection_high. k2 = (log r)^2 / 2 and
-    k3 = r - 1 - log r are kept up to rejection_high.
-    """
+    """What the policy loss leaves out: tokens, or trajectories by the sum, mean or maximum over their tokens. Kept are
+    rejection_low <= exp(k1) <= rejection_high with k1 = log r, and k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to
+    rejection_high."""
 
     token_k1 = "token_k1"
     token_k2 = "token_k2"
@@ -149,41 +143,21 @@ ADVANTAGE_PARAMETERS = ("groups", "algorithm")
 """What a user's own advantage is called with."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """What the driver has to know of a policy loss. The function itself runs in the train workers."""
-
-    aggregation: LossAggregation = LossAggregation.token_mean
-    """Used where algorithm.loss_aggregation is null."""
-    learns_without_advantage: bool = False
-    """Whether a token of advantage 0 can have a gradient."""
-
-
 LOSSES = {
-    "ppo_clip": LossSpec(),
-    "gspo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
-    "cispo": LossSpec(),
-    "sapo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
-    "gmpo": LossSpec(aggregation=LossAggregation.seq_mean_token_mean),
-    "dppo_tv": LossSpec(),
-    "dppo_kl": LossSpec(),
-    "reinforce": LossSpec(),
-    "clip_cov": LossSpec(),
-    "kl_cov": LossSpec(learns_without_advantage=True),
+    "ppo_clip": LossAggregation.token_mean,
+    "gspo": LossAggregation.seq_mean_token_mean,
+    "cispo": LossAggregation.token_mean,
+    "sapo": LossAggregation.seq_mean_token_mean,
+    "gmpo": LossAggregation.seq_mean_token_mean,
+    "dppo_tv": LossAggregation.token_mean,
+    "dppo_kl": LossAggregation.token_mean,
+    "reinforce": LossAggregation.token_mean,
+    "clip_cov": LossAggregation.token_mean,
+    "kl_cov": LossAggregation.token_mean,
 }
-"""The functions of these names in trainer.losses.policy."""
+"""The functions of these names in trainer.losses.policy, and how each is aggregated by default."""
 LOSS_PARAMETERS = ("tokens", "algorithm")
 """What a user's own loss is called with."""
-
-
-def loss_spec(loss: str) -> LossSpec:
-    """A user's own loss may learn from tokens of advantage 0."""
-    return LOSSES.get(loss, LossSpec(learns_without_advantage=True))
-
-
-def loss_path(loss: str) -> str:
-    """Return `package.module:function` of a built-in name, or the user's own path as it is."""
-    return f"trainer.losses.policy:{loss}" if loss in LOSSES else loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +237,15 @@ class AlgorithmConfig:
     """With a k1 rejection: smallest ratio that is kept; null is the correction's."""
     rejection_high: float | None = None
     """Largest ratio (k1) or divergence (k2, k3) that is kept; null is the correction's."""
+
+    @property
+    def aggregation(self) -> LossAggregation:
+        return self.loss_aggregation or LOSSES.get(self.loss, LossAggregation.token_mean)
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether the loss of a token of advantage 0 can have a gradient, as a user's own may."""
+        return self.loss == "kl_cov" or self.loss not in LOSSES
 
     @property
     def needs_reference(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
-from weight_sync.failure_policy import MISSES_IN_A_ROW, Retries, may_continue
+from weight_sync.failure_policy import MISSES_IN_A_ROW, Retries
 from weight_sync.protocol import (
     Manifest,
     PublishOrder,
@@ -221,7 +221,8 @@ class CheckpointManager:
             error.add_note(f"then: {unreachable}")
             await self._fleet.give_up(target.name, error)
         else:
-            if not may_continue(status):
+            # Else it completes what it has in flight on whole weights, now or when the client that paused it lets it.
+            if status.torn or (status.frozen and status.pause_mode is None):
                 await self._fleet.give_up(target.name, error)
 
     async def _within(self, phase: str, name: str, call: Awaitable[T], *keys: str) -> T:

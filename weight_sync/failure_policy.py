@@ -3,8 +3,6 @@
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 
-from weight_sync.protocol import ReplicaStatus
-
 MISSES_IN_A_ROW = 2
 """A replica that misses so many updates is given up: each costs the others its deadlines."""
 
@@ -44,9 +42,3 @@ class Retries:
         if again:
             self._groups.append(again)
         return culprits - again
-
-
-def may_continue(status: ReplicaStatus) -> bool:
-    """Whether a replica that missed an update holds whole weights and generates, or would if no client had paused it.
-    Then it completes what it has in flight, and the next update may bring it back."""
-    return not status.torn and (not status.frozen or status.pause_mode is not None)

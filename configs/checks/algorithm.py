@@ -15,7 +15,6 @@ from configs.algorithm import (
     LossAggregation,
     Proximal,
     Weights,
-    loss_spec,
 )
 from configs.checks.problem import Problem, dotted_problems
 from configs.schema import Config
@@ -45,9 +44,8 @@ def _advantage_problems(config: Config) -> Iterator[Problem]:
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     yield from dotted_problems("algorithm.loss", algorithm.loss, tuple(LOSSES), LOSS_PARAMETERS)
-    aggregation = algorithm.loss_aggregation or loss_spec(algorithm.loss).aggregation
-    if algorithm.loss_horizon is not None and aggregation is not LossAggregation.seq_mean_token_sum_norm:
-        allowed = f"only seq_mean_token_sum_norm has a horizon, and loss_aggregation is {aggregation.value}"
+    if algorithm.loss_horizon is not None and algorithm.aggregation is not LossAggregation.seq_mean_token_sum_norm:
+        allowed = f"only seq_mean_token_sum_norm has a horizon, and loss_aggregation is {algorithm.aggregation.value}"
         yield Problem("algorithm.loss_horizon", allowed)
     if algorithm.clip_ratio_c == 1:
         yield Problem("algorithm.clip_ratio_c", "must be above 1: at 1 it would cut the gradient of on-policy tokens")

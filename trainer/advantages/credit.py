@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from configs.algorithm import loss_spec
 from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, Trajectory, TrajectoryGroup
 from trainer.advantages.estimators import group_advantages, load_estimator
@@ -38,7 +37,7 @@ def keeps_idle(algorithm: AlgorithmConfig) -> bool:
         algorithm.entropy_coef != 0
         or algorithm.kl_loss_coef != 0
         or algorithm.needs_critic
-        or loss_spec(algorithm.loss).learns_without_advantage
+        or algorithm.learns_without_advantage
     )
 
 
@@ -85,13 +84,12 @@ def assign_credit(
         credit = replace(credit, tokens=credit.tokens.take(trained))
     if algorithm.kl_reward_coef:
         credit.metrics["actor/reward_kl_penalty"] = float(np.mean(kl)) if len(kl) else 0.0
-    aggregation = algorithm.loss_aggregation or loss_spec(algorithm.loss).aggregation
     horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
     tokens, selected = credit.tokens, None
     if algorithm.loss in ("clip_cov", "kl_cov") and len(tokens.targets):
         values = covariances(tokens.rollout_logprobs, tokens.advantages)
         selected = select_tokens(values, algorithm, np.random.default_rng((config.seed, global_steps)))
-    loss_weights = aggregation_weights(tokens.trajectories, aggregation, horizon)
+    loss_weights = aggregation_weights(tokens.trajectories, algorithm.aggregation, horizon)
     return replace(credit, tokens=replace(tokens, loss_weights=loss_weights, selected=selected))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.algorithm import LOSS_PARAMETERS, LOSSES, KLEstimator, loss_path
+from configs.algorithm import LOSS_PARAMETERS, LOSSES, KLEstimator
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
 from trainer.batch import MicroBatch
@@ -68,7 +68,7 @@ def load_policy_loss(loss: str) -> PolicyLoss:
     Raises:
         ValueError: the name is neither built in nor `package.module:function` taking (tokens, algorithm).
     """
-    function = find("algorithm.loss", loss_path(loss), LOSS_PARAMETERS)
+    function = find("algorithm.loss", f"trainer.losses.policy:{loss}" if loss in LOSSES else loss, LOSS_PARAMETERS)
     if loss in LOSSES:
         return function
 

@@ -11,8 +11,6 @@ from weight_sync.transports.byte_layout import as_bytes, part_of
 
 ROW = 512
 """Words of 8 bytes that one sum covers."""
-ROWS_AT_A_TIME = 64
-"""256 KiB, which stay in a core's cache until both sums are taken."""
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -36,14 +34,8 @@ def checksum(data: torch.Tensor) -> int:
 def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     if words.device.type != "cpu":
         return words.sum(1).cpu().numpy(), words.sum(0).cpu().numpy()
-    array = words.numpy()  # numpy sums int64 three times as fast as torch does on CPU
-    rows = np.empty(len(array), np.int64)
-    columns = np.zeros(ROW, np.int64)
-    for start in range(0, len(array), ROWS_AT_A_TIME):
-        block = array[start : start + ROWS_AT_A_TIME]
-        rows[start : start + ROWS_AT_A_TIME] = block.sum(1)
-        columns += block.sum(0)
-    return rows, columns
+    array = words.numpy()  # numpy sums int64 twice as fast as torch does on CPU
+    return array.sum(1), array.sum(0)
 
 
 def summed(

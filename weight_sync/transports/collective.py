@@ -4,8 +4,6 @@ Trainer ranks and the workers of all replicas form a process group apart from th
 which every trainer rank broadcasts its own rows. NCCL needs a GPU for each member; on a shared one, cuda_ipc works.
 """
 
-import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,25 +75,12 @@ class CollectiveSender(RankSender):
         checksums: list[int] = []
         rows = summed(byte_layout.checked(shards(), strings[self._rank]), checksums)
         with self._membership.transfer(manifest.locations[0], self._rank) as transfer:
-            self._send_windows(transfer, byte_layout.schedule(strings, window), window, rows)
+            packed = byte_layout.pack(rows, lambda: _buffer(window, self._device))
+            for _ in _broadcasts(transfer, byte_layout.schedule(strings, window), self._device, self._rank, packed):
+                pass
+            assert next(packed, None) is None
             _exchange(transfer, checksums, self._num_ranks, self._device)
         return tuple(checksums)
-
-    def _send_windows(self, transfer: Transfer, schedule: Iterator[tuple[int, int]], window: int, rows: Rows) -> None:
-        """Sends this rank's windows, and takes part in the others': gloo passes them on through every member."""
-        own = _Buffers(transfer, window, self._device)
-        others = _Buffers(transfer, window if self._num_ranks > 1 else 0, self._device)
-        packed = byte_layout.pack(rows, own.next)
-        for rank, length in schedule:
-            if rank == self._rank:
-                next(packed)
-                own.broadcast(length, rank)
-            else:
-                others.next()
-                others.broadcast(length, rank)
-        assert next(packed, None) is None
-        own.wait()
-        others.wait()
 
     def stop(self, manifest: Manifest) -> None:
         if self._store is not None:  # rank 0 reports to all
@@ -116,7 +101,9 @@ class CollectiveReceiver(Receiver):
         found: list[list[int]] = []
 
         def tensors(transfer: Transfer) -> NamedTensors:
-            joined = byte_layout.join(_Incoming(transfer, manifest, device).of_ranks(), entries)
+            strings, window = _windows(manifest)
+            windows = _broadcasts(transfer, byte_layout.schedule(strings, window), device)
+            joined = byte_layout.join([byte_layout.read(windows, own) for own in strings], entries)
             for entry, (name, tensor) in zip(entries, joined, strict=True):
                 found.append(checksums_of(tensor, entry, num_ranks))
                 yield name, tensor
@@ -129,57 +116,29 @@ class CollectiveReceiver(Receiver):
         return sent
 
 
-class _Buffers:
-    """Two windows: one is filled or read while the other is on its way."""
-
-    def __init__(self, transfer: Transfer, nbytes: int, device: torch.device):
-        self._transfer = transfer
-        self._places = deque(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        self._works: deque[Any] = deque()
-
-    def next(self) -> torch.Tensor:
-        """The buffer whose broadcast began first, when that broadcast is done."""
-        if len(self._works) == len(self._places):
-            self._transfer.wait(self._works.popleft())
-        self._places.rotate(1)
-        return self._places[0]
-
-    def broadcast(self, length: int, root: int) -> Any:
-        """Begins to broadcast the buffer that `next` gave."""
-        work = self._transfer.broadcast(self._places[0][:length], root)
-        self._works.append(work)
-        return work
-
-    def wait(self) -> None:
-        for work in self._works:
-            self._transfer.wait(work)
+def _broadcasts(
+    transfer: Transfer,
+    schedule: Iterator[tuple[int, int]],
+    device: torch.device,
+    own_rank: int = -1,
+    packed: Iterator[torch.Tensor] | None = None,
+) -> Iterator[torch.Tensor]:
+    """The windows of all ranks, each when it has come or gone, while the next one is on its way. A trainer rank sends
+    those that it has `packed`, and takes part in the others: gloo passes them on through every member."""
+    under_way: list[tuple[torch.Tensor, Any]] = []
+    for rank, length in schedule:
+        window = next(packed) if packed and rank == own_rank else _buffer(length, device)
+        under_way.append((window, transfer.broadcast(window, rank)))
+        if len(under_way) > 1:
+            transfer.wait(under_way[0][1])
+            yield under_way.pop(0)[0]
+    for window, work in under_way:
+        transfer.wait(work)
+        yield window
 
 
-class _Incoming:
-    """The windows of all ranks, in the order in which they are sent. While one is read, the next one comes."""
-
-    def __init__(self, transfer: Transfer, manifest: Manifest, device: torch.device):
-        self._transfer = transfer
-        self._strings, window = _windows(manifest)
-        self._schedule = byte_layout.schedule(self._strings, window)
-        self._buffers = [_Buffers(transfer, window, device) for _ in self._strings]
-        self._coming: deque[tuple[torch.Tensor, Any]] = deque()
-        self._begin_next()
-
-    def of_ranks(self) -> list[NamedTensors]:
-        return [byte_layout.read(self._windows(), own) for own in self._strings]
-
-    def _windows(self) -> Iterator[torch.Tensor]:
-        while self._coming:
-            window, work = self._coming.popleft()
-            self._transfer.wait(work)
-            self._begin_next()
-            yield window
-
-    def _begin_next(self) -> None:
-        for rank, length in itertools.islice(self._schedule, 1):
-            window = self._buffers[rank].next()[:length]
-            self._coming.append((window, self._buffers[rank].broadcast(length, rank)))
+def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _exchange(transfer: Transfer, own: Sequence[int], num_ranks: int, device: torch.device) -> tuple[Checksums, ...]:

@@ -19,6 +19,7 @@ from weight_sync.transports.checksums import load_verified, summed
 from weight_sync.transports.sender import RankSender, Rows
 
 Handle = tuple[Any, ...]
+"""Plain values for another process. The buffer must live for as long as they are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class CudaIpcSender(RankSender):
         size = window_bytes(self._bucket_bytes, 1)
         sizes = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-        self._handles = tuple(_export(buffer) for buffer in self._buffers)
+        # Without their device, which has another number elsewhere, and whether to wait for their event: `_offer` does.
+        self._handles = tuple(buffer.untyped_storage()._share_cuda_()[1:-1] for buffer in self._buffers)
 
 
 class CudaIpcReceiver(Receiver):
@@ -85,25 +87,13 @@ class CudaIpcReceiver(Receiver):
 
 
 def _opened(handles: Sequence[Handle], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """The buffers, on `device`, wherever the memory is."""
     for handle in handles:
         try:
-            window = _open(handle, device)
+            storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle, False)
         except RuntimeError as error:
             raise RuntimeError(
                 f"weight_sync.transport=cuda_ipc: this replica's GPU cannot map the memory of trainer rank {rank}'s "
                 f"({str(error).splitlines()[0]}); shared_memory and collective need no access between GPUs"
             ) from error
-        yield window
-
-
-def _export(buffer: torch.Tensor) -> Handle:
-    """Plain values for `_open` in another process. The buffer must live for as long as they are used."""
-    # Its own device, which has another number there, and whether to wait for its event: `_offer` waits itself.
-    _, *values, _ = buffer.untyped_storage()._share_cuda_()
-    return tuple(values)
-
-
-def _open(handle: Handle, device: torch.device) -> torch.Tensor:
-    """On `device`, wherever the memory is."""
-    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle, False)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

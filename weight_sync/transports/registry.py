@@ -1,5 +1,6 @@
 """The one place where transports are chosen. They are imported inside, because the driver does without torch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,17 +16,12 @@ _receivers: dict[str, Receiver] = {}
 
 def make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int, device: "torch.device") -> Sender:
     """The sender of a trainer rank whose parameters are on `device`. `owner` names what this run publishes."""
-    if not config.delta:
-        return _make_sender(config, owner, rank, num_ranks, device)
-    from weight_sync.transports.delta import DeltaSender
-
-    return DeltaSender(_make_sender(config, owner, 0, 1, device), rank, num_ranks, device)
-
-
-def _make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int, device: "torch.device") -> Sender:
-    from weight_sync.transports import collective, cuda_ipc, filesystem, shared_memory
+    from weight_sync.transports import collective, cuda_ipc, delta, filesystem, shared_memory
 
     bucket_bytes = config.bucket_mb * 2**20
+    if config.delta:
+        inner = make_sender(replace(config, delta=False), owner, 0, 1, device)
+        return delta.DeltaSender(inner, rank, num_ranks, device)
     match config.transport:
         case Transport.shared_memory:
             return shared_memory.SharedMemorySender(owner, rank, num_ranks)

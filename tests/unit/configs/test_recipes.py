@@ -28,13 +28,6 @@ def test_with_the_tiny_model_the_default_run_is_the_schema() -> None:
     assert resolve("model=tiny") == Config()
 
 
-def test_the_default_model_is_large_enough_to_be_worth_its_matrices() -> None:
-    config = resolve()
-    assert (config.model.kind, config.model.hidden_size, config.model.num_layers) == (ModelKind.tiny, 192, 4)
-    assert config.trainer.lr < Config().trainer.lr
-    assert config.rollout == Config().rollout
-
-
 def test_a_recipe_needs_its_files_which_a_dry_run_only_misses() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("recipe=gsm8k")
@@ -78,11 +71,6 @@ def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:
     assert small.trainer.prompts_per_step == large.trainer.prompts_per_step, "the recipe's, where sizes say nothing"
 
 
-def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
-    config = resolve("recipe=gsm8k", "model=tiny", "rollout.num_replicas=3", *files(tmp_path))
-    assert config.rollout.num_replicas == 3
-
-
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
@@ -124,10 +112,6 @@ def test_a_trainer_and_a_replica_fit_on_one_gpu(gpu_share: float, num_replicas: 
     lines = lines_of_plan("recipe=gsm8k", *shared, "trainer.num_ranks=1", f"rollout.num_replicas={num_replicas}")
     assert f"     claims: {claims}" in lines
     assert any(f"{num_replicas} x vLLM bfloat16 on {gpu_share} GPU(s)" in line for line in lines)
-
-
-def test_every_recipe_is_planned() -> None:
-    assert RECIPES == ["arithmetic", "dapo_math", "gsm8k"]
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -9,7 +9,6 @@ from configs.schema import Staging
 from tests.support.fakes import run_virtual, settle
 from tests.support.updates import WHOLE, Scene
 from weight_sync.checkpoint_manager import WeightUpdateError
-from weight_sync.protocol import UpdateReport
 
 BOTH, ONLY_B = {"a": 1, "b": 1}, {"b": 1}
 OUT = OSError("out")
@@ -46,23 +45,6 @@ def test_replicas_do_not_wait_for_one_another(slow: str, scene: Scene) -> None:
     scene.b.seconds[slow] = 9
     scene.update(1)
     assert scene.events.index("a.commit done") < scene.events.index(f"b.{slow} done")
-
-
-def test_two_updates_at_once_come_one_after_the_other(scene: Scene) -> None:
-    scene.source.seconds["publish"] = scene.b.seconds["stage"] = 5
-
-    async def main() -> list[UpdateReport]:
-        return await asyncio.gather(scene.manager.update_weights(1), scene.manager.update_weights(2))
-
-    assert [report.global_steps for report in run_virtual(main())] == [1, 2]
-    assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 2
-    assert scene.of("b") == WHOLE * 2
-
-
-def test_without_a_version_it_is_the_trainers_latest(scene: Scene) -> None:
-    scene.source.global_steps = 12
-    [report] = scene.update(12)
-    assert report.global_steps == scene.a.state.global_steps == scene.b.state.global_steps == 12
 
 
 # -- who receives, and on top of which version -------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""Which replicas an update tries together and how often, and which of those that failed may stay."""
+"""Which replicas an update tries together and how often."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.failure_policy import Retries, may_continue
-from weight_sync.protocol import ReplicaStatus
+from weight_sync.failure_policy import Retries
 
 Attempt = tuple[str, str | None]
 """(replicas that fail, the one whose failure stops the sending)"""
@@ -50,20 +49,3 @@ def test_whatever_fails_every_replica_is_served_or_missed_and_has_two_tries_of_i
         missed |= retries.record(failed, stopped_by)
     assert served | missed == names and not served & missed
     assert all((own_failures[name] == 2) == (name in missed) and own_failures[name] <= 2 for name in names)
-
-
-@pytest.mark.parametrize(
-    ("torn", "frozen", "pause_mode", "stays"),
-    [
-        (False, False, None, True),
-        (False, True, "keep", True),
-        (False, True, None, False),
-        (True, True, None, False),
-        (True, True, "keep", False),
-    ],
-)
-def test_a_replica_with_whole_weights_stays_if_it_generates_or_a_client_paused_it(
-    torn: bool, frozen: bool, pause_mode: str | None, stays: bool
-) -> None:
-    status = ReplicaStatus(name="a", global_steps=3, pause_mode=pause_mode, torn=torn, frozen=frozen)
-    assert may_continue(status) is stays

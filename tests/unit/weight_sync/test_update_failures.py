@@ -136,18 +136,6 @@ def test_a_replica_that_does_not_go_on_is_given_up_unless_a_client_paused_it(
     assert ("b.kill" in scene.events) is is_given_up and scene.router.healthy == ["a"]
 
 
-def test_with_nobody_left_to_try_again_nothing_is_published(scene: Scene) -> None:
-    async def main() -> None:
-        scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]
-        updating = asyncio.create_task(scene.manager.update_weights(1))
-        await asyncio.sleep(2)
-        await scene.fleet.lose("b", RuntimeError("b died"))
-        await updating
-        assert scene.source.orders == [({"a": 1, "b": 1}, None)]
-
-    run_virtual(main())
-
-
 def test_a_replica_that_died_meanwhile_is_not_tried_again_and_not_brought_back(scene: Scene) -> None:
     async def main() -> None:
         scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]
@@ -156,6 +144,7 @@ def test_a_replica_that_died_meanwhile_is_not_tried_again_and_not_brought_back(s
         await scene.fleet.lose("b", RuntimeError("b died"))
         assert [update.name for update in (await updating).replicas] == ["a"]
         assert scene.of("b") == ["stage", "kill"] and scene.router.healthy == ["a"]
+        assert scene.source.orders == [({"a": 1, "b": 1}, None)], "nothing is published for nobody"
 
     run_virtual(main())
 

@@ -21,7 +21,6 @@ from tests.support.transport_cases import (
 from weight_sync.protocol import NamedTensors, TensorEntry
 from weight_sync.transports import cleanup, delta
 from weight_sync.transports.delta import DeltaReceiver, DeltaSender
-from weight_sync.transports.filesystem import FilesystemReceiver
 
 
 @pytest.fixture(autouse=True)
@@ -82,16 +81,6 @@ def test_positions_are_worth_it_while_they_and_the_values_are_fewer_bytes() -> N
     assert not delta.is_worth_it(torch.arange(34, dtype=torch.int32), tensor)
 
 
-def test_a_step_changes_as_many_weights_in_bfloat16_as_it_is_wide_against_their_spacing() -> None:
-    """AdamW's first step is lr * sign(gradient). With 8 bits, values from 2^e to 2^(e+1) are 2^(e-7) apart."""
-    generator = torch.Generator().manual_seed(0)
-    master = 0.02 * torch.randn(400_000, generator=generator).double()
-    stepped = master - 1e-6 * torch.randn(400_000, generator=generator).sign()
-    share = len(delta.changed(master.bfloat16(), stepped.bfloat16())) / len(master)
-    expected = (1e-6 / torch.exp2(master.abs().log2().floor() - 7)).clamp(max=1).mean().item()
-    assert share == pytest.approx(expected, rel=0.03) and 0.03 < share < 0.05
-
-
 # -- what is sent ------------------------------------------------------------------------------------------------------
 
 
@@ -140,24 +129,13 @@ def test_rows_of_which_much_changed_travel_whole(directory: Path) -> None:
     update = trainer.update(new, 2, {"a": 1}, base=1)
     update.assert_received({"large": new["large"]})
     first, second = update.manifest.locations
+    assert update.manifest.nbytes == 1600 + 4 + 4
     assert (first.encoding, second.encoding) == (((1, "whole"),), ((1, "sparse"),))
     assert first.inner.tensors == (TensorEntry("large", "float32", (25, 16), 0, 1600),)
     assert second.inner.tensors == (
         TensorEntry("large.positions", "int32", (1,), 0, 4),
         TensorEntry("large.values", "float32", (1,), 64, 4),
     )
-
-
-def test_the_length_is_of_what_all_ranks_send(directory: Path) -> None:
-    """Of three ranks the first sends its 17 x 16 rows of `large`, the second nothing, the third one element."""
-    trainer = fleet(directory, num_ranks=3)
-    trainer.update(weights(1), 1, {"a": 1})
-    new = nudged(weights(1), large=799)
-    new["large"][:17] *= -1
-    manifest = trainer.publish(new, 2, {"a": 1}, base=1)
-    of_ranks = [17 * 16 * 4, 0, 4 + 4]
-    assert [changes.inner.nbytes for changes in manifest.locations] == of_ranks
-    assert manifest.nbytes == sum(of_ranks)
 
 
 @pytest.mark.usefixtures("local_store")
@@ -242,28 +220,4 @@ def test_weights_that_are_not_the_trainers_after_the_changes_name_their_tensor(t
     manifest = replace(manifest, locations=(first, replace(second, checksums=tuple(wrong))))
     name = "large" if touched else "bytes"
     with pytest.raises(RuntimeError, match=f"{name} has checksums .* after the changes, the trainer's has"):
-        trainer.receive(("a", 0), manifest)
-
-
-def test_a_base_that_was_damaged_in_the_replicas_memory_is_noticed(directory: Path) -> None:
-    trainer = fleet(directory)
-    manifest = trainer.publish(weights(1), 1, {"a": 1})
-    receiver = trainer.receivers["a", 0] = DeltaReceiver(lambda _: FilesystemReceiver())
-
-    def load(tensors: NamedTensors) -> None:
-        dict(tensors)["large"][40, 3] = 7.0
-
-    load_with(receiver, manifest, load)
-    update = trainer.update(nudged(weights(1), large=0), 2, {"a": 1}, base=1)
-    assert str(update.received["a", 0]).startswith("large has checksums")
-
-
-def test_a_byte_that_changed_on_the_way_names_its_tensor(directory: Path) -> None:
-    trainer = fleet(directory)
-    manifest = trainer.publish(weights(1), 1, {"a": 1})
-    [changes] = manifest.locations
-    path = changes.inner.locations[0]
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(RuntimeError, match="came with checksums"):
         trainer.receive(("a", 0), manifest)

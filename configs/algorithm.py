@@ -239,8 +239,8 @@ class AlgorithmConfig:
     """Largest ratio (k1) or divergence (k2, k3) that is kept; null is the correction's."""
 
     @property
-    def aggregation(self) -> LossAggregation:
-        return self.loss_aggregation or LOSSES.get(self.loss, LossAggregation.token_mean)
+    def default_aggregation(self) -> LossAggregation:
+        return LOSSES.get(self.loss, LossAggregation.token_mean)
 
     @property
     def learns_without_advantage(self) -> bool:

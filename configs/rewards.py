@@ -22,8 +22,7 @@ class RewardTerm:
 
 
 def parse_reward(expression: str) -> list[RewardTerm]:
-    """The terms of a sum: parse_reward("gsm8k+0.1*format") == [RewardTerm("gsm8k", 1.0), RewardTerm("format", 0.1)].
-    ValueError says which term is wrong."""
+    """The terms of a sum: parse_reward("gsm8k+0.1*format") == [RewardTerm("gsm8k", 1.0), RewardTerm("format", 0.1)]."""
     terms = [_parse_term(expression, text.strip()) for text in expression.split("+")]
     names = [term.name for term in terms]
     if len(set(names)) < len(names):

@@ -64,8 +64,7 @@ class RolloutConfig:
     num_agent_workers: int = 1
     """Number of Ray actors that run agent loops and rewards."""
     reward: str = "gsm8k"
-    """gsm8k, gsm8k_flexible, dapo, math_verify, format, or `package.module:function` taking (prompt, text); or a sum
-    such as `gsm8k+0.1*format`."""
+    """gsm8k, gsm8k_flexible, dapo, math_verify, format, `package.module:function` of (prompt, text), or a sum."""
     reward_timeout_s: float = 60.0
     """Deadline in seconds for all rewards of one group together; those that are not there by then have failed."""
     max_failed_rewards: float = 0.01

@@ -14,8 +14,7 @@ class ConfigError(ValueError):
 
 
 def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
-    """Raises ConfigError that lists every problem found. `needed_files`: the keys of data.* whose files this command
-    reads. With dry_run they may be missing: the plan says so."""
+    """Raises ConfigError that lists every problem. `needed_files`: the keys of data.* whose files the command reads."""
     problems = [
         *out_of_range(config),
         *sections.model_problems(config),

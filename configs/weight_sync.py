@@ -73,7 +73,6 @@ class WeightSyncConfig:
     pause_timeout_s: float = 60.0
     """Deadline in seconds for pausing one replica, and for resuming it."""
     prefill_grace_s: float = 5.0
-    """Seconds of a pause, below pause_timeout_s, to finish prefills. Those that cannot, for lack of KV blocks, begin
-    again after it."""
+    """Seconds of a pause, below pause_timeout_s, to finish prefills; those without KV blocks begin again after it."""
     swap_timeout_s: float = 120.0
     """Deadline in seconds for one replica's swap; with staging=none, for the whole transfer."""

@@ -104,22 +104,16 @@ class CheckpointManager:
         self._misses: Counter[str] = Counter()  # in a row
 
     async def update_weights(self, global_steps: int) -> UpdateReport:
-        """Returns when every replica in service serves the weights tagged `global_steps`.
-
-        Raises:
-            WeightUpdateError: The trainer cannot publish.
-            TooFewReplicasError: Too few replicas are left in service.
-        """
+        """Returns when every replica in service serves the weights tagged `global_steps`. Raises WeightUpdateError when
+        the trainer cannot publish, and TooFewReplicasError."""
         async with self.publishing:
             return await self._transact(self._fleet.targets, global_steps)
 
     async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
-        """Bring these of the fleet's targets to the trainer's present weights, as `update_weights` does. Returns None
-        when none of them is left.
+        """Bring these of the fleet's targets to the trainer's present weights, whatever they hold. None: none is left.
 
         Between two updates the trainer is ahead of the fleet. Then all targets are brought along: otherwise what this
-        replica samples with newer weights would, if it is lost, be continued by another one with older weights. Nothing
-        is assumed about the version that the named replicas hold.
+        replica samples with newer weights would, if it is lost, be continued by another one with older weights.
         """
         async with self.publishing:
             for name in names:

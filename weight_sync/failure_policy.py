@@ -28,12 +28,8 @@ class Retries:
             yield self._groups.popleft()
 
     def record(self, failed: Collection[str], stopped_by: str | None) -> set[str]:
-        """Takes note of an attempt, and returns the replicas that are not tried again.
-
-        Args:
-            failed: All that failed.
-            stopped_by: The one whose failure ended the sending, if one did: then the others that failed had to.
-        """
+        """Takes note of an attempt, and returns the replicas that are not tried again. `stopped_by`: the one that ended
+        the sending by its failure, if one did: then the others that failed had to."""
         culprits = {name for name in failed if stopped_by in (None, name)}
         self._failures.update(culprits)
         again = frozenset(name for name in culprits if self._failures[name] == 1)

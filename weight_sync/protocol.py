@@ -182,7 +182,7 @@ class WeightSource(Protocol):
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps taken: the version of the present weights."""
+        """The version of the present weights."""
         ...
 
     async def publish(self, order: PublishOrder) -> Manifest: ...
@@ -236,9 +236,6 @@ class Receiver(Protocol):
     """A transport's half in a worker of a replica."""
 
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
-        """Calls `load` once with all that came, and returns every rank's checksums, which were verified.
-
-        Raises:
-            RuntimeError: What came is not what was sent, which may show only after `load` has returned.
-        """
+        """Calls `load` once with all that came, and returns every rank's verified checksums. RuntimeError if what came
+        is not what was sent, which may show only after `load` has returned."""
         ...

@@ -44,8 +44,9 @@ def _advantage_problems(config: Config) -> Iterator[Problem]:
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     yield from dotted_problems("algorithm.loss", algorithm.loss, tuple(LOSSES), LOSS_PARAMETERS)
-    if algorithm.loss_horizon is not None and algorithm.aggregation is not LossAggregation.seq_mean_token_sum_norm:
-        allowed = f"only seq_mean_token_sum_norm has a horizon, and loss_aggregation is {algorithm.aggregation.value}"
+    aggregation = algorithm.loss_aggregation or algorithm.default_aggregation
+    if algorithm.loss_horizon is not None and aggregation is not LossAggregation.seq_mean_token_sum_norm:
+        allowed = f"only seq_mean_token_sum_norm has a horizon, and loss_aggregation is {aggregation.value}"
         yield Problem("algorithm.loss_horizon", allowed)
     if algorithm.clip_ratio_c == 1:
         yield Problem("algorithm.clip_ratio_c", "must be above 1: at 1 it would cut the gradient of on-policy tokens")

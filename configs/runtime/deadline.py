@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def within(seconds: float, key: str, what: str) -> AsyncIterator[None]:
-    """Raise TimeoutError "<what> took longer than <key>=<seconds>" when the block does. A TimeoutError from inside the
-    block passes unchanged."""
+    """Raise TimeoutError "<what> took longer than <key>=<seconds>" when the block does; its own errors pass."""
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:

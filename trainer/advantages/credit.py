@@ -84,12 +84,13 @@ def assign_credit(
         credit = replace(credit, tokens=credit.tokens.take(trained))
     if algorithm.kl_reward_coef:
         credit.metrics["actor/reward_kl_penalty"] = float(np.mean(kl)) if len(kl) else 0.0
+    aggregation = algorithm.loss_aggregation or algorithm.default_aggregation
     horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
     tokens, selected = credit.tokens, None
     if algorithm.loss in ("clip_cov", "kl_cov") and len(tokens.targets):
         values = covariances(tokens.rollout_logprobs, tokens.advantages)
         selected = select_tokens(values, algorithm, np.random.default_rng((config.seed, global_steps)))
-    loss_weights = aggregation_weights(tokens.trajectories, algorithm.aggregation, horizon)
+    loss_weights = aggregation_weights(tokens.trajectories, aggregation, horizon)
     return replace(credit, tokens=replace(tokens, loss_weights=loss_weights, selected=selected))
 
 

@@ -8,12 +8,8 @@ from torch import nn
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
-    """Loads by the model's own code. `num_tensors` make a whole model; a delta has fewer.
-
-    Raises:
-        RuntimeError: Of a whole model, the code left out parameters that came under their own names (not fused from
-            several). The message names them.
-    """
+    """Loads by the model's own code. `num_tensors` make a whole model; a delta has fewer. RuntimeError when, of a whole
+    model, the code left out parameters that came under their own names (not fused from several)."""
     came: set[str] = set()
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,8 +37,7 @@ class Shadow:
         self.model = self._mirror(model, {})
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
-        """Loads Hugging Face names and layouts: see `load_weights`. The live parameters do not change. Raises
-        RuntimeError also when the model has other parameters than it had."""
+        """As `load_weights`; the live parameters do not change. RuntimeError also when the model has others by now."""
         load_weights(self.model, tensors, num_tensors)
         if {id(parameter) for parameter in self._live.parameters()} != self._copies.keys():
             raise RuntimeError("the model's parameters have been replaced since the first update")

@@ -43,11 +43,8 @@ def part_of(entry: TensorEntry, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def _rows_of(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
-    """[first, last) of the rows of a tensor that a rank holds.
-
-    FSDP2 shards dimension 0 as `torch.chunk` does: equal parts rounded up, so the last ranks get less, or nothing. A
-    tensor without dimensions is one row, of rank 0.
-    """
+    """[first, last) of the rows that a rank holds. FSDP2 shards dimension 0 as `torch.chunk` does: equal parts rounded
+    up, so the last ranks get less, or nothing. A tensor without dimensions is one row, of rank 0."""
     rows = shape[0] if shape else 1
     per_rank = -(-rows // num_ranks)
     return min(rank * per_rank, rows), min((rank + 1) * per_rank, rows)
@@ -79,11 +76,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def checked(
     tensors: Iterable[tuple[str, torch.Tensor]], own: Sequence[TensorEntry]
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """(entry, rows) of each of a rank's tensors.
-
-    Raises:
-        ValueError: One is missing, out of order, or of another dtype or size: nothing is cast here.
-    """
+    """(entry, rows) of each of a rank's tensors. ValueError when one is missing, out of order, or of another dtype or
+    size: nothing is cast here."""
     for entry, (name, tensor) in zip(own, tensors, strict=True):
         found = (name, dtype_name(tensor.dtype), tensor.nbytes)
         if found != (entry.name, entry.dtype, entry.nbytes):
@@ -134,13 +128,8 @@ def schedule(strings: Sequence[Sequence[TensorEntry]], window: int) -> Iterator[
 
 
 def read(windows: Iterable[torch.Tensor], entries: Sequence[TensorEntry]) -> NamedTensors:
-    """(name, tensor) from consecutive windows of the string, each tensor as soon as its last byte has come.
-
-    A tensor that lies in one window is a view, valid until the next item is asked for; another one is put together.
-
-    Raises:
-        ValueError: The windows end early.
-    """
+    """(name, tensor) from consecutive windows of the string, each tensor as soon as its last byte has come. Within
+    one window it is a view, valid until the next item is asked for. ValueError when the windows end early."""
     stream = iter(windows)
     window, begin = torch.empty(0, dtype=torch.uint8), 0  # `begin`: the window's place in the string
     for entry in entries:

@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 
 from weight_sync.protocol import Checksums, Load, Manifest, NamedTensors, TensorEntry
@@ -26,16 +25,13 @@ def checksum(data: torch.Tensor) -> int:
     rest[: len(left)] = left
     if body.data_ptr() % 8 or body.storage_offset() % 8:  # torch cannot view it as words
         body = body.clone()
-    rows, columns = _sums(body.view(torch.int64).view(-1, ROW))
-    tail = rest.cpu().numpy().tobytes()
-    return zlib.crc32(tail, zlib.crc32(columns.tobytes(), zlib.crc32(rows.tobytes(), len(flat) & 0xFFFFFFFF)))
-
-
-def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    if words.device.type != "cpu":
-        return words.sum(1).cpu().numpy(), words.sum(0).cpu().numpy()
-    array = words.numpy()  # numpy sums int64 twice as fast as torch does on CPU
-    return array.sum(1), array.sum(0)
+    words = body.view(torch.int64).view(-1, ROW)
+    # numpy sums int64 on CPU twice as fast as torch does.
+    sums = (words.numpy().sum(axis) if words.is_cpu else words.sum(axis).cpu().numpy() for axis in (1, 0))
+    digest = len(flat) & 0xFFFFFFFF
+    for part in (*sums, rest.cpu().numpy()):
+        digest = zlib.crc32(part.tobytes(), digest)
+    return digest
 
 
 def summed(
@@ -56,20 +52,19 @@ def checksums_of(tensor: torch.Tensor, entry: TensorEntry, num_ranks: int) -> li
 
 
 def load_verified(tensors: NamedTensors, manifest: Manifest, load: Load) -> tuple[Checksums, ...]:
-    """Loads the tensors of a manifest that has checksums, and verifies each before it is loaded.
+    """Loads the tensors of a manifest that has checksums, and verifies each before. RuntimeError names the first that
+    differs."""
+    expected = manifest.checksums
+    assert expected is not None
 
-    Raises:
-        RuntimeError: A tensor differs; the message names the first that does.
-    """
-    assert manifest.checksums is not None
-    load(_verified(tensors, manifest, manifest.checksums))
-    return manifest.checksums
+    def verified() -> NamedTensors:
+        for index, (entry, (name, tensor)) in enumerate(zip(manifest.tensors, tensors, strict=True)):
+            found = checksums_of(tensor, entry, manifest.num_ranks)
+            require_same(name, found, [of_rank[index] for of_rank in expected])
+            yield name, tensor
 
-
-def _verified(tensors: NamedTensors, manifest: Manifest, expected: tuple[Checksums, ...]) -> NamedTensors:
-    for index, (entry, (name, tensor)) in enumerate(zip(manifest.tensors, tensors, strict=True)):
-        require_same(name, checksums_of(tensor, entry, manifest.num_ranks), [of_rank[index] for of_rank in expected])
-        yield name, tensor
+    load(verified())
+    return expected
 
 
 def require_same(name: str, found: list[int], sent: list[int]) -> None:

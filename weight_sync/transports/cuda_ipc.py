@@ -18,16 +18,13 @@ from weight_sync.transports.byte_layout import join, length, pack, rank_layout, 
 from weight_sync.transports.checksums import load_verified, summed
 from weight_sync.transports.sender import RankSender, Rows
 
-Handle = tuple[Any, ...]
-"""Plain values for another process. The buffer must live for as long as they are used."""
-
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """The memory that one rank exports."""
+    """The memory that one rank exports, as plain values. It must live for as long as they are used."""
 
     host: str
-    handles: tuple[Handle, ...]
+    handles: tuple[tuple[Any, ...], ...]
 
 
 class CudaIpcSender(RankSender):
@@ -46,7 +43,7 @@ class CudaIpcSender(RankSender):
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._buffers: list[torch.Tensor] = []
-        self._handles: tuple[Handle, ...] = ()
+        self._handles: tuple[tuple[Any, ...], ...] = ()
 
     def _offer(
         self, entries: Sequence[TensorEntry], rows: Rows, order: PublishOrder
@@ -86,7 +83,7 @@ class CudaIpcReceiver(Receiver):
         return load_verified(join(of_ranks, manifest.tensors), manifest, load)
 
 
-def _opened(handles: Sequence[Handle], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
+def _opened(handles: Sequence[tuple[Any, ...]], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
     """The buffers, on `device`, wherever the memory is."""
     for handle in handles:
         try:

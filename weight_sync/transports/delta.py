@@ -101,7 +101,7 @@ class DeltaSender(RankSender):
             return
         kept.copy_(new)
         self._checksums[index] = checksum(kept)
-        if is_worth_it(positions, new):
+        if len(positions) * (positions.element_size() + new.element_size()) < new.nbytes:
             self._encoding.append((index, SPARSE))
             values = new.view(-1)[positions.long()]
             self._payload += [(f"{entry.name}.positions", positions), (f"{entry.name}.values", values)]
@@ -159,7 +159,9 @@ class DeltaReceiver(Receiver):
 
         def load(received: NamedTensors) -> None:
             for index, kind in changes.encoding:
-                rows = self._rows(manifest, rank, index)
+                tensor, entry = self._tensors[index], manifest.tensors[index]
+                places = (place - entry.offset for place in part_of(entry, rank, manifest.num_ranks))
+                rows = tensor.view(-1)[slice(*(place // tensor.element_size() for place in places))]
                 if kind == WHOLE:
                     rows.copy_(next(received)[1].reshape(-1))
                 else:
@@ -169,13 +171,6 @@ class DeltaReceiver(Receiver):
         if rank not in self._inner:
             self._inner[rank] = self._make_inner(changes.inner.transport)
         self._inner[rank].receive(changes.inner, worker, load)
-
-    def _rows(self, manifest: Manifest, rank: int, index: int) -> torch.Tensor:
-        """A rank's rows of a tensor, flat, as a view."""
-        tensor, entry = self._tensors[index], manifest.tensors[index]
-        start, end = part_of(entry, rank, manifest.num_ranks)
-        size = tensor.element_size()
-        return tensor.view(-1)[(start - entry.offset) // size : (end - entry.offset) // size]
 
     def _verify(self, manifest: Manifest, touched: set[int], expected: tuple[Checksums, ...]) -> None:
         """The trainer's checksums are of all its rows: where nothing was sent, the base's must be the same."""
@@ -199,11 +194,6 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def put(tensor: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
     """Writes over the elements at flat positions of a contiguous tensor."""
     _bits(tensor)[positions.long()] = _bits(values)
-
-
-def is_worth_it(positions: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether positions and values are fewer bytes than the whole tensor."""
-    return len(positions) * (positions.element_size() + tensor.element_size()) < tensor.nbytes
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,6 @@ class Membership:
     """One member's place in the group, kept from transfer to transfer.
 
     Example:
-        membership = Membership(torch.device("cpu"))
         for meeting in meetings:                               # one for each version
             with membership.transfer(meeting, rank) as transfer:
                 transfer.wait(transfer.broadcast(tensor, root=0))

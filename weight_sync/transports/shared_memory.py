@@ -41,7 +41,7 @@ class SharedMemorySender(RankSender):
     def _offer(
         self, entries: Sequence[TensorEntry], rows: Rows, order: PublishOrder
     ) -> tuple[SharedFile, Sequence[int]]:
-        nbytes = _file_bytes(entries)
+        nbytes = max(length(entries), 1)  # nothing cannot be mapped
         path = shared_path(self._owner, order.global_steps, order.nonce)
         if self._path is None or len(self._buffer) < nbytes:
             self._remove_file()
@@ -78,15 +78,10 @@ class SharedMemoryReceiver(Receiver):
                 f"weight_sync.transport=shared_memory needs replicas and trainer on one machine, they are on "
                 f"{', '.join(sorted(hosts))}: collective and filesystem work there"
             )
-        path, nbytes = manifest.locations[0].path, _file_bytes(manifest.tensors)
+        path, nbytes = manifest.locations[0].path, max(length(manifest.tensors), 1)
         # shared=False maps it privately: a reader cannot write into the weights of others.
         mapped = torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
         return load_verified(read([mapped], manifest.tensors), manifest, load)
-
-
-def _file_bytes(entries: Sequence[TensorEntry]) -> int:
-    """Never 0, which cannot be mapped."""
-    return max(length(entries), 1)
 
 
 def _allocate(path: Path, nbytes: int) -> tuple[torch.Tensor, int]:

@@ -201,20 +201,6 @@ def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(sce
     run_virtual(main())
 
 
-def test_who_cannot_be_taken_along_goes_out_of_service(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.manager.update_weights(6)
-        await scene.fleet.eject("b", OUT)
-        scene.a.faults["stage"] = [OSError(), OSError()]
-        report = await scene.manager.catch_up(["b"])
-        assert report is not None and report.failures == 2
-        assert scene.router.healthy == ["b"] and scene.fleet.targets == [scene.a, scene.b]
-        await scene.manager.update_weights(8)
-        assert scene.router.healthy == ["a", "b"]
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize(("sendings", "publications"), [([], [OUT]), ([OUT], [None, OUT])])
 def test_when_it_is_done_again_after_the_trainer_failed_nobody_is_left_behind(
     sendings: list[OSError], publications: list[OSError | None], scene: Scene

@@ -93,12 +93,6 @@ def test_a_torn_replica_is_given_up(scene: Scene) -> None:
     assert scene.events[-1] == "b.kill" and scene.fleet.targets == [scene.a] and scene.router.healthy == ["a"]
 
 
-def test_a_torn_replica_whose_second_try_is_whole_serves_again(scene: Scene) -> None:
-    scene.b.tears, scene.b.faults["commit"] = True, [BROKEN]
-    [report] = scene.update(1)
-    assert report.failures == 1 and scene.router.healthy == ["a", "b"] and not scene.b.state.torn
-
-
 @pytest.mark.parametrize("fault", [BROKEN, HANGS], ids=["raises", "hangs"])
 def test_a_replica_that_does_not_even_tell_its_state_is_given_up(fault: Any, scene: Scene) -> None:
     async def main() -> None:

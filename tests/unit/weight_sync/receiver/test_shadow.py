@@ -159,15 +159,6 @@ def test_parameters_keep_their_class_attributes_and_ties_and_share_no_memory_wit
     assert mirror.positions is model.positions and mirror.num_loads is model.num_loads, "all else is shared"
 
 
-def test_a_plain_parameter_is_mirrored_too() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    mirror: Any = Shadow(model, CPU).model
-    assert type(mirror[0].weight) is nn.Parameter and torch.equal(mirror[0].weight, model[0].weight)
-    with torch.no_grad():
-        mirror[0].weight.fill_(7)
-    assert not (model[0].weight == 7).any()
-
-
 def test_weights_that_do_not_fit_raise_and_leave_the_live_ones_as_they_are() -> None:
     model = loaded(1)
     shadow = Shadow(model, CPU)

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from configs.schema import Transport, WeightSyncConfig
-from tests.support.fakes import make_order
 from tests.support.paths import ROOT
-from tests.support.transport_cases import Fleet, specs_of, weights
+from tests.support.transport_cases import Fleet, weights
 from weight_sync.transports import cleanup
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -138,14 +137,3 @@ def test_only_old_files_of_ours_are_swept(directory: Path) -> None:
     make_old(old, others, elsewhere, socket_folder)
     cleanup.sweep()
     assert set(directory.iterdir()) == {young, socket_folder, others, elsewhere, link}
-
-
-def test_the_lock_ends_with_the_file(directory: Path) -> None:
-    sender = SharedMemorySender("run", 0, 1)
-    for again in (False, True):
-        descriptors = len(os.listdir("/proc/self/fd"))
-        for rows in (16, 32, 64):  # each larger than the one before: a file of its own
-            new = {"w": torch.ones(rows)}
-            sender.publish(specs_of(new), lambda new=new: iter(new.items()), make_order(1))
-        sender._remove_file()
-        assert len(os.listdir("/proc/self/fd")) == descriptors, again

@@ -74,13 +74,6 @@ def test_old_and_changes_make_new(dtype: torch.dtype, old: list[int], data: st.D
     assert torch.equal(before, after)
 
 
-def test_positions_are_worth_it_while_they_and_the_values_are_fewer_bytes() -> None:
-    """A change in bfloat16 is 4 + 2 bytes: 33 of 100 are 198 bytes of 200, 34 are 204."""
-    tensor = torch.zeros(100).bfloat16()
-    assert delta.is_worth_it(torch.arange(33, dtype=torch.int32), tensor)
-    assert not delta.is_worth_it(torch.arange(34, dtype=torch.int32), tensor)
-
-
 # -- what is sent ------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema import WeightSyncConfig
 from tests.support.transport_cases import Fleet, Weights, assert_same, load_with, receive
 from weight_sync.protocol import Manifest, NamedTensors
 from weight_sync.transports import cleanup
@@ -89,16 +88,6 @@ def test_a_file_that_is_gone_or_too_short_is_not_read() -> None:
     path_of(manifest).unlink()
     with pytest.raises(RuntimeError):
         read(manifest)
-
-
-def test_removed_weights_stay_readable_for_a_replica_that_has_opened_them(directory: Path) -> None:
-    def load(reading: NamedTensors) -> None:
-        next(reading)
-        cleanup.release_all(WeightSyncConfig(), "run")
-        assert list(directory.iterdir()) == []
-        assert [name for name, _ in reading] == ["norm", "scale"]
-
-    load_with(SharedMemoryReceiver(), fleet(2).publish(WEIGHTS, 4, {}), load)
 
 
 def test_weights_that_do_not_fit_are_refused_before_a_byte_is_written(

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import SupportsFloat, cast
@@ -16,7 +16,7 @@ from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
 MAX_THREADS = 256
-"""Synchronous rewards of one call that run concurrently."""
+"""Synchronous rewards of one call that run concurrently, under one deadline. Then come the next, under another."""
 
 Call = Callable[[], object]
 
@@ -37,7 +37,7 @@ class RewardScorer:
 
     reward: Reward | WeightedSum
     timeout_s: float
-    """rollout.reward_timeout_s, for all responses of one call together."""
+    """rollout.reward_timeout_s, from the start of a reward."""
 
     async def score(self, responses: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
         """Score (prompt, text) pairs: one result each, in order.
@@ -53,23 +53,21 @@ class RewardScorer:
 
     async def _score(self, reward: Reward, responses: Sequence[tuple[Prompt, str]]) -> list[RewardResult]:
         is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-        threads = asyncio.Semaphore(MAX_THREADS)
+        run, at_once = (_awaited, len(responses) or 1) if is_async else (_in_a_thread, MAX_THREADS)
+        calls = [partial(reward, prompt, text) for prompt, text in responses]
+        outcomes: list[object] = []
+        for start in range(0, len(calls), at_once):
+            outcomes += await self._in_time([run(call) for call in calls[start : start + at_once]])
+        return [_result(prompt, outcome) for (prompt, _), outcome in zip(responses, outcomes, strict=True)]
 
-        async def outcome_of(prompt: Prompt, text: str) -> object:
-            if is_async:
-                return await _awaited(partial(reward, prompt, text))
-            async with threads:
-                return await _in_a_thread(partial(reward, prompt, text))
-
-        tasks = [asyncio.create_task(outcome_of(*response)) for response in responses]
+    async def _in_time(self, calls: Sequence[Coroutine[None, None, object]]) -> list[object]:
+        tasks = [asyncio.create_task(call) for call in calls]
         try:
-            if tasks:
-                await asyncio.wait(tasks, timeout=self.timeout_s)
-            outcomes = [task.result() if task.done() else self._late() for task in tasks]
+            await asyncio.wait(tasks, timeout=self.timeout_s)
+            return [task.result() if task.done() else self._late() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
-        return [_result(prompt, outcome) for (prompt, _), outcome in zip(responses, outcomes, strict=True)]
 
     def _late(self) -> object:
         return _Raised(TimeoutError(f"took longer than rollout.reward_timeout_s={self.timeout_s:g}"))

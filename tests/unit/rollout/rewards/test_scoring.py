@@ -146,6 +146,19 @@ def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(
     asyncio.run(main())
 
 
+def test_rewards_that_wait_for_a_thread_have_a_deadline_of_their_own(
+    release: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.rewards.scoring.MAX_THREADS", 2)
+
+    def hangs_on_a(prompt: Prompt, text: str) -> float:
+        if text == "a":
+            release.wait()
+        return 1.0
+
+    assert outcomes(hangs_on_a, list("aab"), timeout_s=0.5)[2] == 1.0
+
+
 def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancelled() -> None:
     async def hangs(prompt: Prompt, text: str) -> float:
         for _ in range(3 if text == "c" else 0):

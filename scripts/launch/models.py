@@ -4,6 +4,7 @@ Models are made and exported in Ray tasks, so that the driver needs no torch.
 """
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ DATA_SEED = 1234
 """Seed of the arithmetic problems: the same for all runs, so that runs of different seeds get the same questions."""
 CLEAN_SHARE = 0.8125
 """Share of the warm-up that uses correct worked answers, which teach the form quickly; sloppy ones follow."""
+REPORT_EVERY = 50
+"""Warm-up steps between two lines of progress."""
 WARMUP_THREADS = 2
 """Replicas and train workers start during the warm-up and then wait for it, so that two cores are free for it."""
 
@@ -68,8 +71,14 @@ async def policy_model(config: Config, boot_path: str, console: Console) -> str:
     """The folder or hub name of what is trained, evaluated or served. Warms the tiny model up."""
     if config.model.kind is ModelKind.hf or config.model.warmup_steps == 0:
         return boot_path
-    console.stage(f"warming the model up for {config.model.warmup_steps} steps")
-    return await ray.remote(num_cpus=1)(warm_tiny_model).remote(config)
+    warm_up, path = ray.remote(num_cpus=1, num_returns="streaming")(warm_tiny_model), boot_path
+    async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
+        event = await reference
+        if isinstance(event, str):
+            path = event
+        else:
+            console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
+    return path
 
 
 def _exported_model(config: Config, folder: Path) -> str:
@@ -96,15 +105,19 @@ def untrained_tiny_model(config: Config, folder: Path) -> str:
     return str(folder)
 
 
-def warm_tiny_model(config: Config) -> str:
-    """Makes the folder of the warm model, or finds it in the cache."""
+def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
+    """Yields (steps done, loss) now and then, and last the folder of the warm model, which may come from the cache."""
     import torch
 
     from trainer.tiny.warmup import ensure_warm_model
 
     torch.set_num_threads(WARMUP_THREADS)
     cache_dir = Path(config.model.cache_dir).expanduser()
-    return str(ensure_warm_model(cache_dir, _warmup_spec(config), _demonstrations(config)))
+    for event in ensure_warm_model(cache_dir, _warmup_spec(config), _demonstrations(config)):
+        if isinstance(event, Path):
+            yield str(event)
+        elif event[0] % REPORT_EVERY == 0:
+            yield event
 
 
 def _warmup_spec(config: Config) -> "WarmupSpec":

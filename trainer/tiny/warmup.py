@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -53,18 +53,13 @@ class WarmupSpec:
 
 
 def ensure_warm_model(
-    cache_dir: Path,
-    spec: WarmupSpec,
-    demonstrations: Sequence[tuple[str, str]],
-    *,
-    progress: Callable[[int, float], None] | None = None,
-) -> Path:
-    """Return the Hugging Face folder of a model warmed up on `demonstrations`. Later calls find it in the cache.
+    cache_dir: Path, spec: WarmupSpec, demonstrations: Sequence[tuple[str, str]]
+) -> Iterator[tuple[int, float] | Path]:
+    """Yield what `warm_up` yields, and last the Hugging Face folder of the model. Later calls find it in the cache.
 
     Args:
         cache_dir: parent of these folders; made if missing.
         demonstrations: (question, answer) texts, trained on once, in this order, without an incomplete last batch.
-        progress: as in `warm_up`; not called if the folder is found.
 
     Raises:
         ValueError: the template lacks `{question}`.
@@ -73,16 +68,17 @@ def ensure_warm_model(
         raise ValueError(f"prompt_template={spec.prompt_template!r}: must contain '{{question}}'")
     directory = cache_dir / f"warm-{_content_key(spec, demonstrations)}"
     if directory.exists():
-        return directory
+        yield directory
+        return
     prompts = [spec.prompt(question) for question, _ in demonstrations]
     answers = [answer for _, answer in demonstrations]
     tokenizer = tiny_model.build_tokenizer(prompt + answer for prompt, answer in zip(prompts, answers, strict=True))
     model = tiny_model.build_model(len(tokenizer), spec.seed, spec.size)
     examples = tokenized_examples(tokenizer, prompts, answers)
-    warm_up(model, examples, batch_size=spec.batch_size, lr=spec.lr, progress=progress)
+    yield from warm_up(model, examples, batch_size=spec.batch_size, lr=spec.lr)
     with contextlib.suppress(FileExistsError):  # a concurrent run has written the same model first
         tiny_model.write_model_directory(directory, model, tokenizer)
-    return directory
+    yield directory
 
 
 def _content_key(spec: WarmupSpec, demonstrations: Sequence[tuple[str, str]]) -> str:
@@ -101,19 +97,13 @@ def tokenized_examples(
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
-    examples: Sequence[tuple[list[int], list[int]]],
-    *,
-    batch_size: int,
-    lr: float,
-    progress: Callable[[int, float], None] | None = None,
-) -> float:
-    """Train `model` in place by cross-entropy on the answer tokens. Return the loss of the last step.
+    model: Qwen3ForCausalLM, examples: Sequence[tuple[list[int], list[int]]], *, batch_size: int, lr: float
+) -> Iterator[tuple[int, float]]:
+    """Train `model` in place by cross-entropy on the answer tokens. Yield (steps done, loss) after every step.
 
     Args:
         examples: (prompt ids, answer ids ending with eos), at least one batch of them.
         lr: peak learning rate; it rises for 20 steps and then falls linearly to 5%.
-        progress: called as `progress(steps_done, loss)` after every step.
     """
     steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -121,7 +111,6 @@ def warm_up(
         optimizer, lambda step: min((step + 1) / LR_WARMUP_STEPS, max(FINAL_LR_FRACTION, 1 - step / steps))
     )
     model.train()
-    loss_value = float("nan")
     for step in range(steps):
         loss = _answer_loss(model, examples[step * batch_size : (step + 1) * batch_size])
         optimizer.zero_grad()
@@ -129,10 +118,7 @@ def warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
-        loss_value = loss.item()
-        if progress is not None:
-            progress(step + 1, loss_value)
-    return loss_value
+        yield step + 1, loss.item()
 
 
 def _answer_loss(model: Qwen3ForCausalLM, batch: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Progress:
         self._groups: dict[int, _Group] = {}
 
     def begin(self, ordinal: int, attempt: Attempt, replica: str) -> None:
-        """From now on, only reports of this attempt on this replica count. It starts with the attempt's partials."""
+        """Let only reports of this attempt on this replica count from now on. It starts with the attempt's partials."""
         records: dict[InGroup, _Record] = {}
         for in_group, partial in attempt.partials.items():
             records[in_group] = _Record(partial.prompt_checksum)

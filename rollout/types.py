@@ -117,7 +117,7 @@ class Completion:
         )
 
     def after(self, start: int) -> Self:
-        """Without the first `start` tokens."""
+        """Return the rest, without the first `start` tokens."""
         return replace(
             self,
             token_ids=self.token_ids[start:],

@@ -116,7 +116,7 @@ def weight_sync_problems(config: Config) -> Iterator[Problem]:
 
 
 def sharing_problems(config: Config) -> Iterator[Problem]:
-    """With gpu_share below 1, processes share a GPU, and NCCL cannot connect two processes on one GPU."""
+    """Processes share a GPU with gpu_share below 1, and NCCL cannot connect two processes on one GPU."""
     if config.gpu_share >= 1:
         return
     rollout, share = config.rollout, f"gpu_share={config.gpu_share:g}"

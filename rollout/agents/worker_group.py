@@ -73,7 +73,7 @@ class _Worker:
     """Ray's handle of an `AgentWorkerActor`."""
 
     async def result(self, call: Any) -> Any:
-        """Of a call to the actor. Raises AgentWorkerLostError when the process died."""
+        """Return what the call to the actor returns. Raises AgentWorkerLostError when the process died."""
         try:
             return await cancelled_with_us(call)
         except RayTaskError:

@@ -71,7 +71,7 @@ async def start_replicas(
 
 
 def chat_template(config: Config) -> str | None:
-    """For the tiny model, whose tokenizer has none: data.prompt_template with the last message, in Jinja."""
+    """The tiny model's tokenizer has none: then data.prompt_template with the last message, in Jinja."""
     if config.model.kind is not ModelKind.tiny:
         return None
     before, _, after = config.data.prompt_template.partition("{question}")

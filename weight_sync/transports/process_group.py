@@ -48,7 +48,7 @@ class Meeting:
 
 
 def serve_store() -> TCPStore:
-    """On a free port of this machine, for as long as the object lives."""
+    """Serves a store on a free port of this machine, for as long as the object lives."""
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
@@ -69,7 +69,7 @@ def own_address() -> str:
 
 
 def report_failure(store: Store, nonce: str, reason: str) -> None:
-    """To all members of the transfer `nonce`, which look for it while they wait. The first report stands."""
+    """Reports to all members of the transfer `nonce`, which look for it while they wait. The first report stands."""
     with contextlib.suppress(RuntimeError):  # the process that serves the store is gone
         store.compare_set(f"failed {nonce}", "", reason)
 
@@ -121,7 +121,7 @@ class Transfer:
         return self.group.broadcast([tensor], options)
 
     def wait(self, work: Any) -> None:
-        """Until the tensor may be read, or written again. RuntimeError at the deadline, and when a member fails."""
+        """Waits until the tensor may be read, or written again. RuntimeError at the deadline, and when a member fails."""
         self._until(work.is_completed, 0.001, lambda: "the next bytes did not come")
         try:
             work.wait()  # raises what went wrong; on a GPU, the current stream waits from here on
@@ -213,7 +213,7 @@ class Membership:
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds)), connection
 
     def _end_group(self) -> None:
-        """In a thread: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
+        """Ends it in a thread: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
         last, self._group = [self._group], None
         if last[0] is not None:
             threading.Thread(target=_end, args=(last,), name="end-of-weight-group").start()

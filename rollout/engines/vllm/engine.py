@@ -170,7 +170,7 @@ class VllmEngine:
         )
 
     def _spans(self, labels: Any, boundaries: list[tuple[int, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
-        """From the engine core's labels, or, where it has none, from the token counts at each update."""
+        """Version spans by the engine core's labels, or, where it has none, by the token counts at each update."""
         if self._native_versions:
             spans = [VersionSpan(s.start, s.end, int(s.version)) for s in labels or []]
         else:

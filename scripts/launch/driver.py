@@ -73,7 +73,7 @@ def make_rollouter(
     global_steps: int,
     publishing: asyncio.Lock,
 ) -> Rollouter:
-    """The rollouter of a run that has taken `global_steps` steps. `publishing` is held while replicas change their version."""
+    """`global_steps`: optimizer steps taken before. `publishing` is held while replicas change their version."""
     return Rollouter(
         stream=PromptStream(rows, config.seed),
         buffer=make_buffer(config, global_steps),

@@ -121,7 +121,7 @@ class Transfer:
         return self.group.broadcast([tensor], options)
 
     def wait(self, work: Any) -> None:
-        """Waits until the tensor may be read, or written again. RuntimeError at the deadline, and when a member fails."""
+        """Waits until the tensor may be read, or written again. RuntimeError at the deadline, or if a member fails."""
         self._until(work.is_completed, 0.001, lambda: "the next bytes did not come")
         try:
             work.wait()  # raises what went wrong; on a GPU, the current stream waits from here on
@@ -213,7 +213,7 @@ class Membership:
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds)), connection
 
     def _end_group(self) -> None:
-        """Ends it in a thread: gloo waits for the broadcasts that it has begun, to their deadline, and NCCL for the GPU."""
+        """Ends it in a thread: gloo waits for the broadcasts that it began, to their deadline, and NCCL for the GPU."""
         last, self._group = [self._group], None
         if last[0] is not None:
             threading.Thread(target=_end, args=(last,), name="end-of-weight-group").start()

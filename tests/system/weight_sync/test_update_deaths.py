@@ -35,15 +35,15 @@ def die_in_transfer(_worker: Any, marker: str) -> None:
     """Runs in the engine's process: with the actor it is gone when the first of several windows has come."""
     from weight_sync.transports import collective
 
-    windows_of = collective._Incoming._windows_of
+    broadcasts = collective._broadcasts
 
-    def first_window_of(incoming: Any, rank: int) -> Iterator[Any]:
-        yield from islice(windows_of(incoming, rank), 1)
+    def first_of(*args: Any) -> Iterator[Any]:
+        yield from islice(broadcasts(*args), 1)
         Path(marker).touch()
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    collective._Incoming._windows_of = first_window_of
+    collective._broadcasts = first_of
 
 
 def die_in_swap(worker: Any, marker: str) -> None:

@@ -30,7 +30,7 @@ class FailureBudget:
     """Ordinals of the prompts that were given up."""
     retried_groups: int = 0
     _first_reward: str = ""
-    _first_group: str = ""
+    _first_group: tuple[str, BaseException] | None = None
 
     def count_rewards(self, errors: Iterable[str | None]) -> None:
         """`errors`: one per reward, None if it succeeded. Raises RewardFailuresError past the budget."""
@@ -51,12 +51,13 @@ class FailureBudget:
             self.retried_groups += 1
             return False
         self.failed_groups.append(ordinal)
-        self._first_group = self._first_group or f"prompt {ordinal}: {type(error).__name__}: {error}"
+        self._first_group = self._first_group or (f"prompt {ordinal}: {type(error).__name__}: {error}", error)
         if len(self.failed_groups) > self.max_failed_groups * self.num_groups:
+            what, first = self._first_group
             raise GroupFailuresError(
                 f"{len(self.failed_groups)} groups failed, each {failures} times, more than rollout.max_failed_groups="
-                f"{self.max_failed_groups:g} of the run's {self.num_groups}; the first: {self._first_group}"
-            ) from error
+                f"{self.max_failed_groups:g} of the run's {self.num_groups}; the first: {what}"
+            ) from first
         return True
 
     def gauges(self) -> dict[str, float]:

@@ -19,8 +19,10 @@ def main() -> None:
 
 def key_page() -> str:
     """The page as it should be."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
+    head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE}: needs the lines {BEGIN} and {END}")
     return f"{head}{BEGIN}\n\n{key_tables()}\n{END}{tail}"
 
 

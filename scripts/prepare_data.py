@@ -23,8 +23,8 @@ MATH_PROMPT = (
 )
 """What DAPO-Math-17k's prompts say; given to AIME's problems too, so that the test asks as the training does."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "Problem")
-ANSWER_COLUMNS = ("reward_model", "label", "answer", "Answer", "solution")
-"""Names of the columns in the published sets; the first that a set has is taken."""
+ANSWER_COLUMNS = ("label", "answer", "Answer", "solution")
+"""Names of the columns in the published sets; the first that a set has is taken, before them verl's reward_model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,13 @@ class DataSet:
     """Template for a bare question. A list of messages is taken as it is."""
     splits: dict[str, str]
     """Maps the file to write to its source on the hub."""
+    style: str = "rule-lighteval/MATH_v2"
+    """verl's name of how the answer is compared."""
 
 
 DATA_SETS = {
     "gsm8k": DataSet(
-        "openai/gsm8k", GSM8K_PROMPT, {split: f"openai/gsm8k:main@{split}" for split in ("train", "test")}
+        "openai/gsm8k", GSM8K_PROMPT, {split: f"openai/gsm8k:main@{split}" for split in ("train", "test")}, "rule"
     ),
     "dapo_math": DataSet("math_dapo", MATH_PROMPT, {"train": "BytedTsinghua-SIA/DAPO-Math-17k@train"}),
     "aime_2024": DataSet("aime_2024", MATH_PROMPT, {"test": "Maxwell-Jia/AIME_2024@train"}),
@@ -60,7 +62,7 @@ def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
     data_set = DATA_SETS[name]
     for split, on_hub in data_set.splits.items():
         origin = parse_source(on_hub) if source is None else _local(source, split, list(data_set.splits))
-        rows, num_read = prepared(origin, data_set, split)
+        rows, num_read, num_contradictory = prepared(origin, data_set, split)
         if not rows:
             raise DataError(f"{origin}: no rows")
         path = folder / name / f"{split}.parquet"
@@ -68,16 +70,20 @@ def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
         aside = path.with_suffix(".part")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
         aside.replace(path)
-        yield f"{path}: {len(rows)} prompts of {num_read} rows of {origin}"
+        yield (
+            f"{path}: {len(rows)} prompts of {num_read} rows of {origin}; {num_read - len(rows)} repeated, "
+            f"{num_contradictory} of them with another answer than the first"
+        )
 
 
-def prepared(source: DataSource, data_set: DataSet, split: str) -> tuple[list[Record], int]:
-    """Returns the distinct prompts of `source` in order, in the schema, and how many rows it has. Raises DataError.
+def prepared(source: DataSource, data_set: DataSet, split: str) -> tuple[list[Record], int, int]:
+    """Returns the distinct prompts of `source` in order, in the schema, how many rows it has, and how many of them
+    repeat a prompt with another answer. Raises DataError.
 
     DAPO-Math-17k has each prompt about 100 times.
     """
     found: dict[str, Record] = {}
-    num_read, columns = 0, None
+    num_read, num_contradictory, columns = 0, 0, None
     for place, record in records(source):
         num_read += 1
         columns = columns or _columns(record, place)
@@ -88,11 +94,12 @@ def prepared(source: DataSource, data_set: DataSet, split: str) -> tuple[list[Re
             "data_source": data_set.data_source,
             "prompt": [*row.context, {"role": "user", "content": question}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": canonical(row.ground_truth)},
+            "reward_model": {"style": data_set.style, "ground_truth": canonical(row.ground_truth)},
             "extra_info": {"split": split, "index": len(found)},
         }
-        found.setdefault(question, as_converted)
-    return list(found.values()), num_read
+        first = found.setdefault(question, as_converted)
+        num_contradictory += first["reward_model"] != as_converted["reward_model"]
+    return list(found.values()), num_read, num_contradictory
 
 
 def canonical(answer: str) -> str:
@@ -102,13 +109,17 @@ def canonical(answer: str) -> str:
 
 def _columns(record: Record, place: str) -> Columns:
     """Returns the columns of the record that hold the prompt and the answer."""
-    prompts, answers = ([name for name in names if name in record] for names in (PROMPT_COLUMNS, ANSWER_COLUMNS))
+    prompts = [name for name in PROMPT_COLUMNS if name in record]
+    in_verl = record.get("reward_model")
+    answers = ["reward_model.ground_truth"] if isinstance(in_verl, dict) and "ground_truth" in in_verl else []
+    answers += [name for name in ANSWER_COLUMNS if name in record]
     if not prompts or not answers:
         raise DataError(
-            f"{place}: needs a column of {', '.join(PROMPT_COLUMNS)} and one of {', '.join(ANSWER_COLUMNS)}; "
+            f"{place}: needs a column of {', '.join(PROMPT_COLUMNS)} and one of reward_model.ground_truth, "
+            f"{', '.join(ANSWER_COLUMNS)}; "
             f"the row has {', '.join(sorted(record))}"
         )
-    return Columns(prompt=prompts[0], answer=answers[0].replace("reward_model", "reward_model.ground_truth"))
+    return Columns(prompt=prompts[0], answer=answers[0])
 
 
 def _local(source: str, split: str, splits: list[str]) -> DataSource:

@@ -80,12 +80,14 @@ def _run(given: Invocation, device: str, checkpoint: "Checkpoint | None", messag
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.message(f"stopped; what was logged is in {run_dir}")
         exit_code = STOPPED
-    except (Exception, BaseExceptionGroup) as error:
+    except BaseException as error:  # SystemExit too: a user's data loader may raise it
         logger.error("the run failed", exc_info=error)
         details = "".join(traceback.format_exception(first := first_error(error)))
         with failed.tolerated("error.txt"):
             (run_dir / "error.txt").write_text(details)
         console.message(f"{details}\nfailed: {type(first).__name__}: {first}\nlogs are in {run_dir}")
+        if not isinstance(error, Exception | BaseExceptionGroup):
+            raise
     finally:
         console.close()
         tracker.close(exit_code)

@@ -107,6 +107,8 @@ def assemble(
             rows += [_row([one]) for one in learning]
         elif learning:
             rows.append(_row(learning))
+    if first_token != len(tokens.targets):
+        raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     per_rank = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(rows, num_ranks)]
     most = max(1, *(len(batches) for batches in per_rank))
     micro_batches = tuple(

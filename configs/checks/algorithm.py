@@ -48,7 +48,7 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if algorithm.loss_horizon is not None and aggregation is not LossAggregation.seq_mean_token_sum_norm:
         allowed = f"only seq_mean_token_sum_norm has a horizon, and loss_aggregation is {aggregation.value}"
         yield Problem("algorithm.loss_horizon", allowed)
-    if algorithm.clip_ratio_c == 1:
+    if algorithm.clip_ratio_c <= 1:
         yield Problem("algorithm.clip_ratio_c", "must be above 1: at 1 it would cut the gradient of on-policy tokens")
     if algorithm.clip_cov_low >= algorithm.clip_cov_high:
         yield Problem("algorithm.clip_cov_low", f"must be below algorithm.clip_cov_high={algorithm.clip_cov_high}")

@@ -70,8 +70,10 @@ class FleetControl:
             self._before = None
             if errors:
                 self._mode = before
-                # Also those that were late: the order to pause still reaches them, and then this one.
-                undo = [r for r in self._fleet.running if modes.get(r.name, before) is None]
+                # Also those that were late: the order to pause still reaches them, and then this one. Not those that
+                # refused: a resume would end another client's pause.
+                stays = {name for name, error in errors.items() if not isinstance(error, TimeoutError)}
+                undo = [r for r in self._fleet.running if modes.get(r.name, before) is None and r.name not in stays]
                 errors = (await self._on_all(lambda r: r.resume(), "resume", deadline, undo))[1] | errors
         if errors:
             raise FleetPauseError(f"pause({mode.value})", errors)

@@ -19,6 +19,8 @@ class _Entry:
     before: Completion
     """What was sampled before that part."""
     final: Completion | None = None
+    is_lost: bool = False
+    """Its engine died: what it had sampled is reported as often as asked."""
     is_announced: bool = False
     times_reported: int = 0
 
@@ -54,7 +56,7 @@ class ProgressLog:
     def lose(self, request_id: RequestId, sampled: Completion) -> None:
         """The engine died with `sampled` of the current part."""
         entry = self._entries[request_id]
-        entry.final = Completion.concatenate([entry.before, sampled])
+        entry.final, entry.is_lost = Completion.concatenate([entry.before, sampled]), True
 
     def known_parts(self, known: Mapping[RequestId, int]) -> dict[RequestId, int]:
         """`known` (request -> number of its tokens that the driver has), for the parts that the engine has."""
@@ -76,7 +78,7 @@ class ProgressLog:
                 tokens, start = EMPTY, 0  # it waits for a seat
             elif start < entry.before.num_tokens:
                 tokens = Completion.concatenate([entry.before, tokens]).after(start)
-            if entry.final is not None:
+            if entry.final is not None and not entry.is_lost:
                 entry.times_reported += 1
                 if entry.times_reported == REPORTS_OF_AN_END:
                     del self._entries[request_id]

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import resource
 import signal
+from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -48,7 +49,7 @@ class MathVerifyReward:
             is_right, answer = await asyncio.wrap_future(comparison)
         except UnreadableReferenceError as error:
             raise UnreadableReferenceError(f"prompt {prompt.ordinal}: {error}") from None
-        except (TimeoutError, ProcessExpired):
+        except (TimeoutError, ProcessExpired, BrokenProcessPool):
             return RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0, "given_up": 1.0})
         metrics = {"format": float(answer is not None), "given_up": 0.0}
         return RewardResult(reward=float(is_right), accuracy=float(is_right), answer=answer, metrics=metrics)

@@ -192,6 +192,13 @@ def test_processes_that_serve_nothing_load_neither_web_server_nor_fleet(module: 
     assert printed(f"import sys, {module}; print(*{heavy} & set(sys.modules))") == "\n"
 
 
+def test_the_driver_reads_manifests_without_torch() -> None:
+    """It unpickles them on their way from the trainer to the replicas."""
+    code = "import sys, weight_sync.transports.locations as its; print('torch' in sys.modules, *map(str, vars(its)))"
+    without_torch, *names = printed(code).split()
+    assert without_torch == "False" and {"SharedFile", "GpuMemory", "Meeting", "Changes"} <= set(names)
+
+
 def test_every_package_is_the_one_of_this_checkout() -> None:
     """Their names are generic: another distribution's `scripts` must not win."""
     code = f"import sys, {', '.join(PACKAGES)}; [print(sys.modules[p].__file__) for p in {PACKAGES}]"

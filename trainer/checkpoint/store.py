@@ -28,6 +28,7 @@ TRAIN_FOLDER = "train"
 MODEL_FOLDER = "model"
 CHUNK = 2**22
 _COMPLETE_NAME = re.compile(r"step_(\d{6,})")
+_ASIDE_NAME = re.compile(r"\.step_\d{6,}\.[0-9a-f]{8}")
 
 
 class CheckpointError(RuntimeError):
@@ -142,7 +143,8 @@ class CheckpointStore:
     def remove_leftovers(self) -> None:
         """Remove the folders of saves that a crash interrupted. No save may be running."""
         for path in self.folder.glob(".step_*"):
-            self._remove(path)
+            if _ASIDE_NAME.fullmatch(path.name):
+                self._remove(path)
 
     def remove_after(self, global_steps: int) -> None:
         """Remove checkpoints of later steps, because the run continues from `global_steps`."""

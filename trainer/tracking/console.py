@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 PANEL_WIDTH = 92
@@ -108,7 +108,9 @@ class LiveConsole:
         self._run_dir = run_dir
         self._target = target
         self._progress = Progress(
-            TextColumn("{task.description}", style="cyan", markup=False),
+            TextColumn(
+                "{task.description}", style="cyan", markup=False, table_column=Column(max_width=48, no_wrap=True)
+            ),
             BarColumn(bar_width=None, complete_style="cyan"),
             TextColumn("step {task.completed}/{task.total}", style="dim"),
             TimeElapsedColumn(),

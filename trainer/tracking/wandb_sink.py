@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from wandb import Run
 
 START_SECONDS = 30.0
-"""Deadline of wandb.init, which waits for the server when online."""
+"""Deadline of wandb.init, which waits for the server when online. A call that takes longer is reported."""
 FINISH_SECONDS = 120.0
 """Longest wait for uploads when closing; the rest stays on disk for `wandb sync`."""
 
@@ -32,7 +34,8 @@ class WandbSink:
 
     Steps are sent as the metric `global_steps`, which is the x axis, and not as wandb's own step: wandb silently drops
     records of a step lower than the latest, and evaluations come late. Callers wait for wandb only at the start and at
-    the end; what is logged while a call hangs is sent when it returns. After an error wandb gets nothing more.
+    the end. What is logged while a call hangs counts as lost, but is sent if it returns. After an error nothing is
+    sent.
     """
 
     name = "wandb"
@@ -50,40 +53,46 @@ class WandbSink:
         self._run: Run | None = None
         self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
         self._error: str | None = None
+        self._current: tuple[str, float] | None = None  # the call that runs, and when it began
         started = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(started,), daemon=True, name="wandb")
         given = {"dir": run_dir, "mode": mode, "project": project, "name": name, "config": dict(config)}
         self._calls.put(("starting", partial(self._start, given)))
         self._thread.start()
-        if not started.wait(START_SECONDS):
-            self._error = f"starting has taken more than {START_SECONDS:g} s"
+        started.wait(START_SECONDS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send `metrics` under `global_steps = step`, in the background. Raises WandbError if wandb has failed."""
-        if self._error is not None:
-            raise WandbError(self._error)
+        """Send `metrics` under `global_steps = step`, in the background. Raises WandbError if wandb fails or hangs."""
         self._calls.put((f"logging step {step}", partial(self._log, step, metrics)))
+        if problem := self._error or self._hanging():
+            raise WandbError(problem)
 
     def close(self, exit_code: int) -> None:
         """Finish the run and end wandb's helper process. Wait for uploads for at most FINISH_SECONDS.
 
         Raises:
-            WandbError: this call or an earlier one failed.
+            WandbError: this call or an earlier one failed or hangs.
         """
         self._calls.put(("finishing", partial(self._finish, exit_code)))
         self._calls.put(None)
-        if self._error is None:
+        if (problem := self._error or self._hanging()) is None:
             self._thread.join(FINISH_SECONDS + 10)
-            if self._thread.is_alive():
-                self._error = f"finishing has taken more than {FINISH_SECONDS + 10:g} s"
-        if self._error is not None:
-            raise WandbError(self._error)
+            late = f"finishing has taken more than {FINISH_SECONDS + 10:g} s" if self._thread.is_alive() else None
+            problem = self._error or late
+        if problem is not None:
+            raise WandbError(problem)
+
+    def _hanging(self) -> str | None:
+        """Name the call that has run for too long, if one has."""
+        what, began = self._current or ("", math.inf)
+        return f"{what} has taken more than {START_SECONDS:g} s" if time.monotonic() - began > START_SECONDS else None
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _work(self, started: threading.Event) -> None:
         while (call := self._calls.get()) is not None:
             what, action = call
+            self._current = (what, time.monotonic())
             try:
                 action()
             # All errors: wandb raises its own, ConnectionResetError, ImportError and others.
@@ -91,6 +100,7 @@ class WandbSink:
                 self._error = f"wandb failed while {what}: {type(error).__name__}: {error}"
                 return
             finally:
+                self._current = None
                 started.set()
 
     def _start(self, given: Mapping[str, Any]) -> None:

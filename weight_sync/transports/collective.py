@@ -22,8 +22,8 @@ from weight_sync.protocol import (
 )
 from weight_sync.transports import byte_layout
 from weight_sync.transports.checksums import checksums_of, require_same, summed
+from weight_sync.transports.locations import Meeting
 from weight_sync.transports.process_group import (
-    Meeting,
     Membership,
     Transfer,
     own_address,
@@ -39,7 +39,7 @@ class CollectiveSender(RankSender):
     transport = "collective"
 
     def __init__(self, rank: int, num_ranks: int, bucket_bytes: int, device: torch.device):
-        """`bucket_bytes`: of all ranks' windows together, two of which are in memory. `device`: of the shards."""
+        """`bucket_bytes`: of all ranks' windows together; a member holds three at most. `device`: of the shards."""
         super().__init__(rank, num_ranks)
         self._bucket_bytes = bucket_bytes
         self._device = device
@@ -110,6 +110,8 @@ class CollectiveReceiver(Receiver):
 
         with self._membership.transfer(meeting, meeting.first_rank[worker.replica] + worker.index) as transfer:
             load(tensors(transfer))
+            if len(found) < len(entries):  # the other members would wait for this one until the deadline
+                raise RuntimeError(f"{entries[len(found)].name} was not loaded, nor what follows it")
             sent = _exchange(transfer, [0] * len(entries), num_ranks, device)
         for entry, of_tensor, expected in zip(entries, found, zip(*sent, strict=True), strict=True):
             require_same(entry.name, of_tensor, list(expected))

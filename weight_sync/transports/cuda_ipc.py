@@ -8,7 +8,6 @@ Never run until now: written after torch/csrc/StorageSharing.cpp and vLLM's IPC 
 
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +15,8 @@ import torch
 from weight_sync.protocol import Checksums, Load, Manifest, PublishOrder, Receiver, ReceivingWorker, TensorEntry
 from weight_sync.transports.byte_layout import join, length, pack, rank_layout, read, window_bytes
 from weight_sync.transports.checksums import load_verified, summed
+from weight_sync.transports.locations import GpuMemory
 from weight_sync.transports.sender import RankSender, Rows
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """The memory that one rank exports, as plain values. It must live for as long as they are used."""
-
-    host: str
-    handles: tuple[tuple[Any, ...], ...]
 
 
 class CudaIpcSender(RankSender):

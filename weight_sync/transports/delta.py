@@ -8,7 +8,7 @@ only to the engine's loading code.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -27,25 +27,13 @@ from weight_sync.protocol import (
 )
 from weight_sync.transports.byte_layout import part_of
 from weight_sync.transports.checksums import checksum, checksums_of
+from weight_sync.transports.locations import Changes
 from weight_sync.transports.sender import RankSender, Rows
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size in bytes. As integers, NaN equals itself and 0.0 is not -0.0."""
 INT32_MAX = 2**31 - 1
 SPARSE, WHOLE = "sparse", "whole"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What is sent of one rank's rows, by another transport."""
-
-    base: int | None
-    """The version that they are changes of; None: all rows are sent."""
-    encoding: tuple[tuple[int, str], ...]
-    """(index of a tensor, "sparse" or "whole"), in the order in which they are sent."""
-    inner: Manifest
-    checksums: Checksums
-    """Of all rows, after the changes."""
 
 
 class DeltaSender(RankSender):

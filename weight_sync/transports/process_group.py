@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -25,26 +24,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from weight_sync import background
+from weight_sync.transports.locations import Meeting
 
 STORE_TIMEOUT_S = 60.0
 """For one call to the store, which answers at once unless its process is gone."""
 LOOK_S = 0.2
 """How often a waiting member looks whether another one has failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """The store, served by trainer rank 0, at which the members of a transfer meet."""
-
-    host: str
-    port: int
-    nonce: str
-    timeout_s: float
-    bucket_bytes: int
-    members: tuple[str, ...]
-    """Names by rank in the group, for error messages."""
-    first_rank: Mapping[str, int]
-    """Replica -> rank of its first worker."""
 
 
 def serve_store() -> TCPStore:

@@ -4,7 +4,6 @@ import fcntl
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,15 +12,8 @@ from weight_sync.protocol import Checksums, Load, Manifest, PublishOrder, Receiv
 from weight_sync.transports.byte_layout import length, part_of, read
 from weight_sync.transports.checksums import checksum, load_verified
 from weight_sync.transports.cleanup import shared_path
+from weight_sync.transports.locations import SharedFile
 from weight_sync.transports.sender import RankSender, Rows
-
-
-@dataclass(frozen=True, slots=True)
-class SharedFile:
-    """Holds the rows of all ranks."""
-
-    host: str
-    path: str
 
 
 class SharedMemorySender(RankSender):

@@ -27,7 +27,7 @@ from scripts.bench.weight_sync.gaps import growth, slope
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import CommitReport, Manifest, PublishOrder, TensorSpec, WeightTag, merge
 from weight_sync.transports.byte_layout import layout, length
-from weight_sync.transports.shared_memory import SharedFile
+from weight_sync.transports.locations import SharedFile
 
 NUM_RANKS = 8
 NUM_REPLICAS = (1, 4, 16, 64, 256)

@@ -25,7 +25,8 @@ def test_gsm8k_becomes_verls_schema(tmp_path: Path) -> None:
     write_jsonl(source / "train.jsonl", [{"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}] * 2)
     write_parquet(source / "test.parquet", [{"question": "Big?", "answer": "#### 1,234"}])
     lines = list(prepare("gsm8k", str(source), tmp_path / "data"))
-    assert lines[0] == f"{tmp_path}/data/gsm8k/train.parquet: 1 prompts of 2 rows of {source}/train.jsonl"
+    assert lines[0].startswith(f"{tmp_path}/data/gsm8k/train.parquet: 1 prompts of 2 rows of {source}/train.jsonl; ")
+    assert lines[0].endswith("1 repeated, 0 of them with another answer than the first")
     [record] = pyarrow.parquet.read_table(tmp_path / "data" / "gsm8k" / "test.parquet").to_pylist()
     assert record == {
         "data_source": "openai/gsm8k",
@@ -43,7 +44,7 @@ def test_dapos_repeated_prompts_are_left_out_and_counted(tmp_path: Path) -> None
     records.append(dapo_record("q1", "17", "contradicts"))
     source = write_parquet(tmp_path / "dapo-math-17k.parquet", records)
     [line] = prepare("dapo_math", str(source), tmp_path)
-    assert "3 prompts of 31 rows" in line
+    assert "3 prompts of 31 rows" in line and "; 28 repeated, 1 of them with another answer" in line
     rows = rows_of(tmp_path / "dapo_math" / "train.parquet")
     assert [(row.question, row.ground_truth) for row in rows] == [(math_prompt(f"q{n}"), f"{n}") for n in range(3)]
     assert [row.extra["extra_info"]["index"] for row in rows] == [0, 1, 2]

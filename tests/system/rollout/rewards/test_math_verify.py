@@ -72,6 +72,7 @@ def test_a_comparison_that_hangs_is_wrong_and_its_process_is_replaced() -> None:
         assert await reward(ask("34"), "\\boxed{34}") == RIGHT
         [idle] = [process for process in verifiers(psutil.Process()) if process not in before]
         idle.kill()
+        assert await reward(ask("34"), "\\boxed{34}") in (GIVEN_UP, RIGHT), "the pool may not have noticed"
         while reward._pool.active:
             await asyncio.sleep(0.05)
         assert await reward(ask("34"), "\\boxed{34}") == RIGHT

@@ -228,6 +228,18 @@ async def test_a_resume_that_ends_a_wait_leaves_an_open_fleet_that_others_join_o
 
 
 @on_fleet()
+async def test_a_pause_that_is_refused_leaves_the_pause_that_it_contradicts(setup: FleetSetup) -> None:
+    group = start_group(setup.replicas["b"], 6)
+    await asyncio.sleep(1.5)
+    waiting = asyncio.create_task(setup.control.pause(PauseMode.wait))
+    await settle()
+    with pytest.raises(FleetPauseError, match="a pause in mode wait is under way"):
+        await setup.control.pause(PauseMode.keep)
+    await waiting
+    assert (await setup.paused())["b"] == "wait" and answer((await group)[0]) == (6, "stop")
+
+
+@on_fleet()
 async def test_a_pause_that_fails_takes_nothing_back_of_an_order_that_came_later(setup: FleetSetup) -> None:
     """The wait would time out on b; an abort of all comes first, and ends what it waits for on a."""
     setup.start(300)

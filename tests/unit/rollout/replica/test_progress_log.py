@@ -139,6 +139,7 @@ async def test_what_a_dying_engine_had_sampled_can_still_be_told(
     engine.kill()
     with pytest.raises(EngineDiedError):
         await group
-    report = await replica.progress({RETRIED: 2})
+    for _ in range(3):  # as often as asked: an answer may come too late
+        report = await replica.progress({RETRIED: 2})
     told = {str(p.request_id): (p.start, p.tokens.token_ids.tolist(), p.tokens.finish_reason) for p in report.deltas}
     assert told == {"3.1-0": (2, [0], ""), "3.1-1": (0, [0, 0], "")}

@@ -122,6 +122,21 @@ def test_wandb_that_hangs_while_logging_gets_what_comes_meanwhile_when_it_is_bac
     assert [record["global_steps"] for record in scene.run.logged] == [1, 2, 3] and scene.said == []
 
 
+def test_wandb_that_hangs_for_long_is_said_once_and_gets_all_when_it_is_back(scene: Scene) -> None:
+    scene.run.goes_on = threading.Event()
+    tracker = scene.start(1)
+    scene.patch.setattr(wandb_sink, "START_SECONDS", 0.05)
+    time.sleep(0.1)
+    tracker.log(2, {"a": 1.0})
+    tracker.log(3, {"a": 1.0})
+    assert tracker.failed.counts == {"wandb": 2}
+    assert scene.said == ["wandb cannot be written, the training goes on: logging step 1 has taken more than 0.05 s"]
+    scene.run.goes_on.set()
+    time.sleep(0.2)
+    tracker.close(0)
+    assert [record["global_steps"] for record in scene.run.logged] == [1, 2, 3]
+
+
 def test_wandb_that_hangs_at_the_end_holds_nothing_up_past_its_deadline(scene: Scene) -> None:
     scene.run.goes_on = threading.Event()
     scene.patch.setattr(wandb_sink, "FINISH_SECONDS", -9.9)

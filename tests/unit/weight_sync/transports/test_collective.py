@@ -15,7 +15,8 @@ from tests.support.transport_cases import Fleet, Weights, local_store, weights  
 from weight_sync.protocol import Checksums, Load, Manifest, NamedTensors, ReceivingWorker
 from weight_sync.transports import process_group as group
 from weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
-from weight_sync.transports.process_group import Meeting, Transfer
+from weight_sync.transports.locations import Meeting
+from weight_sync.transports.process_group import Transfer
 
 CPU = torch.device("cpu")
 MEETING = Meeting(

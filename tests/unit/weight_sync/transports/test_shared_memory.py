@@ -12,7 +12,8 @@ import torch
 from tests.support.transport_cases import Fleet, Weights, assert_same, load_with, receive
 from weight_sync.protocol import Manifest, NamedTensors
 from weight_sync.transports import cleanup
-from weight_sync.transports.shared_memory import SharedFile, SharedMemoryReceiver, SharedMemorySender
+from weight_sync.transports.locations import SharedFile
+from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 WEIGHTS: Weights = {
     "embed": torch.arange(12.0).view(3, 4).bfloat16(),

@@ -18,7 +18,8 @@ from tests.support.transport_cases import (
 from weight_sync.protocol import Manifest
 from weight_sync.transports import cleanup
 from weight_sync.transports.checksums import checksum
-from weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, GpuMemory
+from weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from weight_sync.transports.locations import GpuMemory
 
 pytestmark = pytest.mark.usefixtures("local_store")
 

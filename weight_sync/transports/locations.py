@@ -1,0 +1,54 @@
+"""Where the bytes of each transport are: the `locations` of its manifests.
+
+Nothing here needs torch, because manifests pass through the driver.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weight_sync.protocol import Checksums, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Holds the rows of all ranks."""
+
+    host: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """The memory that one rank exports, as plain values. It must live for as long as they are used."""
+
+    host: str
+    handles: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """The store, served by trainer rank 0, at which the members of a transfer meet."""
+
+    host: str
+    port: int
+    nonce: str
+    timeout_s: float
+    bucket_bytes: int
+    members: tuple[str, ...]
+    """Names by rank in the group, for error messages."""
+    first_rank: Mapping[str, int]
+    """Replica -> rank of its first worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What is sent of one rank's rows, by another transport."""
+
+    base: int | None
+    """The version that they are changes of; None: all rows are sent."""
+    encoding: tuple[tuple[int, str], ...]
+    """(index of a tensor, "sparse" or "whole"), in the order in which they are sent."""
+    inner: Manifest
+    checksums: Checksums
+    """Of all rows, after the changes."""

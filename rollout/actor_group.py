@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
+from configs.runtime.carried import as_raised
 from configs.runtime.environment import PYTHON_PATH
 from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
@@ -37,7 +38,7 @@ class ReplicaClient:
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Raises ReplicaLostError."""
         try:
-            return await cancelled_with_us(self.actor.generate_group.remote(requests))
+            return await as_raised(cancelled_with_us(self.actor.generate_group.remote(requests)), self.name)
         except (RayActorError, EngineDiedError) as error:
             raise ReplicaLostError(f"{self.name} died while it generated: {error}") from error
 
@@ -52,7 +53,7 @@ async def cancelled_with_us(call: Any) -> Any:
 
 
 async def placed(
-    create: Callable[[], A],
+    create: Callable[[], Awaitable[A]],
     first_answer: Callable[[A], Awaitable[object]],
     end: Callable[[A], None],
     report: Callable[[str], None],
@@ -63,7 +64,7 @@ async def placed(
     placement = 0
     while True:
         placement += 1
-        actor = create()
+        actor = await create()
         try:
             await first_answer(actor)
             return actor

@@ -18,7 +18,11 @@ class FleetPauseError(RuntimeError):
 
     def __init__(self, what: str, errors: dict[str, BaseException]):
         super().__init__(f"{what} failed on " + "; ".join(f"{name}: {error!r}" for name, error in errors.items()))
+        self.what = what
         self.errors = errors
+
+    def __reduce__(self) -> tuple[type["FleetPauseError"], tuple[str, dict[str, BaseException]]]:
+        return FleetPauseError, (self.what, self.errors)
 
 
 class TooFewReplicasError(RuntimeError):

@@ -22,7 +22,7 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
         raise ValueError(f"{key}={path}: must be {allowed}")
     try:
         module = _import_user_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module that exits would end the command, maybe with exit code 0
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}={path}: {module_name} cannot be imported: {reason}; is it on PYTHONPATH?") from error
     if name not in vars(module):

@@ -1,6 +1,7 @@
 """Replicas in real Ray actors, without a model, and what stands around them."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from configs.schema import WeightSyncConfig
@@ -10,8 +11,9 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.monitor import FleetMonitor
 from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from scripts.bench.simulated_engine import SimulatedEngine
+from scripts.launch.placement import Placement
 from tests.support.fakes import make_manifest, make_tag
 from weight_sync.protocol import Manifest, PublishOrder
 
@@ -31,10 +33,12 @@ SPEC = EngineSpec(
 class SimulatedActor(ReplicaActor):
     """As many tokens as a request may have, 100 a second."""
 
+    step_s = 0.01
+
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
         self._home = asyncio.get_running_loop()
         self._engine = SimulatedEngine(
-            length_of=lambda request: request.sampling.max_tokens, step_s=0.01, max_num_seqs=spec.max_num_seqs
+            length_of=lambda request: request.sampling.max_tokens, step_s=self.step_s, max_num_seqs=spec.max_num_seqs
         )
         self._replica = RolloutReplica(self._name, self._engine, config)
         return 1
@@ -60,6 +64,18 @@ class Source:
 
     async def send(self, manifest: Manifest) -> int:
         return make_tag(manifest.global_steps).checksum
+
+
+def creating(
+    on_start: Callable[[str], Callable[[], None]], placement: Placement | None = None
+) -> Callable[[str], Awaitable[ReplicaHandle]]:
+    """Creates simulated replicas by name, on what is reserved for each."""
+
+    async def create(name: str) -> ReplicaHandle:
+        group = None if placement is None else await placement.reserve_replica()
+        return create_replica(name, SPEC, on_start, SimulatedActor, group)
+
+    return create
 
 
 def no_redirect(_name: str) -> Any:

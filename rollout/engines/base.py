@@ -1,8 +1,8 @@
 """What a rollout engine is: `vllm/` is one, `scripts/bench/simulated_engine.py` one with a clock and no model."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
@@ -32,6 +32,8 @@ class EngineSpec:
     prefill_grace_s: float = 5.0
     max_position_embeddings: int | None = None
     """Replaces the value in the model's config, which bounds max_model_len; None keeps it."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's own arguments."""
 
 
 class EngineDiedError(RuntimeError):
@@ -70,6 +72,9 @@ class Engine(Protocol):
 
     async def freeze(self, clear_cache: bool) -> None:
         """While held: stop between two steps, keeping every request; with `clear_cache` without their KV cache."""
+
+    async def flush(self) -> None:
+        """While frozen: return when all that was sampled has been handed to those who wait for it."""
 
     async def thaw(self) -> float:
         """Returns for how many seconds the engine was frozen."""

@@ -1,23 +1,27 @@
 """What a replica serves over HTTP: the control routes, and behind them vLLM's OpenAI-compatible app."""
 
 import asyncio
+import logging
 from collections.abc import Collection, Sequence
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
-from rollout.http.control import RequireToken, control_app
+from rollout.http.control import control_app
+from rollout.http.strict_json import StrictJson
 from rollout.replica.replica import RolloutReplica
 from weight_sync.protocol import ReplicaStatus
 
+logger = logging.getLogger(__name__)
 
-def replica_app(replica: RolloutReplica, openai_app: ASGIApp, token: str | None) -> ASGIApp:
-    """Our /health and /metrics come before vLLM's. With a token, everything but /health needs it: the only client is
-    the gateway."""
+
+def replica_app(replica: RolloutReplica, openai_app: ASGIApp) -> FastAPI:
+    """Our /health and /metrics come before vLLM's."""
     app = control_app(ReplicaControl(replica), with_engine_metrics=True)
-    app.mount("", openai_app)
-    return app if token is None else RequireToken(app, token, {"/health"})
+    app.mount("", StrictJson(openai_app))
+    return app
 
 
 class ReplicaControl:
@@ -27,11 +31,13 @@ class ReplicaControl:
         self._replica = replica
         self._death = asyncio.create_task(replica.wait_dead())
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float, by: str) -> None:
+        logger.info("pause(%s) by %s", mode.value, by)
         async with within(timeout_s, "timeout_s", f"pause({mode.value}) on {self._replica.name}"):
             await self._replica.pause(mode, clear_cache)
 
-    async def resume(self) -> object:
+    async def resume(self, by: str) -> object:
+        logger.info("resume by %s", by)
         return await self._replica.resume()
 
     async def abort(self, names: Collection[str] | None) -> list[str]:

@@ -65,7 +65,8 @@ class PauseControl:
         return self.mode is not None or self.torn
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
-        """Returns when the pause is complete. When it fails or is cancelled, the engine is as it was before."""
+        """Returns when the pause is complete: nothing more is sampled, and what was has been handed out. When it fails
+        or is cancelled, the engine is as it was before."""
         if mode is PauseMode.wait:
             return await self._pause_when_empty(clear_cache)
         async with self._turn:
@@ -78,6 +79,7 @@ class PauseControl:
                 if mode is PauseMode.abort:
                     await self._end_running()
                 await self._freeze(clear_cache)
+                await self._flush()
             except BaseException:
                 await self._settle()
                 raise
@@ -105,6 +107,7 @@ class PauseControl:
                 if wait.done():
                     raise wait.result()
                 await self._freeze(clear_cache)
+                await self._flush()
                 self._waits.remove(wait)
                 if self.mode is before:  # else another pause completed meanwhile
                     self.mode = PauseMode.wait
@@ -183,6 +186,10 @@ class PauseControl:
         async with within(self._timeout_s, "weight_sync.pause_timeout_s", "pausing"):
             await self._engine.freeze(clear_cache)
         self.frozen = True
+
+    async def _flush(self) -> None:
+        async with within(self._timeout_s, "weight_sync.pause_timeout_s", "handing out what was sampled"):
+            await self._engine.flush()
 
     async def _end_running(self, names: Collection[str] | None = None) -> None:
         async with within(self._timeout_s, "weight_sync.pause_timeout_s", "ending requests"):

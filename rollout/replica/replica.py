@@ -119,11 +119,21 @@ class RolloutReplica:
         return self._engine.num_workers
 
     async def tag_loaded(self, global_steps: int) -> None:
-        """Serve the weights that the engine was started with, as those of `global_steps`: for what trains nothing."""
+        """Serve the weights that the engine was started with, as those of `global_steps`: for what trains nothing.
+        Raises ValueError where it serves a later version."""
+        self._require_ascending(global_steps)
         await self._engine.tag_loaded(global_steps)
         self.global_steps = global_steps
 
+    async def start_over(self) -> None:
+        """Forget the version: another run begins, whose first update may bring an older one. Raises RuntimeError while
+        requests run, because their versions would descend."""
+        if self._engine.usage.running:
+            raise RuntimeError(f"replica {self.name} cannot start over: {self._engine.usage.running} requests run")
+        self.global_steps = -1
+
     async def stage(self, manifest: Manifest) -> None:
+        self._require_ascending(manifest.global_steps)
         await self._engine.stage(manifest)
 
     async def commit(self, tag: WeightTag) -> CommitReport:
@@ -136,7 +146,17 @@ class RolloutReplica:
         verifies each tensor, the manifest has no checksum, and the workers must only agree."""
         return await self._transact(manifest.global_steps, manifest.checksum, lambda: self._engine.load(manifest))
 
+    def _require_ascending(self, global_steps: int) -> None:
+        """Raises ValueError for weights older than the live ones: in a trajectory, versions only ascend. A run that
+        resumes from an earlier checkpoint has new replicas, which serve no version yet, or lets them `start_over`."""
+        if global_steps < self.global_steps:
+            raise ValueError(
+                f"replica {self.name} serves version {self.global_steps}, and version {global_steps} is older; "
+                "to serve older weights, start new replicas"
+            )
+
     async def _transact(self, global_steps: int, checksum: int | None, swap: Swap) -> CommitReport:
+        self._require_ascending(global_steps)
         if self._commit_task is not None and not self._commit_task.done():
             raise RuntimeError(f"replica {self.name} is in the midst of an update")
         self._commit_task = asyncio.create_task(self._commit(global_steps, checksum, swap))

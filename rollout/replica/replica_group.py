@@ -6,20 +6,26 @@ import socket
 from collections.abc import Callable, Coroutine
 from functools import lru_cache, wraps
 from types import CoroutineType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import WeightSyncConfig
+from configs.serve import ServeConfig
 from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
 from rollout.replica.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest
 from weight_sync.protocol import Manifest
+
+if TYPE_CHECKING:
+    from rollout.http.access import Access
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,11 +52,7 @@ def to_actor(
 
     async def call(self: "ReplicaHandle", *args: P.args, **kwargs: P.kwargs) -> R:
         positional = [manifest_ref(arg) if isinstance(arg, Manifest) else arg for arg in args]
-        try:
-            return await self.actor.control.remote(method, *positional, **kwargs)
-        except RayTaskError as error:
-            error.cause.add_note(f"on {self.name}:\n{error.traceback_str}")
-            raise error.cause from None
+        return await as_raised(self.actor.control.remote(method, *positional, **kwargs), self.name)
 
     return wraps(method)(call)
 
@@ -62,6 +64,7 @@ class ReplicaActor:
         on_start()
         self._name = name
 
+    @carries_errors
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
         """Returns the number of the engine's workers."""
         from rollout.engines.vllm.engine import VllmEngine  # takes seconds, and the driver does without
@@ -76,16 +79,18 @@ class ReplicaActor:
         """Returns id and name of the node that the actor was placed on, and the actor's pid."""
         return ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid()
 
-    async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
+    @carries_errors
+    async def serve(self, limits: ServeConfig, access: "Access", chat_template: str | None) -> str:
         """Start an HTTP server on the engine's loop. Returns its URL."""
         from rollout.http.server import listen, serve, url_of  # FastAPI, which no other process that imports this needs
         from rollout.replica.app import replica_app
 
-        listener = listen(LOOPBACK if on_loopback else ray.util.get_node_ip_address(), port=0)
-        app = replica_app(self._replica, await self._engine.openai_app(chat_template), token)
-        self._server = asyncio.create_task(serve(app, listener))
+        listener = listen(LOOPBACK if access.on_loopback else ray.util.get_node_ip_address(), port=0)
+        app = replica_app(self._replica, await self._engine.openai_app(chat_template))
+        self._server = asyncio.create_task(serve(app, listener, limits, access))
         return url_of(listener)
 
+    @carries_errors
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Callers use `ReplicaClient.generate_group`."""
         return await self._replica.generate_group(requests)
@@ -94,17 +99,19 @@ class ReplicaActor:
     async def control(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any, **kwargs: Any) -> R:
         """Call a method of the replica. Ray runs this on the event loop of a concurrency group of its own, so that it
         never queues behind generations; from there it hops to the loop on which the engine lives."""
-        call = method(self._replica, *args, **kwargs)
+        # Before the hop, which would make another TimeoutError of one.
+        call = carries_errors(method)(self._replica, *args, **kwargs)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
 
 
 class ReplicaHandle:
     """The driver's side of one replica. Calls raise what the replica raised, with its traceback as a note."""
 
-    def __init__(self, name: str, actor: Any):
+    def __init__(self, name: str, actor: Any, group: PlacementGroup | None = None):
         self.name = name
         self.actor = actor
         """Ray's handle of a `ReplicaActor`."""
+        self._group = group
         self.client = ReplicaClient(name, actor)
         self.num_workers = 0
         """Known after `start`."""
@@ -122,13 +129,14 @@ class ReplicaHandle:
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> None:
         await self.placed()
-        self.num_workers = await self.actor.start.remote(spec, config)
+        self.num_workers = await as_raised(self.actor.start.remote(spec, config), self.name)
         self._processes = self._processes and process_tree(self._processes[0].pid)
 
-    async def serve(self, on_loopback: bool, token: str | None, chat_template: str | None) -> str:
-        return await self.actor.serve.remote(on_loopback, token, chat_template)
+    async def serve(self, limits: ServeConfig, access: "Access", chat_template: str | None) -> str:
+        return await as_raised(self.actor.serve.remote(limits, access, chat_template), self.name)
 
     tag_loaded = to_actor(RolloutReplica.tag_loaded)
+    start_over = to_actor(RolloutReplica.start_over)
     pause = to_actor(RolloutReplica.pause)
     resume = to_actor(RolloutReplica.resume)
     abort = to_actor(RolloutReplica.abort)
@@ -141,11 +149,14 @@ class ReplicaHandle:
     wait_dead = to_actor(RolloutReplica.wait_dead)
 
     def kill(self) -> None:
-        """End the actor and the engine's processes, stopped ones too, for which Ray would take 5 s."""
+        """End the actor and the engine's processes, stopped ones too, for which Ray would take 5 s, and give back what
+        was reserved for them."""
         ray.kill(self.actor)
         if self._processes:
             actor, *engine = self._processes
             kill_processes([*engine, actor] if is_stopped(actor) else engine)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
@@ -160,8 +171,10 @@ def create_replica(
     spec: EngineSpec,
     on_start: Callable[[str], Callable[[], None]],
     actor_class: type[ReplicaActor] = ReplicaActor,
+    group: PlacementGroup | None = None,
 ) -> ReplicaHandle:
-    """Create an actor, not yet started. `on_start(name)`: what its process runs first (where its output goes)."""
+    """Create an actor, not yet started. `on_start(name)`: what its process runs first (where its output goes). `group`:
+    reserved for it, of one bundle, and removed with it; None leaves it to Ray."""
     num_gpus = spec.gpu_share * spec.tensor_parallel_size * spec.data_parallel_size
     options: dict[str, Any] = {
         "num_cpus": 1,
@@ -170,5 +183,7 @@ def create_replica(
         "concurrency_groups": {"control": 64},
         "runtime_env": {"env_vars": engine_env(spec)},
     }
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
     remote_class = ray.remote(**options)(actor_class)
-    return ReplicaHandle(name, remote_class.remote(name, on_start(name)))  # pyright: ignore
+    return ReplicaHandle(name, remote_class.remote(name, on_start(name)), group)  # pyright: ignore

@@ -1,15 +1,17 @@
 """vLLM's AsyncLLM with admission, abort, freeze and thaw.
 
 Facts this rests on (vLLM 0.26 to 0.33):
-- Utility replies overtake outputs on the way to the consumer, so counting tokens at the consumer when a pause returns
-  is wrong. Versions of tokens therefore come from the engine core's own labels, or, where vLLM has none (before 0.32),
-  from token counts taken behind a barrier in the output queue.
+- Utility replies overtake outputs on the way to the consumer, so when the scheduler has stopped, some tokens are still
+  on their way. A client's pause waits for a marker behind them in the queue of outputs; an update does not, because
+  versions of tokens come from the engine core's own labels, or, where vLLM has none (before 0.32), from token counts
+  taken behind such a marker.
 - The scheduler resumes kept requests with their KV cache. A request that was added but not prefilled would be prefilled
   with new weights on top of prefix blocks of old ones: so the prefix cache is salted with the version, the salt is
   chosen on the way in, and `freeze` first lets every admitted request finish its prefill.
 """
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Collection
@@ -17,16 +19,21 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
+from rollout.engines.vllm.markers import OutputMarkers
 from rollout.engines.vllm.outputs import unstarted_answer, with_its_end
 from rollout.request_ids import ClientNames, repeated
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
 """Since 0.32. From 0.27 on the engine takes a version, but labels no tokens with it."""
+
+
+ABORTS_SEEN_S = 0.01
+"""How soon a freeze sees that a request which it waits for is gone: no output says so."""
 
 
 class GatedLLM(AsyncLLM):
@@ -47,15 +54,22 @@ class GatedLLM(AsyncLLM):
         self.num_submitted = 0  # to the engine core, again and again
         self.num_restarted = 0  # submitted again
         self.usage = Usage()
+        self.outputs_came = asyncio.Event()
         processor: Any = self.output_processor
         process_outputs = processor.process_outputs
 
         def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             states = processor.request_states  # an aborted request has none
             self.usage.tokens += sum(len(one.new_token_ids) for one in outputs if one.request_id in states)
+            self.outputs_came.set()
             return process_outputs(outputs, *args, **kwargs)
 
         processor.process_outputs = counted
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            self._markers = OutputMarkers(self.engine_core)
+        super()._run_output_handler()
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -70,6 +84,7 @@ class GatedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, is_continuation: bool = False, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        prompt = _as_dictionary(prompt)
         inside_id = self._name_inside(request_id)
         self.usage.change(+1)
         try:
@@ -124,7 +139,15 @@ class GatedLLM(AsyncLLM):
         # Not pause_generation: it sleeps 20 ms after the scheduler has stopped. The reply comes when no step runs.
         await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         if not HAS_NATIVE_VERSIONS:
-            await self._drain_outputs()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Return when every output that came before has been handed to the stream that waits for it."""
+        self._run_output_handler()
+        assert self.output_handler is not None
+        await self._markers.flush(self.output_handler)
+        if self.errored:
+            raise EngineDeadError
 
     async def thaw(self) -> float:
         if self.frozen_at is None:
@@ -162,7 +185,9 @@ class GatedLLM(AsyncLLM):
                 await self.abort(unstarted)
                 return
             before = time.monotonic()
-            await asyncio.sleep(0.0005)  # the engine core does not report the end of a prefill
+            self.outputs_came.clear()  # a prefill ends with its first token; the core does not report it otherwise
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.outputs_came.wait(), ABORTS_SEEN_S)
             waited_s += min(time.monotonic() - before, 0.1)  # without a core, this process reads no outputs
 
     def _not_prefilled(self) -> list[str]:
@@ -171,10 +196,15 @@ class GatedLLM(AsyncLLM):
         begun = {state.external_req_id for state in states if not state.is_prefilling}
         return list(dict.fromkeys(s.external_req_id for s in states if s.external_req_id not in begun))
 
-    async def _drain_outputs(self) -> None:
-        """Returns when every output that came before the reply to the pause has been processed, and so a sentinel
-        behind them."""
-        queue = self.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
-        queue.put_nowait(EngineCoreOutputs())
-        while not queue.empty():
-            await asyncio.sleep(0)
+
+def _as_dictionary(prompt: Any) -> dict[str, Any]:
+    """The forms of a prompt that vLLM takes, in the one that holds a cache salt. Raises TypeError for any other."""
+    match prompt:
+        case dict():
+            return prompt
+        case str():
+            return {"prompt": prompt}
+        case list():
+            return {"prompt_token_ids": prompt}
+    what = f"{type(prompt).__name__} {prompt!r:.40}"
+    raise TypeError(f"a prompt is a text, a list of token ids or one of vLLM's dictionaries, and not {what}")

@@ -68,6 +68,9 @@ class VllmEngine:
     async def freeze(self, clear_cache: bool) -> None:
         await self._llm.freeze(clear_cache)
 
+    async def flush(self) -> None:
+        await self._llm.flush()
+
     async def thaw(self) -> float:
         return await self._llm.thaw()
 
@@ -181,29 +184,29 @@ class VllmEngine:
 
 
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
-    on_cpu: dict[str, Any] = {}
-    if spec.device == "cpu":
-        # The uni-process executor saves a process and its import of torch; blocks of 32 cache short prompts.
-        executor = "uni" if spec.tensor_parallel_size * spec.data_parallel_size == 1 else "mp"
-        on_cpu = {"distributed_executor_backend": executor, "block_size": 32}
+    is_alone = spec.tensor_parallel_size == 1 and (spec.data_parallel_size == 1 or spec.device != "cpu")
     longer = spec.max_position_embeddings
-    return AsyncEngineArgs(
-        model=spec.model_path,
-        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
-        max_model_len=spec.max_model_len,
-        hf_overrides={} if longer is None else {"max_position_embeddings": longer},
-        max_num_seqs=spec.max_num_seqs,
-        kv_cache_memory_bytes=spec.kv_cache_bytes,
-        gpu_memory_utilization=spec.gpu_memory_utilization,
-        tensor_parallel_size=spec.tensor_parallel_size,
-        data_parallel_size=spec.data_parallel_size,
-        enforce_eager=spec.enforce_eager,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
-        worker_extension_cls=RECEIVER,
-        disable_log_stats=not spec.log_stats,
-        **on_cpu,
-    )
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "hf_overrides": {} if longer is None else {"max_position_embeddings": longer},
+        "max_num_seqs": spec.max_num_seqs,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "data_parallel_size": spec.data_parallel_size,
+        # Left to itself, vLLM sees the actor's placement group, and asks Ray for GPUs that the actor has already.
+        "distributed_executor_backend": "uni" if is_alone else "mp",
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "worker_extension_cls": RECEIVER,
+        "disable_log_stats": not spec.log_stats,
+    }
+    if spec.device == "cpu":
+        arguments["block_size"] = 32  # caches short prompts
+    return AsyncEngineArgs(**(arguments | dict(spec.engine_args)))
 
 
 def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:

@@ -25,8 +25,8 @@ def unstarted_answer(request_id: str, prompt: Any, params: Any) -> RequestOutput
     """The output of a request that was aborted before it ran, with lists of logprobs if it asked for them."""
     logprobs: Any = None if params.logprobs is None else FlatLogprobs() if params.flat_logprobs else []
     prompt_ids = prompt.get("prompt_token_ids")
-    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids)
+    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids or ())
     outputs = [
         CompletionOutput(index, "", _NoTokens(), None, logprobs, finish_reason="abort") for index in range(params.n)
     ]
-    return RequestOutput(request_id, None, prompt_ids, prompt_logprobs, outputs, finished=True)
+    return RequestOutput(request_id, prompt.get("prompt"), prompt_ids, prompt_logprobs, outputs, finished=True)

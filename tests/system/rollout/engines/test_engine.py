@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from configs.checks.engine_args import known_arguments
+from rollout.engines.base import EngineSpec
 from rollout.types import Completion, GenerationRequest
 from tests.support.engines import (
     BOTH_SCHEDULERS,
@@ -185,6 +187,19 @@ def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
         np.testing.assert_array_equal(calm.token_ids, paused.token_ids)
         np.testing.assert_allclose(calm.logprobs, paused.logprobs, atol=2e-5)
         assert len(paused.spans) == 4
+
+
+def test_arguments_of_the_config_reach_vllm_over_our_defaults(engine_spec: EngineSpec) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rollout.engines.vllm.engine import _engine_args
+
+    assert known_arguments() == {field.name for field in fields(AsyncEngineArgs) if field.name[0] != "_"}
+    given = {"max_num_batched_tokens": 777, "enable_prefix_caching": False}
+    arguments = _engine_args(replace(engine_spec, engine_args=given))
+    assert (arguments.max_num_batched_tokens, arguments.enable_prefix_caching) == (777, False)
+    parallel = replace(engine_spec, device="cuda", tensor_parallel_size=2)
+    assert _engine_args(parallel).distributed_executor_backend == "mp", "in a placement group vLLM would take Ray's"
 
 
 def test_a_cancelled_request_frees_its_seat(host: EngineHost) -> None:

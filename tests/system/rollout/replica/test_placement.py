@@ -11,9 +11,9 @@ from ray.exceptions import ActorDiedError
 
 from configs.schema import Config
 from rollout.actor_group import PLACEMENTS
-from rollout.replica.replica_group import ReplicaHandle, create_replica
+from rollout.replica.replica_group import ReplicaHandle
 from scripts.launch.start import start_replica
-from tests.support.actors import SPEC, NoAgents, SimulatedActor
+from tests.support.actors import SPEC, NoAgents, creating
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -38,11 +38,11 @@ def start(prepare: Callable[[], None], told: list[str]) -> ReplicaHandle:
         async with asyncio.timeout(60):
             replica = await start_replica(
                 "replica-7",
-                create=partial(create_replica, spec=SPEC, on_start=lambda name: prepare, actor_class=SimulatedActor),
+                create=creating(lambda name: prepare),
                 config=Config(),
                 spec=SPEC,
                 agents=agents,  # pyright: ignore[reportArgumentType]
-                report=told.append,
+                report=lambda event: told.append(event.text),
             )
         assert agents.connected == ["replica-7"]
         assert (await replica.status()).name == "replica-7"

@@ -29,7 +29,6 @@ class EmittingSource:
 
     async def publish(self, order: PublishOrder) -> Manifest:
         assert list(order.receivers.values()) == [1]
-        self.global_steps = order.global_steps
         release()
         return publish(emitting_weights(self._model_path, FIRST_TOKEN + order.global_steps), order.global_steps)
 
@@ -52,7 +51,8 @@ def fleet_of(replica: ReplicaHandle) -> ReplicaFleet:
 
 
 async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
-    manager = CheckpointManager(EmittingSource(model_path), fleet_of(replica), WeightSyncConfig())
+    source = EmittingSource(model_path)
+    manager = CheckpointManager(source, fleet_of(replica), WeightSyncConfig())
     await manager.update_weights(0)
     groups = [asyncio.ensure_future(replica.client.generate_group(group(n))) for n in range(NUM_GROUPS)]
     async with asyncio.timeout(30):
@@ -64,6 +64,7 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
             await control
             assert not all(one.done() for one in groups), f"{control.__name__} queued behind generations"
             assert version > 1 or not any(one.done() for one in groups)
+        source.global_steps = version
         await manager.update_weights(version)
     completions = [completion for answers in await asyncio.gather(*groups) for completion in answers]
     for completion in completions:

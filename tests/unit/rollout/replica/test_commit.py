@@ -226,3 +226,25 @@ async def test_where_no_checksum_is_known_beforehand_the_workers_must_agree(chec
     else:
         with pytest.raises(WeightVerificationError, match=r"serve \[\(1, 8\), \(1, 9\)\], published was \(1, 8\)"):
             await replica.receive(replace(make_manifest(1), checksums=None))
+
+
+# -- versions only ascend ----------------------------------------------------------------------------------------------
+
+
+@on_replica(first_version=None)
+async def test_older_weights_than_the_live_ones_are_refused_and_change_nothing(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    await update(replica, 15)  # the first version may be any: that of the checkpoint from which a run resumes
+    group = start_group(replica, 5)
+    await asyncio.sleep(1.5)
+    engine.events.clear()
+    older = make_manifest(2)
+    for call in (replica.stage(older), replica.receive(older), replica.commit(make_tag(2)), replica.tag_loaded(2)):
+        with pytest.raises(ValueError, match="^replica replica-3 serves version 15, and version 2 is older; "):
+            await call
+    assert engine.events == []
+    await update(replica, 15)  # as after an update that failed elsewhere
+    [completion] = await group
+    assert completion.spans == (VersionSpan(0, 5, 15),)
+    await assert_serves(replica, 15)

@@ -7,7 +7,7 @@ import pytest
 
 from configs.schema import PauseMode
 from rollout.replica.pause import PauseConflictError, PauseControl
-from tests.support.fakes import ClockedEngine, answer, now, settle, start
+from tests.support.fakes import ClockedEngine, answer, now, run_virtual, settle, start, update_engine
 from tests.support.replicas import ABORT, KEEP, MODES, WAIT, on_engine
 
 # -- the three modes ---------------------------------------------------------------------------------------------------
@@ -227,3 +227,33 @@ async def test_a_second_wait_is_complete_with_the_first(
 ) -> None:
     await control.pause(WAIT)
     assert now() == 6 and control.mode is WAIT
+
+
+class LateEngine(ClockedEngine):
+    """What it has sampled is on its way for a while."""
+
+    handed_out = 0
+
+    async def flush(self) -> None:
+        await asyncio.sleep(3)
+        self.handed_out = len(self.step_starts)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pause_is_complete_when_what_was_sampled_has_been_handed_out(mode: PauseMode) -> None:
+    async def main() -> None:
+        engine = LateEngine()
+        await update_engine(engine, 0)
+        control = PauseControl(engine, timeout_s=10)
+        running = start(engine, "running", 5)
+        await asyncio.sleep(1.5)
+        await control.pause(mode)
+        assert engine.handed_out == len(engine.step_starts) > 0
+        await control.resume()
+        await running
+        engine.handed_out = -1
+        async with control.update_window(clear_cache=False, before_abort=None):
+            pass
+        assert engine.handed_out == -1, "an update waits for no client"
+
+    run_virtual(main())

@@ -1,6 +1,6 @@
-"""What a reward is, and what a sum of rewards is."""
+"""What a reward is."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollout.types import Prompt
@@ -19,36 +19,9 @@ class RewardResult:
     """Logged as reward/<name>, the mean over the trajectories of a step."""
     error: str | None = None
     """Why there is no reward. The trajectory is then not trained, and counts towards rollout.max_failed_rewards. Set
-    for a reward that raises, times out or returns no finite number; a reward may also set it itself."""
+    for a reward that raises, times out or returns no finite number; a reward may also set it itself, to text or to an
+    exception."""
 
 
 Reward = Callable[[Prompt, str], RewardResult | float | Awaitable[RewardResult | float]]
-"""(prompt, decoded response) -> reward; may be an async function. Runs in an agent worker, never on the driver."""
-
-
-class WeightedSum:
-    """The sum of weight * reward over terms. `RewardScorer` calls each term as if it were the only reward, and then
-    combines their results."""
-
-    def __init__(self, terms: Mapping[str, tuple[float, Reward]]):
-        """`terms`: name -> (weight, reward)."""
-        self._weights = {name: weight for name, (weight, _) in terms.items()}
-        self.rewards = [reward for _, reward in terms.values()]
-
-    def combine(self, results: Sequence[RewardResult]) -> RewardResult:
-        """Sum the results of all terms, in order. Accuracy and answer come from the first term that has one; metrics
-        are each term's reward under its name, and its own below that name. If a term failed, the sum has failed."""
-        accuracies = [result.accuracy for result in results if result.accuracy is not None]
-        answers = [result.answer for result in results if result.answer is not None]
-        reward, metrics, errors = 0.0, dict[str, float](), list[str]()
-        for (name, weight), result in zip(self._weights.items(), results, strict=True):
-            reward += weight * result.reward
-            metrics[name] = result.reward
-            metrics |= {f"{name}/{own}": value for own, value in result.metrics.items()}
-            if result.error is not None:
-                errors.append(f"{name}: {result.error}")
-        if errors:
-            return RewardResult(reward=0.0, error="; ".join(errors))
-        return RewardResult(
-            reward=reward, accuracy=next(iter(accuracies), None), answer=next(iter(answers), None), metrics=metrics
-        )
+"""(prompt, decoded response) -> reward; may be an async function. Never runs on the driver."""

@@ -1,13 +1,18 @@
-"""GSM8K's rewards: 1 for the right number at the end of the response, else 0. The rules are verl's."""
+"""GSM8K's rewards: 1 for the right number at the end of the response, else 0.
+
+The rules are verl's, with these differences. verl compares text; here `18.`, `18.00`, `$18`, `####18` and a reference
+with commas count, too. And where verl's flexible rule reads `10-3` as -3, the minus is an operator here.
+"""
 
 import re
 
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
-MARKED_NUMBER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
-ANY_NUMBER = re.compile(r"(?<![\w.])-?[0-9][0-9,]*(?:\.[0-9]+)?")
-"""In "12-3" the minus is an operator."""
+NUMBER = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
+MARKED_NUMBER = re.compile(rf"####\s*\$?(-?{NUMBER})")
+ANY_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])-)?{NUMBER}")
+"""Whatever stands around it. In "12-3" and "x-3" the minus is an operator."""
 TAIL_CHARS = 300
 """Only the end of the response is searched: `####` early in a long response is not the answer."""
 
@@ -32,4 +37,5 @@ def _score(prompt: Prompt, numbers: list[str]) -> RewardResult:
 
 def _canonical(number: str) -> str:
     digits = number.replace(",", "").replace("$", "").strip()
-    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+    digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
+    return re.sub(r"^(-?)\.", r"\g<1>0.", digits)

@@ -1,12 +1,12 @@
-"""How `rollout.reward` in the config becomes a function."""
+"""How a term of `rollout.reward` in the config becomes a function."""
 
 import re
 from collections.abc import Callable
 
-from configs.rewards import BUILT_IN_REWARDS, parse_reward
+from configs.rewards import BUILT_IN_REWARDS
 from configs.runtime.dotted import find
 from configs.schema import RolloutConfig
-from rollout.rewards.base import Reward, RewardResult, WeightedSum
+from rollout.rewards.base import Reward, RewardResult
 from rollout.rewards.dapo import dapo
 from rollout.rewards.gsm8k import gsm8k, gsm8k_flexible
 from rollout.rewards.math_verify import MathVerifyReward
@@ -33,16 +33,8 @@ BUILT_IN: dict[str, Callable[[RolloutConfig], Reward]] = {
 """Name in the config -> factory of the reward."""
 
 
-def load_reward(rollout: RolloutConfig) -> Reward | WeightedSum:
-    """Build the reward that rollout.reward describes. Raises ValueError when a term is not a reward."""
-    terms = [(term, _load(term.path, rollout)) for term in parse_reward(rollout.reward)]
-    [(first, reward), *others] = terms
-    if not others and first.weight == 1:
-        return reward
-    return WeightedSum({term.name: (term.weight, reward) for term, reward in terms})
-
-
-def _load(path: str, rollout: RolloutConfig) -> Reward:
+def find_reward(path: str, rollout: RolloutConfig) -> Reward:
+    """`path`: a built-in name or `package.module:function`. Raises ValueError when it is no reward."""
     if path in BUILT_IN:
         return BUILT_IN[path](rollout)
     return find("rollout.reward", path, ("prompt", "text"), known=BUILT_IN_REWARDS)

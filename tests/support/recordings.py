@@ -1,12 +1,14 @@
 """What a recorder is given, by hand: groups of two steps, an evaluation, a console that writes down what it shows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.types import FloatArray, TrajectoryGroup, VersionSpan
+from rollout.types import EvaluatedPrompt, FloatArray, TrajectoryGroup, VersionSpan
 from tests.support.reference import make_group, make_trajectory
+from trainer.tracking.live_console import ReplicaView
 
 
 def example_groups() -> list[TrajectoryGroup]:
@@ -36,7 +38,16 @@ class Screen:
 
     def stage(self, text: str) -> None: ...
 
+    def during(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
+        return nullcontext(self.message)
+
+    def watch(self, replicas: Callable[[], Sequence[ReplicaView]]) -> None: ...
+
+    def resumed(self, global_steps: int, accuracies: Sequence[tuple[int, float]]) -> None: ...
+
     def message(self, text: str) -> None: ...
+
+    def end(self, state: str, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -55,3 +66,4 @@ class Evaluated:
     versions: tuple[int, ...] = (0,)
     pinned: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    prompts: tuple[EvaluatedPrompt, ...] = ()

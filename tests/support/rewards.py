@@ -1,10 +1,16 @@
-"""Rewards for system tests, by dotted path. They run in an agent worker's process."""
+"""Rewards for tests by dotted path, which agent workers or processes of their own run, and scorers of any function."""
 
 import asyncio
 import itertools
 import os
+import re
+import time
 from pathlib import Path
+from typing import Any
 
+from configs.rewards import RewardTerm
+from rollout.rewards.places import place_in_worker
+from rollout.rewards.scoring import RewardScorer
 from rollout.types import Prompt
 
 calls = itertools.count(1)
@@ -32,3 +38,38 @@ async def slow_while_a_file_exists(_prompt: Prompt, text: str) -> float:
     if Path(os.environ["SLOW_REWARDS"]).exists():
         await asyncio.sleep(4)
     return float(len(text) % 2)
+
+
+class UnprintableError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def hostile(_prompt: Prompt, text: str) -> Any:
+    """Does what the response says, as a reward does that executes what a model wrote. Else the length is the reward."""
+    if text == "hold the GIL":
+        time.sleep(0.002)
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if text == "be slow":
+        time.sleep(0.1)
+    if text == "end the process":
+        os._exit(3)
+    if text == "raise the unprintable":
+        raise UnprintableError
+    return object() if text == "return an object" else float(len(text))
+
+
+def threaded(reward: Any, timeout_s: float = 30.0) -> RewardScorer:
+    """A scorer of any function, called own_reward, within this process."""
+    return summed(timeout_s, own_reward=(1.0, reward))
+
+
+def summed(timeout_s: float = 30.0, **terms: tuple[float, Any]) -> RewardScorer:
+    """`terms`: name -> (weight, reward)."""
+    return RewardScorer(
+        tuple(
+            (RewardTerm(name, weight), place_in_worker(reward, timeout_s)) for name, (weight, reward) in terms.items()
+        )
+    )

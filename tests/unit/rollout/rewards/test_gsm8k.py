@@ -94,9 +94,45 @@ def test_only_the_end_of_a_response_is_an_answer() -> None:
         ("it fell to -3 degrees", "-3"),
         ("$18", "18"),
         ("2.50 dollars.", "2.5"),
-        ("x2 is no number, nor is v1.5", None),
+        ("答案是18", "18"),
+        ("答案是-18。", "-18"),
+        ("_18_", "18"),
+        ("USD18", "18"),
+        ("so...18", "18"),
+        ("it is .50", "0.5"),
+        ("x2 and v1.5", "1.5"),
         ("seven", None),
     ],
 )
 def test_the_flexible_form_takes_the_last_number(text: str, answer: str | None) -> None:
     assert gsm8k_flexible(ask("0"), text).answer == answer
+
+
+def as_verl(text: str, ground_truth: str, *, flexible: bool) -> float:
+    """verl's utils/reward_score/gsm8k.py, in short."""
+    found = re.findall(r"(-?[0-9.,]+)" if flexible else r"#### (-?[0-9.,]+)", text[-300:])
+    numbers = [number for number in found if number != "."] if flexible else [n.replace(",", "") for n in found]
+    return float(bool(numbers) and numbers[-1] == ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "ground_truth", "verl", "here"),
+    [  # (strict, flexible)
+        ("#### 18", "18", (1, 1), (1, 1)),
+        ("#### 1,800", "1800", (1, 0), (1, 1)),
+        ("#### -3", "-3", (1, 1), (1, 1)),
+        ("x18", "18", (0, 1), (0, 1)),
+        ("####18", "18", (0, 1), (1, 1)),
+        ("#### $18", "18", (0, 1), (1, 1)),
+        ("#### 18.", "18", (0, 0), (1, 1)),
+        ("#### 18.00", "18", (0, 0), (1, 1)),
+        ("#### 1800", "1,800", (0, 0), (1, 1)),
+        ("10-3", "-3", (0, 1), (0, 0)),
+        ("18 or 19", "18", (0, 0), (0, 0)),
+    ],
+)
+def test_the_differences_from_verl_are_those_that_are_stated(
+    text: str, ground_truth: str, verl: tuple[int, int], here: tuple[int, int]
+) -> None:
+    assert tuple(as_verl(text, ground_truth, flexible=flexible) for flexible in (False, True)) == verl
+    assert tuple(rule(ask(ground_truth), text).reward for rule in (gsm8k, gsm8k_flexible)) == here

@@ -2,26 +2,29 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from configs.rewards import BUILT_IN_REWARDS
+from configs.rollout import RewardPlace
 from configs.schema import RolloutConfig
-from rollout.rewards.base import Reward, RewardResult, WeightedSum
+from rollout.rewards.base import RewardResult
 from rollout.rewards.gsm8k import gsm8k, gsm8k_flexible
-from rollout.rewards.registry import BUILT_IN, FormatReward, load_reward
-from rollout.rewards.scoring import RewardScorer
+from rollout.rewards.registry import BUILT_IN, FormatReward
+from rollout.rewards.scoring import RewardScorer, load_scorer
 from rollout.types import Prompt
+from tests.support.rewards import summed
 
 
 def ask(ground_truth: str) -> Prompt:
     return Prompt(ordinal=0, text="", token_ids=(), ground_truth=ground_truth)
 
 
-def scored(reward: Reward | WeightedSum, ground_truth: str, text: str) -> RewardResult:
+def scored(scorer: RewardScorer, ground_truth: str, text: str) -> RewardResult:
     """Score one response, as an agent worker does."""
-    [result] = asyncio.run(RewardScorer(reward, timeout_s=30).score([(ask(ground_truth), text)]))
+    [result] = asyncio.run(scorer.score([(ask(ground_truth), text)]))
     return result
 
 
@@ -51,7 +54,7 @@ async def late(prompt: Prompt, text: str) -> float:
 
 
 def test_a_sum_weighs_its_terms_and_tells_them_apart() -> None:
-    total = WeightedSum({"gsm8k": (1.0, gsm8k), "form": (0.5, FormatReward(".*7")), "late": (-2.0, late)})
+    total = summed(gsm8k=(1.0, gsm8k), form=(0.5, FormatReward(".*7")), late=(-2.0, late))
     assert scored(total, "7", "#### 7") == RewardResult(
         reward=1 + 0.5 - 2 * 0.25,
         accuracy=1.0,
@@ -63,10 +66,10 @@ def test_a_sum_weighs_its_terms_and_tells_them_apart() -> None:
 
 
 def test_accuracy_and_answer_are_of_the_first_term_that_tells_one() -> None:
-    swapped = WeightedSum({"late": (1.0, late), "gsm8k": (1.0, gsm8k), "flexible": (1.0, gsm8k_flexible)})
+    swapped = summed(late=(1.0, late), gsm8k=(1.0, gsm8k), flexible=(1.0, gsm8k_flexible))
     result = scored(swapped, "8", "#### 7 or 8")
     assert (result.reward, result.accuracy, result.answer) == (1.25, 0.0, "7")
-    silent = scored(WeightedSum({"late": (2.0, late)}), "8", "8")
+    silent = scored(summed(late=(2.0, late)), "8", "8")
     assert (silent.reward, silent.accuracy, silent.answer) == (0.5, None, None)
 
 
@@ -79,13 +82,15 @@ def test_terms_fail_as_rewards_do_and_fail_the_sum_of_that_response_alone() -> N
     def raises_at_9(prompt: Prompt, text: str) -> float:
         return 1 / (9 - int(prompt.ground_truth))
 
-    total = WeightedSum({"hangs": (1.0, hangs_at_8), "raises": (1.0, raises_at_9), "late": (1.0, late)})
+    total = summed(1.5, hangs=(1.0, hangs_at_8), raises=(1.0, raises_at_9), late=(1.0, late))
     responses = [(ask(truth), "") for truth in ("7", "8", "9")]
-    good, hung, raised = asyncio.run(RewardScorer(total, 1.5).score(responses))
+    good, hung, raised = asyncio.run(total.score(responses))
     released.set()
     assert (good.reward, good.error) == (1.75, None)
-    assert hung == RewardResult(reward=0.0, error="hangs: TimeoutError: took longer than rollout.reward_timeout_s=1.5")
-    assert raised == RewardResult(reward=0.0, error="raises: ZeroDivisionError: division by zero")
+    assert hung == RewardResult(
+        reward=0.0, error="hangs of prompt 0: TimeoutError: took longer than rollout.reward_timeout_s=1.5"
+    )
+    assert raised == RewardResult(reward=0.0, error="raises of prompt 0: ZeroDivisionError: division by zero")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -94,7 +99,7 @@ def test_terms_fail_as_rewards_do_and_fail_the_sum_of_that_response_alone() -> N
 def test_configs_and_rollout_name_the_same_rewards() -> None:
     """Configs are checked before anything of rollout is imported, so the names are in both places."""
     assert tuple(BUILT_IN) == BUILT_IN_REWARDS
-    assert all(callable(load_reward(RolloutConfig(reward=name))) for name in BUILT_IN)
+    assert all(load_scorer(RolloutConfig(reward=name)).terms[0][0].path == name for name in BUILT_IN)
 
 
 OWN = """
@@ -113,16 +118,17 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_dotted_path_is_a_reward_alone_and_in_a_sum(own_module: str) -> None:
-    alone = load_reward(RolloutConfig(reward=f"{own_module}:length_reward"))
+    length = RolloutConfig(reward=f"{own_module}:length_reward", reward_runs_in=RewardPlace.loop)
+    alone = load_scorer(length)
     assert scored(alone, "", "four").reward == 4.0
-    total = load_reward(RolloutConfig(reward=f"0.5*{own_module}:length_reward+2*format", format_pattern="f.*"))
+    total = load_scorer(replace(length, reward=f"0.5*{length.reward}+2*format", format_pattern="f.*"))
     result = scored(total, "", "four")
     assert (result.reward, result.metrics) == (4.0, {"length_reward": 4.0, "format": 1.0})
-    half = load_reward(RolloutConfig(reward=f"0.5*{own_module}:length_reward"))
+    half = load_scorer(replace(length, reward=f"0.5*{length.reward}"))
     assert scored(half, "", "four").reward == 2.0
 
 
 def test_what_is_not_a_reward_is_refused_before_the_first_rollout(own_module: str) -> None:
     """Every other mistake is in test_dotted.py."""
     with pytest.raises(ValueError, match=rf"{own_module}:one_argument: must be callable with \(prompt, text\)"):
-        load_reward(RolloutConfig(reward=f"gsm8k+{own_module}:one_argument"))
+        load_scorer(RolloutConfig(reward=f"gsm8k+{own_module}:one_argument"))

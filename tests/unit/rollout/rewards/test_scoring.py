@@ -10,21 +10,25 @@ import numpy as np
 import pytest
 
 from rollout.rewards.base import Reward, RewardResult
-from rollout.rewards.scoring import RewardScorer
 from rollout.types import Prompt
 from tests.support.fakes import make_prompt, run_virtual
+from tests.support.rewards import UnprintableError, threaded
 
 TEXTS = ["ab", "c", ""]
 NUMBERS = {"ab": np.int64(1), "c": np.float32(0.5), "": np.bool_(False)}
 
 
 def results(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[RewardResult]:
-    return asyncio.run(RewardScorer(reward, timeout_s).score([(make_prompt(17), text) for text in texts]))
+    return asyncio.run(threaded(reward, timeout_s).score([(make_prompt(17), text) for text in texts]))
 
 
 def outcomes(reward: Any, texts: list[str] = TEXTS, timeout_s: float = 30.0) -> list[float | str | None]:
-    """The reward, or the error."""
-    return [result.reward if result.error is None else result.error for result in results(reward, texts, timeout_s)]
+    """The reward, or the error without the words that name the reward and the prompt."""
+    where = "own_reward of prompt 17: "
+    return [
+        result.reward if result.error is None else result.error.removeprefix(where)
+        for result in results(reward, texts, timeout_s)
+    ]
 
 
 # -- what a reward may be ----------------------------------------------------------------------------------------------
@@ -100,6 +104,12 @@ stops = raising(StopIteration())
         (answers(RewardResult(reward=1, metrics={"k": None})), "TypeError: the metric k must be"),  # pyright: ignore
         (answers(RewardResult(reward=1, metrics=None)), "AttributeError: "),  # pyright: ignore
         (answers(RewardResult(reward=1, error="sandbox down")), "sandbox down"),
+        (answers(RewardResult(reward=1, error=OSError("sandbox down"))), "OSError: sandbox down"),  # pyright: ignore
+        (answers(RewardResult(reward=1, error=3)), "TypeError: an error must be text, not 3"),  # pyright: ignore
+        (answers(RewardResult(reward=1, answer=18)), "TypeError: an answer must be text, not 18"),  # pyright: ignore
+        (raising(UnprintableError()), "UnprintableError, whose text cannot be shown: its __str__ raised RuntimeError"),
+        (raising(ValueError("a \ud800")), r"ValueError: a \ud800"),
+        (answers(RewardResult(reward=1, error="a \ud800")), r"a \ud800"),
     ],
 )
 def test_what_goes_wrong_is_the_error_of_its_response_alone(reward: Any, error: str, is_async: bool) -> None:
@@ -115,7 +125,8 @@ def test_what_goes_wrong_is_the_error_of_its_response_alone(reward: Any, error: 
 
 def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     outcomes(raises)
-    assert [record.getMessage() for record in caplog.records] == ["the reward of prompt 17 failed"]
+    [record] = caplog.records
+    assert record.getMessage().startswith("own_reward of prompt 17 failed:\nTraceback (most recent call last)")
     assert "line" in caplog.text and "c is no answer" in caplog.text
 
 
@@ -134,12 +145,12 @@ def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(
 
     async def main() -> None:
         responses = [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")]
-        scoring_task = asyncio.create_task(RewardScorer(hangs, 1.5).score(responses))
+        scoring_task = asyncio.create_task(threaded(hangs, 1.5).score(responses))
         ticks = 0
         while not scoring_task.done():
             ticks += 1
             await asyncio.sleep(0)
-        late = "TimeoutError: took longer than rollout.reward_timeout_s=1.5"
+        late = "own_reward of prompt 0: TimeoutError: took longer than rollout.reward_timeout_s=1.5"
         assert [result.error for result in scoring_task.result()] == [None, late, late, None]
         assert ticks > 10
 
@@ -149,7 +160,7 @@ def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(
 def test_rewards_that_wait_for_a_thread_have_a_deadline_of_their_own(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.rewards.scoring.MAX_THREADS", 2)
+    monkeypatch.setattr("rollout.rewards.places.MAX_THREADS", 2)
 
     def hangs_on_a(prompt: Prompt, text: str) -> float:
         if text == "a":
@@ -169,7 +180,7 @@ def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancell
         return 1.0
 
     async def main() -> tuple[list[RewardResult], float]:
-        scored = await RewardScorer(hangs, 60).score([(make_prompt(0), text) for text in TEXTS])
+        scored = await threaded(hangs, 60).score([(make_prompt(0), text) for text in TEXTS])
         return scored, asyncio.get_running_loop().time()
 
     scored, seconds = run_virtual(main())
@@ -192,7 +203,7 @@ def test_slow_rewards_run_side_by_side() -> None:
         return 1.0
 
     async def main() -> float:
-        await RewardScorer(sleeps, 4000).score([(make_prompt(0), "")] * 4)
+        await threaded(sleeps, 4000).score([(make_prompt(0), "")] * 4)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == pytest.approx(3600)
@@ -207,7 +218,7 @@ def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
         return 1.0
 
     async def main() -> None:
-        task = asyncio.create_task(RewardScorer(hangs, 30).score([(make_prompt(0), "a")]))
+        task = asyncio.create_task(threaded(hangs, 30).score([(make_prompt(0), "a")]))
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,0 +1,83 @@
+"""What a reward did becomes a result that can be recorded: numbers are floats, texts are UTF-8, failures are text."""
+
+import logging
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsFloat
+
+from rollout.rewards.base import RewardResult
+
+logger = logging.getLogger(__name__)
+MAX_ERROR_CHARS = 2000
+"""What the code of a model raises can have any length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """A reward raised this, or did something for which this stands."""
+
+    error: BaseException
+
+
+def settled(where: str, outcome: object) -> RewardResult:
+    """Return the result of what a reward returned, or of what it `Raised`.
+
+    What went wrong is the result's `error`, and is logged with `where`. Nothing that a reward returns makes this raise.
+    """
+    try:
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        result = outcome if isinstance(outcome, RewardResult) else RewardResult(reward=_finite("a reward", outcome))
+        return RewardResult(
+            reward=_finite("a reward", result.reward),
+            accuracy=None if result.accuracy is None else _finite("an accuracy", result.accuracy),
+            answer=None if result.answer is None else _text("an answer", result.answer),
+            metrics=_metrics(result.metrics),
+            error=None if result.error is None else _error(result.error),
+        )
+    except BaseException as error:
+        stack = "".join(traceback.format_exception(error))
+        logger.warning("%s failed:\n%s", where, _recordable(stack))
+        return RewardResult(reward=0.0, error=described(error))
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the text of an error; also where its `__str__` raises, or it has characters that no file
+    takes."""
+    kind = type(error).__name__
+    try:
+        return _recordable(f"{kind}: {error}")[:MAX_ERROR_CHARS]
+    except BaseException as second:
+        return f"{kind}, whose text cannot be shown: its __str__ raised {type(second).__name__}"
+
+
+def _error(error: object) -> str:
+    return described(error) if isinstance(error, BaseException) else _text("an error", error)[:MAX_ERROR_CHARS]
+
+
+def _metrics(metrics: Mapping[Any, object]) -> dict[str, float]:
+    return {
+        _text("the name of a metric", name): _finite(f"the metric {name}", value) for name, value in metrics.items()
+    }
+
+
+def _finite(what: str, value: object) -> float:
+    if not isinstance(value, (float, int, SupportsFloat)):  # float() would also take a string
+        raise TypeError(f"{what} must be a finite number, not {value!r:.100}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be a finite number, not {number}")
+    return number
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be text, not {value!r:.100}")
+    return _recordable(value)
+
+
+def _recordable(text: str) -> str:
+    """Write lone surrogates out, as `\\\\ud800`: UTF-8 has none, so that no file could be written with them."""
+    return str(text).encode("utf-8", "backslashreplace").decode("utf-8")

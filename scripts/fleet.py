@@ -1,11 +1,11 @@
 """Adds replicas to a running run, or takes them away.
 
-python -m scripts.fleet [--run FOLDER] add [N] | drain NAME | remove NAME | status        (default: runs/latest)
+python -m scripts.fleet [--run FOLDER] add [N] | drain NAME | remove NAME | status [--history]   (default: runs/latest)
 
     add       starts N more replicas; each serves once it has the current weights
     drain     the replica gets no new work, and ends when it has finished what it has
     remove    the replica ends now; what it was generating continues on others
-    status    one line per replica
+    status    one line per replica; --history: what happened to them and when, also after the run has ended
 
 Call it on the machine on which the run was started.
 """
@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from rollout.fleet.events import EVENTS_FILE, read_events
+
 SOCKET_FILE = "fleet.sock"
 COLUMNS = {
     "name": "name",
@@ -25,6 +27,7 @@ COLUMNS = {
     "running": "running",
     "tokens_per_s": "tokens/s",
     "node": "node",
+    "why": "why",
 }
 
 
@@ -47,15 +50,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     commands.add_parser("add").add_argument("count", nargs="?", type=int, default=1)
     for command in ("drain", "remove"):
         commands.add_parser(command).add_argument("name", help="as status shows it, such as replica-1")
-    commands.add_parser("status")
+    status = commands.add_parser("status")
+    status.add_argument("--history", action="store_true", help="what happened to the replicas, and when")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> str:
     """Returns the text for the console. Raises FleetError."""
+    if options.command == "status" and options.history:
+        return history(options.run)
     link = options.run / SOCKET_FILE
     if not link.is_symlink():
-        raise FleetError(f"--run {options.run}: no {SOCKET_FILE} there: the run has ended, or is not training yet")
+        raise FleetError(
+            f"--run {options.run}: no {SOCKET_FILE} there: the run has ended, or is not training yet; "
+            "status --history tells what happened"
+        )
     with httpx.Client(
         transport=httpx.HTTPTransport(uds=str(link.resolve())), base_url="http://fleet", timeout=options.timeout
     ) as client:
@@ -70,9 +79,24 @@ def run(options: argparse.Namespace) -> str:
                 return f"{options.name} {'drains' if command == 'drain' else 'is removed'}"
 
 
+def history(run_dir: Path) -> str:
+    """One line per event, with its time in UTC. Raises FleetError."""
+    try:
+        past = read_events(run_dir / EVENTS_FILE)
+    except OSError as error:
+        raise FleetError(f"--run {run_dir}: nothing has happened to its replicas: {error}") from None
+    cells = [[f"{one.time:%Y-%m-%d %H:%M:%S}", one.event.kind.value, one.event.text] for one in past.events]
+    shown = _columns([["time (UTC)", "event", "what"], *cells])
+    return shown + (f"\n{past.num_cut} lines of {EVENTS_FILE} are cut off" if past.num_cut else "")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     cells = [list(COLUMNS.values())]
     cells += [["-" if row[key] is None else str(row[key]) for key in COLUMNS] for row in rows]
+    return _columns(cells)
+
+
+def _columns(cells: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
@@ -84,6 +108,8 @@ def _call(client: httpx.Client, method: str, path: str, **query: Any) -> Any:
         raise FleetError(f"the run does not answer, so it has ended: {error}") from None
     except httpx.TimeoutException:
         raise FleetError(f"the run did not answer within --timeout={client.timeout.read:g} s") from None
+    except httpx.TransportError as error:
+        raise FleetError(f"the run ended before it had answered: {error}") from None
     if answer.status_code == httpx.codes.CONFLICT:
         raise FleetError(answer.json()["error"])
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:

@@ -5,13 +5,15 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
-from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.events import FleetEvent, FleetEventKind
+from rollout.fleet.fleet import ReplicaFleet, now
 from rollout.fleet.member import FleetMember
 from rollout.replica.pause import PauseConflictError
 from weight_sync.protocol import ReplicaStatus
@@ -19,6 +21,19 @@ from weight_sync.protocol import ReplicaStatus
 T = TypeVar("T")
 Deadline = Callable[[str], AbstractAsyncContextManager[None]]
 """`within`, but for what is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPause:
+    """A pause that clients ordered and nobody has ended."""
+
+    mode: PauseMode
+    by: str
+    """Who ordered it last."""
+    since: float
+    """When the first of them did, in seconds since 1970."""
+    began: float
+    """The same on the clock of the event loop."""
 
 
 class FleetControl:
@@ -33,30 +48,36 @@ class FleetControl:
         self._fleet = fleet
         self._pausing: Deadline = partial(within, pause_timeout_s, "weight_sync.pause_timeout_s")
         self._answering: Deadline = partial(within, fleet.answer_timeout_s, "rollout.answer_timeout_s")
-        self._mode: PauseMode | None = None  # of the pause that a client ordered last, until it resumes
+        self.paused: ClientPause | None = None
         self._num_orders = 0
-        self._before: tuple[PauseMode | None, dict[str, str | None]] | None = None
+        self._before: tuple[ClientPause | None, dict[str, str | None]] | None = None
         """State of the fleet and of each replica before the oldest pause that is under way."""
         self._last_stats: dict[str, dict[str, float]] = {}
         self._last_time = time.monotonic()
-        self._last_busy_s = 0.0
+        self._last_busy_s = self._last_tokens = 0.0
 
     # -- pause, resume, abort ------------------------------------------------------------------------------------------
 
     async def align(self, replica: FleetMember) -> None:
         """Pause a replica that was just registered if the fleet is paused. Raises FleetPauseError."""
-        if (mode := self._mode) is not None:
-            what = f"pause({mode.value})"
-            _, errors = await self._on_all(lambda r: r.pause(mode), what, self._pausing, [replica])
+        if (paused := self.paused) is not None:
+            what = f"pause({paused.mode.value})"
+            _, errors = await self._on_all(lambda r: r.pause(paused.mode), what, self._pausing, [replica])
             if errors:
                 raise FleetPauseError(what, errors)
 
-    async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
+    async def pause(
+        self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None, by: str = "the program"
+    ) -> None:
         """Return when every replica is paused, within `timeout_s`, by default weight_sync.pause_timeout_s. Raises
         FleetPauseError when one is not: then the replicas that were not paused before are resumed, within as long,
         unless another order came meanwhile, which stands."""
-        before, modes = self._before = self._before or (self._mode, {})
-        order = self._order(mode)  # replicas that are registered from here on are paused too
+        before, modes = self._before = self._before or (self.paused, {})
+        first = self.paused
+        since, began = (time.time(), now()) if first is None else (first.since, first.began)
+        order = self._order(
+            ClientPause(mode, by, since, began)
+        )  # replicas that are registered from here on are paused too
         deadline = self._pausing if timeout_s is None else partial(within, timeout_s, "timeout_s")
 
         async def pause(replica: FleetMember) -> None:
@@ -69,27 +90,40 @@ class FleetControl:
         if order == self._num_orders:
             self._before = None
             if errors:
-                self._mode = before
+                self.paused = before
                 # Also those that were late: the order to pause still reaches them, and then this one. Not those that
                 # refused: a resume would end another client's pause.
                 stays = {name for name, error in errors.items() if not isinstance(error, TimeoutError)}
-                undo = [r for r in self._fleet.running if modes.get(r.name, before) is None and r.name not in stays]
+                undo = [
+                    r
+                    for r in self._fleet.running
+                    if modes.get(r.name, before and before.mode) is None and r.name not in stays
+                ]
                 errors = (await self._on_all(lambda r: r.resume(), "resume", deadline, undo))[1] | errors
         if errors:
-            raise FleetPauseError(f"pause({mode.value})", errors)
+            failure = FleetPauseError(f"pause({mode.value})", errors)
+            self._tell(FleetEventKind.FAILED, f"not paused ({mode.value}) by {by}: {failure}")
+            raise failure
+        self._tell(FleetEventKind.PAUSED, f"paused ({mode.value}) by {by}")
 
-    def _order(self, mode: PauseMode | None) -> int:
-        self._mode = mode
+    def _order(self, paused: ClientPause | None) -> int:
+        self.paused = paused
         self._num_orders += 1
         return self._num_orders
 
-    async def resume(self) -> None:
+    async def resume(self, by: str = "the program") -> None:
         """Return when every replica generates again. Raises FleetPauseError."""
         self._order(None)
         self._before = None
         _, errors = await self._on_all(lambda r: r.resume(), "resume", self._pausing)
         if errors:
-            raise FleetPauseError("resume", errors)
+            failure = FleetPauseError("resume", errors)
+            self._tell(FleetEventKind.FAILED, f"not resumed by {by}: {failure}")
+            raise failure
+        self._tell(FleetEventKind.RESUMED, f"resumed by {by}")
+
+    def _tell(self, kind: FleetEventKind, text: str) -> None:
+        self._fleet.report(FleetEvent(kind, None, text))
 
     async def abort(self, names: Collection[str] | None = None) -> list[str]:
         """End these requests, by default all. Returns the ids of those that ended. Raises FleetPauseError."""
@@ -109,7 +143,7 @@ class FleetControl:
         paused = {name: status.pause_mode is not None or status.torn for name, status in statuses.items()}
         if len(set(paused.values())) > 1:
             raise FleetPauseError("is_paused", {name: RuntimeError("paused") for name, is_ in paused.items() if is_})
-        return all(paused.values()) if paused else self._mode is not None
+        return all(paused.values()) if paused else self.paused is not None
 
     async def out_of_service(self) -> str | None:
         return None if self._fleet.router.healthy else "no replica is in service"
@@ -134,17 +168,19 @@ class FleetControl:
         return totals
 
     async def gauges(self) -> dict[str, float]:
-        """Metrics of router, fleet and engines; `perf/replica_idle` since the last call."""
+        """Metrics of router, fleet and engines; `perf/replica_idle` and the throughput are since the last call."""
         totals = await self.totals()
         now = time.monotonic()
-        busy_s = totals["busy_s"] - self._last_busy_s
-        idle = 1 - busy_s / ((now - self._last_time) * max(1, len(self._fleet.running)))
-        self._last_time, self._last_busy_s = now, totals["busy_s"]
+        seconds = now - self._last_time
+        idle = 1 - (totals["busy_s"] - self._last_busy_s) / (seconds * max(1, len(self._fleet.running)))
+        tokens = totals["tokens"] - self._last_tokens
+        self._last_time, self._last_busy_s, self._last_tokens = now, totals["busy_s"], totals["tokens"]
         return {
             **self._fleet.router.gauges(),
             **self._fleet.gauges(),
             **{f"rollout/{name}": totals[name] for name in ("engine_requests", "aborted", "continued")},
             "perf/replica_idle": max(0.0, idle),
+            "perf/throughput/generated": tokens / seconds,
             "rollout/prefix_hit_rate": totals["cached_tokens"] / max(1.0, totals["prompt_tokens"]),
         }
 

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from configs.runtime.deadline import within
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.lifecycle import FleetRefusalError, Lifecycle, ReplicaState
+from rollout.fleet.events import FleetEvent, FleetEventKind, Report
+from rollout.fleet.lifecycle import CANNOT_DRAIN, FleetRefusalError, Lifecycle, ReplicaState
 from rollout.fleet.member import FleetMember
 from rollout.progress import Progress, ProgressReport
 from rollout.request_ids import RequestId
@@ -37,14 +38,14 @@ class ReplicaFleet:
         replicas: Sequence[FleetMember],
         router: ReplicaRouter,
         min_replicas: int,
-        report: Callable[[str], None],
+        report: Report,
         *,
         serving: int | None = None,
         max_replacements: int = 0,
         progress: Progress | None = None,
         answer_timeout_s: float = 5.0,
     ):
-        """`report`: called with a sentence whenever a replica leaves or comes. `serving`: version that the replicas
+        """`report`: called whenever a replica leaves or comes. `serving`: version that the replicas
         serve already; None routes nothing to them before their first update."""
         self.router = router
         self.progress = progress or Progress()
@@ -52,10 +53,12 @@ class ReplicaFleet:
         self.wanted: asyncio.Queue[str] = asyncio.Queue()
         """Names of replicas that are to be started."""
         self._min_replicas = min_replicas
-        self._report = report
+        self.report = report
         self._max_replacements = self._replacements_left = max_replacements
         self.lives: dict[str, Lifecycle] = {}
         """State of every replica by name, dead ones included."""
+        self.reasons: dict[str, str] = {}
+        """Why a replica is not in service, where somebody said it."""
         self._replicas: dict[str, FleetMember] = {}
         self._asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pinned: set[str] = set()
@@ -128,14 +131,16 @@ class ReplicaFleet:
         if before is not ReplicaState.SYNCING:
             life.enter(ReplicaState.SYNCING)
         life.verified(global_steps)
+        self.reasons.pop(name, None)
         if name in self._lost_at:
             self._num_replaced += 1
             self._recovery_s = now() - self._lost_at.pop(name)
-            self._report(f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost")
+            text = f"{name} is in service, {self._recovery_s:.1f} s after the one it replaces was lost"
+            self._tell(FleetEventKind.IN_SERVICE, name, text)
         elif before is ReplicaState.STALE:
-            self._report(f"{name} is back in service")
+            self._tell(FleetEventKind.IN_SERVICE, name, f"{name} is back in service")
         elif was_new and name not in self._initial:
-            self._report(f"{name} is in service")
+            self._tell(FleetEventKind.IN_SERVICE, name, f"{name} is in service")
         await self.router.admit(name)
 
     # -- replicas that leave, for a while or for good ------------------------------------------------------------------
@@ -145,7 +150,8 @@ class ReplicaFleet:
         life = self.lives[name]
         if life.state in (ReplicaState.SYNCING, ReplicaState.READY):
             life.enter(ReplicaState.STALE)
-            self._report(f"{name} is out of service: {error}")
+            self.reasons[name] = str(error)
+            self._tell(FleetEventKind.OUT_OF_SERVICE, name, f"{name} is out of service: {error}")
             await self.router.eject(name, error)
 
     async def pin(self, count: int, why: str) -> list[str]:
@@ -164,15 +170,19 @@ class ReplicaFleet:
     async def drain(self, name: str) -> None:
         """Route nothing more to the replica, for good. Raises FleetRefusalError."""
         self._require_spare(name)
+        if (why := CANNOT_DRAIN.get(self.lives[name].state)) is not None:
+            raise FleetRefusalError(f"{name} cannot be drained: {why}")
         self.lives[name].enter(ReplicaState.DRAINING)
-        self._report(f"{name} drains")
+        self._tell(FleetEventKind.DRAINING, name, f"{name} drains")
         await self.router.eject(name, RuntimeError("draining"))
 
     async def retire(self, name: str, why: str) -> None:
         """Shut down a replica that is no longer wanted, without a replacement. Idempotent. Raises FleetRefusalError."""
         self._require_spare(name)
         if self.lives[name].state is not ReplicaState.DEAD:
-            self._end(name, f"{name} leaves: {why}", RuntimeError(f"{name} left: {why}"))
+            self.reasons[name] = why
+            self._tell(FleetEventKind.LEFT, name, f"{name} leaves: {why}")
+            self._end(name, RuntimeError(f"{name} left: {why}"))
         await asyncio.shield(self._endings[name])
 
     async def give_up(self, name: str, error: BaseException) -> None:
@@ -189,6 +199,10 @@ class ReplicaFleet:
     def expect(self, names: Collection[str]) -> None:
         """These count as in service while they are out of it, because an update under way may bring them back."""
         self._expected = names
+
+    def has_enough(self) -> bool:
+        """As many replicas are in service now as rollout.min_replicas asks for."""
+        return len(self._in(ReplicaState.READY)) >= self._min_replicas
 
     def require_enough(self, cause: BaseException) -> None:
         """Raises TooFewReplicasError when fewer than rollout.min_replicas are in service or will be."""
@@ -219,17 +233,21 @@ class ReplicaFleet:
         state = self.lives[name].state
         if state is not ReplicaState.DEAD:
             self._num_lost += 1
-            self._end(name, f"{name} is given up: {error}", error)
+            self.reasons[name] = str(error)
+            self._tell(FleetEventKind.GIVEN_UP, name, f"{name} is given up: {error}")
+            self._end(name, error)
             if state is not ReplicaState.DRAINING and self._replacements_left > 0:
                 self._replacements_left -= 1
                 replacement = self.want()
                 self._lost_at[replacement] = self._lost_at.pop(name, now())
-                self._report(f"{replacement} is to replace {name}")
+                self._tell(FleetEventKind.STARTING, replacement, f"{replacement} is to replace {name}")
         return self._endings[name]
 
-    def _end(self, name: str, text: str, error: BaseException) -> None:
+    def _tell(self, kind: FleetEventKind, name: str, text: str) -> None:
+        self.report(FleetEvent(kind, name, text))
+
+    def _end(self, name: str, error: BaseException) -> None:
         self.lives[name].enter(ReplicaState.DEAD)
-        self._report(text)
         self.router.expect(name, error)
         self._endings[name] = asyncio.create_task(self._shut_down(name, error), name=f"end-{name}")
 

@@ -28,6 +28,14 @@ FROM = {
     ReplicaState.DEAD: tuple(state for state in ReplicaState if state is not ReplicaState.DEAD),
 }
 """State -> states from which a replica may enter it."""
+ENDED = "it has ended already"
+CANNOT_DRAIN = {
+    ReplicaState.STARTING: "it is still starting; remove it, or drain it once it is READY",
+    ReplicaState.SYNCING: "it is still taking its weights; remove it, or drain it once it is READY",
+    ReplicaState.DRAINING: "it is draining already",
+    ReplicaState.DEAD: ENDED,
+}
+"""Why an operator cannot drain a replica in this state."""
 
 
 class FleetRefusalError(RuntimeError):

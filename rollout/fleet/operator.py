@@ -3,27 +3,31 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
-from rollout.fleet.lifecycle import FleetRefusalError, ReplicaState
+from rollout.fleet.lifecycle import ENDED, FleetRefusalError, ReplicaState
 from rollout.fleet.member import FleetMember
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One replica in `fleet.py status`."""
+    """One replica in `fleet.py status`. Dead ones stay, with the reason."""
 
     name: str
     state: str
+    """A `ReplicaState`, or PAUSED: it would be READY, and a client has paused the fleet."""
     global_steps: int
     """Tag of the weights that were verified last; -1 before the first."""
     running: int
     tokens_per_s: float
     node: str | None
     """None before its engine runs."""
+    why: str | None
+    """Who paused it, or why it is not in service."""
 
 
 @dataclass(kw_only=True)
@@ -93,7 +97,7 @@ class FleetOperator:
     async def remove(self, name: str) -> None:
         """Return when the replica has ended."""
         if name in self.fleet.lives and self.fleet.lives[name].state is ReplicaState.DEAD:
-            raise FleetRefusalError(f"{name} is DEAD: it has ended already")
+            raise FleetRefusalError(f"{name} cannot be removed: {ENDED}")
         await self.fleet.retire(name, "removed by the operator")
         if name in self._starting and self.fleet.node_of(name) is None:
             self._starting[name].cancel()
@@ -108,16 +112,22 @@ class FleetOperator:
         await self.fleet.retire(name, why)
 
     def rows(self) -> list[ReplicaRow]:
-        """All replicas that are not DEAD."""
-        return [self._row(name) for name, life in self.fleet.lives.items() if life.state is not ReplicaState.DEAD]
+        """All replicas that there have been."""
+        return [self._row(name) for name in self.fleet.lives]
 
     def _row(self, name: str) -> ReplicaRow:
         life, report, speed = self.fleet.lives[name], self.health.last(name), self.health.speed(name, least_s=1.0)
+        state, why, pause = life.state.value, self.fleet.reasons.get(name), self.control.paused
+        if pause is not None and life.state is not ReplicaState.DEAD:
+            since = datetime.fromtimestamp(pause.since, UTC)
+            state = "PAUSED" if life.state is ReplicaState.READY else state
+            why, speed = f"paused ({pause.mode.value}) by {pause.by} since {since:%Y-%m-%d %H:%M:%S} UTC", None
         return ReplicaRow(
             name=name,
-            state=life.state.value,
+            state=state,
             global_steps=life.global_steps,
             running=0 if report is None else report.running,
             tokens_per_s=0.0 if speed is None else round(speed.total, 1),
             node=self.fleet.node_of(name),
+            why=why,
         )

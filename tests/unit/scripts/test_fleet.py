@@ -1,13 +1,16 @@
 """scripts/fleet.py against the socket of a run: what it tells, what it refuses, and where the socket is."""
 
 import asyncio
+import re
 import stat
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from rollout.fleet.app import fleet_app
+from rollout.fleet.events import EVENTS_FILE, FleetEvent, FleetEventKind, FleetEventLog
 from rollout.http.server import linked_socket, served
 from scripts import fleet
 from tests.support.fakes import settle
@@ -41,15 +44,17 @@ def served_fleet(run_dir: Path, test: Callable[[OperatedFleet, Call], Awaitable[
 def test_status_add_drain_and_remove(tmp_path: Path) -> None:
     async def test(setup: OperatedFleet, call: Call) -> None:
         node = setup.replicas["replica-0"].node
+        width = max(4, len(node))
         assert await call("add", "2") == "starting replica-2, replica-3; status tells when they serve"
         assert await call("remove", "replica-2") == "replica-2 is removed"
         await setup.router.acquire(1)
         assert await call("drain", "replica-0") == "replica-0 drains"
         assert await call("status") == (
-            "name       state     version  running  tokens/s  node\n"
-            f"replica-0  DRAINING  7        0        0.0       {node}\n"
-            f"replica-1  READY     7        0        0.0       {node}\n"
-            "replica-3  STARTING  -1       0        0.0       -"
+            f"name       state     version  running  tokens/s  {'node':{width}}  why\n"
+            f"replica-0  DRAINING  7        0        0.0       {node:{width}}  -\n"
+            f"replica-1  READY     7        0        0.0       {node:{width}}  -\n"
+            f"replica-2  DEAD      -1       0        0.0       {'-':{width}}  removed by the operator\n"
+            f"replica-3  STARTING  -1       0        0.0       {'-':{width}}  -"
         )
 
     served_fleet(tmp_path, test)
@@ -94,3 +99,40 @@ def test_without_a_run_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / fleet.SOCKET_FILE).symlink_to("/nowhere/socket")
     with pytest.raises(SystemExit, match="^fleet error: the run does not answer, so it has ended"):
         fleet.main(["--run", str(tmp_path), "status"])
+
+
+def test_a_run_that_ends_before_it_answers_is_told(tmp_path: Path) -> None:
+    with linked_socket(tmp_path / fleet.SOCKET_FILE) as listener:
+        answering = threading.Thread(target=lambda: listener.accept()[0].close())
+        answering.start()
+        with pytest.raises(SystemExit, match="^fleet error: the run ended before it had answered: "):
+            fleet.main(["--run", str(tmp_path), "status"])
+        answering.join()
+
+
+def test_the_history_is_told_also_after_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that was cut off costs no other."""
+    shown: list[str] = []
+    log = FleetEventLog(tmp_path / EVENTS_FILE, shown.append)
+    log(FleetEvent(FleetEventKind.GIVEN_UP, "replica-0", "replica-0 is given up: out of memory"))
+    with log.path.open("a") as file:
+        file.write('{"time": "20')
+    log(FleetEvent(FleetEventKind.PAUSED, None, "paused (keep) by alice"))
+    with log.path.open("ab") as file:
+        file.write(b'{"time": "\xc3')
+    assert shown == ["replica-0 is given up: out of memory", "paused (keep) by alice"]
+    fleet.main(["--run", str(tmp_path), "status", "--history"])
+    head, lost, paused, cut = capsys.readouterr().out.splitlines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+    assert head.split() == ["time", "(UTC)", "event", "what"]
+    assert re.fullmatch(time + "given up  replica-0 is given up: out of memory", lost)
+    assert re.fullmatch(time + r"paused    paused \(keep\) by alice", paused)
+    assert cut == "2 lines of fleet.jsonl are cut off"
+    with pytest.raises(SystemExit, match="^fleet error: --run .*none: nothing has happened"):
+        fleet.main(["--run", str(tmp_path / "none"), "status", "--history"])
+
+
+def test_an_event_that_cannot_be_written_is_shown_and_does_not_end_the_run(tmp_path: Path) -> None:
+    shown: list[str] = []
+    FleetEventLog(tmp_path / "none" / EVENTS_FILE, shown.append)(FleetEvent(FleetEventKind.PAUSED, None, "paused"))
+    assert shown[0] == "paused" and shown[1].startswith("fleet.jsonl cannot be written: ")

@@ -14,9 +14,11 @@ from configs.schema import Config, RolloutConfig
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.types import Completion
+from scripts.launch.cluster import without_trainer
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
+from scripts.launch.placement import Placement
 from scripts.launch.start import start_replica
-from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, no_redirect
+from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, creating, no_redirect
 from tests.support.fakes import make_request
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -47,15 +49,15 @@ class Scene:
     def __init__(self, replicas: list[ReplicaHandle]) -> None:
         self.told: list[str] = []
         self.agents = NoAgents()
-        self.fleet, control = make_fleet(CONFIG, replicas, self.told.append)
+        self.fleet, control = make_fleet(CONFIG, replicas, lambda event: self.told.append(event.text))
         self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
         start = partial(
             start_replica,
-            create=partial(create_replica, spec=SPEC, on_start=no_redirect, actor_class=SimulatedActor),
+            create=creating(no_redirect, Placement(without_trainer(CONFIG), "cpu")),
             config=CONFIG,
             spec=SPEC,
             agents=self.agents,  # pyright: ignore[reportArgumentType]
-            report=self.told.append,
+            report=lambda event: self.told.append(event.text),
         )
         self.monitor, self.operator = make_monitor_and_operator(
             CONFIG, fleet=self.fleet, control=control, catch_up=self.manager.catch_up, start=start
@@ -67,7 +69,7 @@ class Scene:
                 await asyncio.sleep(0.1)
 
     def states(self) -> dict[str, str]:
-        return {row.name: row.state for row in self.operator.rows()}
+        return {row.name: row.state for row in self.operator.rows() if row.state != "DEAD"}
 
 
 @asynccontextmanager

@@ -336,6 +336,7 @@ async def test_gauges_are_of_the_time_since_the_last_call(setup: FleetSetup, mon
     setup.replicas["b"]._counters["cached_tokens"] = 3  # of three prompts that are done, of two tokens each
     assert await control.gauges() == {
         "perf/replica_idle": 0.25,
+        "perf/throughput/generated": 2.3,
         "rollout/engine_requests": 4,
         "rollout/aborted": 2,
         "rollout/continued": 0,

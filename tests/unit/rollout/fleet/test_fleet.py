@@ -80,7 +80,7 @@ async def take(step: str, number: int, setup: OperatedFleet, pinned: list[str]) 
         case "update":
             await setup.manager.update_weights(setup.source.global_steps)
         case "pin":
-            async with setup.manager.publishing:
+            async with setup.manager.updating:
                 pinned += await setup.fleet.pin(number, "it evaluates")
         case "unpin":
             setup.fleet.unpin(pinned)
@@ -117,7 +117,7 @@ def test_whatever_happens_only_the_ready_are_routable_on_one_version_and_nobody_
             assert setup.router.healthy == ready
             unverified = {replica.name for replica in setup.fleet.targets if lives[replica.name].global_steps < 0}
             assert unverified.isdisjoint(ready)
-            if ready and not setup.manager.publishing.locked():
+            if ready and not setup.manager.updating.locked():
                 serving = {lives[name].global_steps for name in ready}
                 assert len(serving) == 1
                 assert newest <= (newest := max(serving))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.fleet.lifecycle import FleetRefusalError, Lifecycle, ReplicaState
+from rollout.fleet.lifecycle import CANNOT_DRAIN, FROM, FleetRefusalError, Lifecycle, ReplicaState
 
 LEGAL = {
     ("STARTING", "SYNCING"),
@@ -39,3 +39,7 @@ def test_every_transition_from_every_state(state: ReplicaState, to: ReplicaState
             enter(life, to)
         assert life.state is state, "what is refused changes nothing"
         assert life.global_steps == -1
+
+
+def test_an_operator_is_told_of_every_state_why_it_cannot_drain() -> None:
+    assert set(CANNOT_DRAIN) == set(ReplicaState) - set(FROM[ReplicaState.DRAINING])

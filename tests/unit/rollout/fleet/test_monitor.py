@@ -64,7 +64,12 @@ class Setup:
         self.router = ReplicaRouter(list(self.replicas), 8)
         self.store = Store()
         self.fleet = ReplicaFleet(
-            list(self.replicas.values()), self.router, 1, self.told.append, serving=0, progress=self.store
+            list(self.replicas.values()),
+            self.router,
+            1,
+            lambda event: self.told.append(event.text),
+            serving=0,
+            progress=self.store,
         )
         self.monitor = FleetMonitor(self.fleet, HealthMonitor(20.0, None), 1.0)
 

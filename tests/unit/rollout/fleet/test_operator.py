@@ -17,9 +17,9 @@ async def test_a_lost_replica_is_replaced_by_one_that_serves_only_with_current_w
     await asyncio.sleep(5)
     await setup.fleet.lose("replica-1", DIED)
     assert setup.states() == {"replica-0": "READY", "replica-1": "DEAD", "replica-2": "STARTING"}
+    setup.source.global_steps = 8
     await setup.manager.update_weights(8)
     assert setup.source.orders[-1][0] == {"replica-0": 1}, "who is starting gets no updates"
-    setup.source.global_steps = 8
     await asyncio.sleep(START_S + 1)
     assert setup.states()["replica-2"] == "READY" and setup.router.healthy == ["replica-0", "replica-2"]
     assert setup.source.orders[-1] == ({"replica-2": 1}, None)
@@ -91,7 +91,7 @@ async def test_who_cannot_be_paused_does_not_join_a_paused_fleet(setup: Operated
     await asyncio.sleep(START_S + 1)
     setup.make = make
     failed = "replica-2 is given up: pause(keep) failed on replica-2: OSError('cannot freeze')"
-    assert setup.told == [failed, "replica-3 is to replace replica-2"]
+    assert setup.told == ["paused (keep) by the program", failed, "replica-3 is to replace replica-2"]
     assert await setup.control.is_paused()
 
 
@@ -151,7 +151,8 @@ async def test_what_an_operator_adds_serves_once_it_has_the_weights_and_can_be_r
     assert setup.router.healthy == ["replica-0", "replica-1", "replica-2"]
     assert "start of replica-3 cancelled" in setup.events
     rows = [(row.name, row.state, row.global_steps, row.node is not None) for row in setup.operator.rows()]
-    assert rows == [(f"replica-{i}", "READY", 7, True) for i in range(3)]
+    assert rows == [*((f"replica-{i}", "READY", 7, True) for i in range(3)), ("replica-3", "DEAD", -1, False)]
+    assert setup.operator.rows()[3].why == "removed by the operator"
     assert setup.fleet.gauges()["rollout/replicas_lost"] == 0
 
 
@@ -163,6 +164,7 @@ async def test_a_draining_replica_finishes_what_it_has_gets_no_updates_and_ends(
     await setup.operator.drain("replica-1")
     assert [row.state for row in setup.operator.rows()] == ["READY", "DRAINING"]
     assert setup.operator.rows()[1].running == 1
+    setup.source.global_steps = 8
     await setup.manager.update_weights(8)
     assert setup.source.orders[-1][0] == {"replica-0": 1}
     assert await setup.router.acquire(1) == "replica-0"
@@ -196,9 +198,29 @@ async def test_what_is_refused(setup: OperatedFleet) -> None:
         await setup.operator.remove("replica-1")
     await asyncio.sleep(START_S + 1)
     await setup.operator.remove("replica-1")
-    with pytest.raises(FleetRefusalError, match="replica-1 is DEAD: it has ended already"):
+    with pytest.raises(FleetRefusalError, match="^replica-1 cannot be removed: it has ended already$"):
         await setup.operator.remove("replica-1")
+    with pytest.raises(FleetRefusalError, match="^replica-1 cannot be drained: it has ended already$"):
+        await setup.operator.drain("replica-1")
     setup.operator.add(1)
-    with pytest.raises(FleetRefusalError, match="replica-3 is STARTING: cannot be DRAINING"):
+    with pytest.raises(FleetRefusalError, match="^replica-3 cannot be drained: it is still starting; remove it, or"):
         await setup.operator.drain("replica-3")
     assert setup.states()["replica-0"] == "READY"
+
+
+@operated()
+async def test_the_state_tells_who_paused_and_why_a_replica_is_gone(setup: OperatedFleet) -> None:
+    """While paused no speed is shown: the last one would look as if it still generated."""
+    group = start_group(setup.replicas["replica-1"], 1000)
+    await asyncio.sleep(30)
+    assert setup.operator.rows()[1].tokens_per_s > 0
+    await setup.control.pause(PauseMode.keep, by="127.0.0.1:4711 (curl/8.5.0)")
+    await setup.fleet.lose("replica-0", DIED)
+    dead, paused, starting = setup.operator.rows()
+    assert (dead.state, dead.why) == ("DEAD", "out of memory")
+    assert (paused.state, paused.running, paused.tokens_per_s, starting.state) == ("PAUSED", 1, 0.0, "STARTING")
+    assert paused.why is not None and paused.why.startswith("paused (keep) by 127.0.0.1:4711 (curl/8.5.0) since 20")
+    await setup.control.resume()
+    assert [row.state for row in setup.operator.rows()] == ["DEAD", "READY", "STARTING"]
+    assert setup.operator.rows()[1].why is None
+    group.cancel()

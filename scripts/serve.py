@@ -9,32 +9,39 @@ weights, as version 0. Exit code: 0, or 1 after an error.
 import asyncio
 import sys
 
+from configs.serve import TOKEN_ENV
 from configs.validate import ConfigError
-from scripts.launch.command import Invocation, run_async, run_command
+from scripts.launch.command import Ended, Invocation, Main, run_async
 
 
 def main() -> None:
-    run_command("serve", serve, needed_files=())
+    Main(name="serve", command=serve, needed_files=(), may_sweep=False).exit(sys.argv[1:])
 
 
-def serve(given: Invocation) -> int:
+def serve(given: Invocation) -> Ended:
+    from rollout.http.token import control_token, given_token
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.plan import plan
+    from scripts.launch.resume import holds_run
+    from scripts.launch.run_folder import locked
     from scripts.launch.serving import serve_model
 
     config = without_trainer(given.config)
     device = resolve_device(config)
-    if config.ray.address is not None and config.serve.token is None:
+    if config.ray.address is not None and given_token(config.serve) is None:
         why = f"with ray.address={config.ray.address} replicas listen on their nodes' addresses, and need a token"
-        raise ConfigError(f"serve.token=None: {why}")
+        raise ConfigError(f"serve.token_file=None: {why}, in it or in {TOKEN_ENV}")
     if config.dry_run:
         sys.stdout.write(plan("serve", config, device, given.run_dir, ()))
-        return 0
+        return Ended(exit_code=0)
     try:
-        run_async(serve_model(config, device, given.run_dir))
+        with locked(given.run_dir), control_token(config.serve, given.run_dir) as token:
+            if not holds_run(given.run_dir):
+                given.save_config()
+            run_async(serve_model(config, device, given.run_dir, token))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stdout.write("stopped\n")
-    return 0
+    return Ended(exit_code=0)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""The control routes of vLLM and of FastDeploy over one replica or the whole fleet, and their bearer token."""
+"""The control routes of vLLM and of FastDeploy over one replica or the whole fleet."""
 
-import hmac
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Gauge, generate_latest
-from pydantic import BaseModel
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from pydantic import AfterValidator, BaseModel
 
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
@@ -18,8 +16,6 @@ from rollout.replica.pause import PauseConflictError
 from rollout.request_ids import ClientNames
 from weight_sync.protocol import ReplicaStatus
 
-OPEN_PATHS = ("/health", "/metrics", "/versions")
-"""Routes that change nothing, so that probes and scrapers need no token."""
 PAUSE_TIMEOUT_S = 60.0
 """Default of the `timeout_s` of a pause."""
 STATE = {
@@ -43,9 +39,11 @@ STATUSES = {409: PauseConflictError, 504: TimeoutError}
 class Controlled(Protocol):
     """What the control routes act on: one replica, or the fleet."""
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None: ...
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float, by: str) -> None:
+        """`by`: who orders it, for logs and events."""
+        ...
 
-    async def resume(self) -> object: ...
+    async def resume(self, by: str) -> object: ...
 
     async def abort(self, names: Collection[str] | None) -> list[str]: ...
 
@@ -60,8 +58,13 @@ class Controlled(Protocol):
         ...
 
 
+def _utf8(text: str) -> str:
+    text.encode()  # raises for half a surrogate pair, which the answer could not name
+    return text
+
+
 class AbortRequests(BaseModel):
-    req_ids: list[str] = []
+    req_ids: list[Annotated[str, AfterValidator(_utf8)]] = []
     abort_all: bool = False
 
 
@@ -73,6 +76,7 @@ def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
     for status, error in STATUSES.items():
         app.add_exception_handler(error, answer_with(status))
     app.add_exception_handler(FleetPauseError, _fleet_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
     return app
 
 
@@ -88,16 +92,17 @@ def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
 
     @app.post("/pause")
     async def pause(
+        request: Request,
         mode: PauseMode = PauseMode.abort,
         clear_cache: bool = False,
-        timeout_s: Annotated[float, Query(gt=0)] = PAUSE_TIMEOUT_S,
+        timeout_s: Annotated[float, Query(gt=0, allow_inf_nan=False)] = PAUSE_TIMEOUT_S,
     ) -> dict[str, str]:
-        await controlled.pause(mode, clear_cache, timeout_s)
+        await controlled.pause(mode, clear_cache, timeout_s, caller(request))
         return {"status": "paused"}
 
     @app.post("/resume")
-    async def resume() -> dict[str, str]:
-        await controlled.resume()
+    async def resume(request: Request) -> dict[str, str]:
+        await controlled.resume(caller(request))
         return {"status": "resumed"}
 
     @app.get("/is_paused")
@@ -109,13 +114,13 @@ def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
     """As FastDeploy's: its pause aborts."""
 
     @app.post("/v1/pause")
-    async def pause() -> dict[str, Any]:
-        await controlled.pause(PauseMode.abort, False, PAUSE_TIMEOUT_S)
+    async def pause(request: Request) -> dict[str, Any]:
+        await controlled.pause(PauseMode.abort, False, PAUSE_TIMEOUT_S, caller(request))
         return _success(None)
 
     @app.post("/v1/resume")
-    async def resume() -> dict[str, Any]:
-        await controlled.resume()
+    async def resume(request: Request) -> dict[str, Any]:
+        await controlled.resume(caller(request))
         return _success(None)
 
     @app.get("/v1/is_paused")
@@ -157,14 +162,27 @@ def _add_state_routes(app: FastAPI, controlled: Controlled, with_engine_metrics:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
+def caller(request: Request) -> str:
+    """Address and program of a client. Example: "127.0.0.1:40312 (curl/8.5.0)" """
+    where = "a local process" if request.client is None else f"{request.client.host}:{request.client.port}"
+    program = re.sub(r"[^\x20-\x7e]", "?", request.headers.get("user-agent", ""))[:60]  # it reaches a terminal
+    return f"{where} ({program})" if program else where
+
+
 def _success(result: Any) -> dict[str, Any]:
     return {"status": "success", "result": result}
 
 
+async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    """Says what is wrong and where. What was given is not repeated: it may be bytes, NaN or half a character."""
+    assert isinstance(error, RequestValidationError)
+    problems = (f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
+    return JSONResponse({"error": "; ".join(problems)}, status_code=422)
+
+
 async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, FleetPauseError)
-    # Ray puts the remote traceback before the message, which is the last line.
-    reasons = {name: str(reason).strip().rpartition("\n")[2] for name, reason in error.errors.items()}
+    reasons = {name: str(reason).partition("\n")[0] or repr(reason) for name, reason in error.errors.items()}
     message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     # The status that a single replica would answer with, if all that failed agree.
     agreed = (status for status, kind in STATUSES.items() if all(isinstance(e, kind) for e in error.errors.values()))
@@ -184,25 +202,3 @@ def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[st
         for name in COUNTERS:
             gauges[name].labels(replica).set(counters[name])
     return generate_latest(registry) + (generate_latest(REGISTRY) if with_engine else b"")
-
-
-@dataclass
-class RequireToken:
-    """ASGI middleware: every path outside `open_paths` needs the token."""
-
-    app: ASGIApp
-    token: str
-    open_paths: Collection[str]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self.open_paths:
-            return await self.app(scope, receive, send)
-        given, expected = Headers(scope=scope).get("authorization", ""), f"Bearer {self.token}"
-        if hmac.compare_digest(given.encode(), expected.encode()):  # as long for a good guess as for a bad one
-            return await self.app(scope, receive, send)
-        answer = JSONResponse(
-            {"error": f"{scope['path']} needs 'Authorization: Bearer <serve.token>'"},
-            status_code=401,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await answer(scope, receive, send)

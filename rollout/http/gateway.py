@@ -7,32 +7,33 @@ from dataclasses import dataclass
 import httpx
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from configs.runtime.deadline import within
 from rollout.errors import NoReplicaLeftError
-from rollout.http.control import OPEN_PATHS, Controlled, RequireToken, control_app
+from rollout.http.answers import GENERATION, error_answer
+from rollout.http.control import Controlled, control_app
+from rollout.http.token import Token
 from rollout.router import ReplicaRouter
 
-PROXIED = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET"}
 # Headers that belong to one connection and not to the request (RFC 9110, 7.6.1), or are set anew for the next one.
 NOT_PASSED_ON = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host"}
-NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-authorization"}
+# The gateway has judged the origin; a replica, which listens elsewhere, knows other names.
+NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-authorization", b"origin"}
 
 
-def gateway_app(controlled: Controlled, proxy: "Proxy | None", token: str | None) -> ASGIApp:
+def gateway_app(controlled: Controlled, proxy: "Proxy | None") -> FastAPI:
     """`proxy`: None leaves only the control routes."""
-    app: FastAPI = control_app(controlled, with_engine_metrics=False)
-    for path, method in PROXIED.items() if proxy is not None else ():
+    app = control_app(controlled, with_engine_metrics=False)
+    for path, method in GENERATION.items() if proxy is not None else ():
         app.add_route(path, proxy, methods=[method])  # pyright: ignore[reportArgumentType]
-    return app if token is None else RequireToken(app, token, {*OPEN_PATHS, *PROXIED})
+    return app
 
 
-def upstream_client(token: str | None, route_timeout_s: float) -> httpx.AsyncClient:
+def upstream_client(token: Token | None, route_timeout_s: float) -> httpx.AsyncClient:
     """The client that connects to the replicas. Answers have no deadline: a frozen request may last for as long as its
     client stays."""
-    headers = {"accept-encoding": "identity"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    headers = {"accept-encoding": "identity"} | ({} if token is None else {"authorization": f"Bearer {token.value}"})
     return httpx.AsyncClient(
         headers=headers,
         timeout=httpx.Timeout(None, connect=route_timeout_s),
@@ -104,5 +105,4 @@ async def _client_leaves(receive: Receive) -> None:
 
 
 async def _answer(request: Request, send: Send, status: int, message: str) -> None:
-    error = {"message": message, "type": "slipstream", "code": status}
-    await JSONResponse({"error": error}, status_code=status)(request.scope, request.receive, send)
+    await error_answer(request.url.path, status, message)(request.scope, request.receive, send)

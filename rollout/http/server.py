@@ -11,12 +11,17 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from configs.serve import ServeConfig
 from configs.validate import ConfigError
+from rollout.http.access import Access
+from rollout.http.connections import Connections, LimitedConfig, LimitedProtocol, Listener, affordable
+from rollout.http.guard import Guard
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than clients keep one (httpx 5 s, aiohttp 15 s), so that
 they send no request on a connection that is being closed."""
+DEFAULTS = ServeConfig()
 CLOSING_S = 1
 """Seconds that requests in flight get at the end. A frozen request would never end by itself."""
 
@@ -31,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Port 0 takes a free port. Raises ConfigError when the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return Listener.of(socket.create_server((host, port), family=family, backlog=BACKLOG))
     except OSError as error:
         raise ConfigError(f"serve.host={host}, serve.port={port}: cannot listen there: {error.strerror}") from None
 
@@ -41,17 +46,24 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(app: ASGIApp, listener: socket.socket) -> None:
-    """Serves until it is cancelled."""
-    config = uvicorn.Config(
-        app,
+async def serve(
+    app: ASGIApp, listener: socket.socket, limits: ServeConfig = DEFAULTS, access: Access | None = None
+) -> None:
+    """Serves until it is cancelled. Without `access` everybody may call who reaches the listener."""
+    maximum = affordable(limits.max_connections)
+    config = LimitedConfig(
+        Guard(app, limits, access, maximum),
+        http=LimitedProtocol,
+        log_level="error",  # every bad request of a client would be a warning
         lifespan="off",
         ws="none",
         log_config=None,
+        proxy_headers=False,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )
+    config.connections = Connections(limits, maximum)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -62,10 +74,12 @@ async def serve(app: ASGIApp, listener: socket.socket) -> None:
 
 
 @asynccontextmanager
-async def served(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def served(
+    app: ASGIApp, listener: socket.socket, limits: ServeConfig = DEFAULTS, access: Access | None = None
+) -> AsyncIterator[None]:
     """Serves while the block runs. An error of the server ends the block."""
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(serve(app, listener))
+        serving = group.create_task(serve(app, listener, limits, access))
         yield
         serving.cancel()
 

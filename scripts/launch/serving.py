@@ -5,52 +5,60 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from configs.runtime.deadline import within
 from configs.schema import Config, ModelKind
 from rollout.fleet.control import FleetControl
+from rollout.fleet.events import EVENTS_FILE, FleetEventLog
 from rollout.fleet.fleet import ReplicaFleet
+from rollout.http.access import Access
 from rollout.http.gateway import Proxy, gateway_app, upstream_client
 from rollout.http.server import listen, served, url_of
+from rollout.http.token import Token, usage
 from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
 from scripts.launch.cluster import cluster, output_to
 from scripts.launch.driver import make_monitor
 from scripts.launch.models import boot_model, engine_spec, policy_model
+from scripts.launch.placement import reserve
 from trainer.tracking.console import Console, PlainConsole
 
 UNBOUNDED = sys.maxsize
 """Requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach them."""
 
 
-async def serve_model(config: Config, device: str, run_dir: Path) -> None:
+async def serve_model(config: Config, device: str, run_dir: Path, token: Token | None) -> None:
     """Serves until it is cancelled. An error anywhere is raised here, after every process has ended."""
     listener = listen(config.serve.host, config.serve.port)  # an address in use is an error before anything starts
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every request
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
-    async with cluster(config, device), upstream_client(config.serve.token, config.serve.route_timeout_s) as client:
+    async with cluster(config, device), upstream_client(token, config.serve.route_timeout_s) as client:
         _, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
-            on_loopback = config.ray.address is None  # then the cluster is this machine
-            serving = (r.serve(on_loopback, config.serve.token, chat_template(config)) for r in replicas)
+            # Without an address the cluster is this machine.
+            access = Access.of(config.serve, token, on_loopback=config.ray.address is None)
+            serving = (replica.serve(config.serve, access, chat_template(config)) for replica in replicas)
             urls = dict(zip([replica.name for replica in replicas], await asyncio.gather(*serving), strict=True))
         router = ReplicaRouter(list(urls), UNBOUNDED)
         fleet = ReplicaFleet(
             replicas,
             router,
             config.rollout.min_replicas,
-            console.message,
+            FleetEventLog(run_dir / EVENTS_FILE, console.message),
             serving=0,
             answer_timeout_s=config.rollout.answer_timeout_s,
         )
         control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
         monitor, _ = make_monitor(config, fleet)
         proxy = Proxy(client, router, urls, config.serve.route_timeout_s)
-        async with served(gateway_app(control, proxy, config.serve.token), listener):
+        access = Access.of(config.serve, token, on_loopback=config.serve.is_loopback)
+        async with served(gateway_app(control, proxy), listener, config.serve, access):
             for name, url in urls.items():
                 console.message(f"{name}: {url}")
+            console.message(usage(token, config.serve, run_dir))
             console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")
             await monitor.run()
 
@@ -59,11 +67,12 @@ async def start_replicas(
     config: Config, device: str, run_dir: Path, console: Console, *, log_stats: bool = False
 ) -> tuple[str, list[ReplicaHandle]]:
     """Starts replicas of the model, as version 0. Returns the model's path, too."""
+    placement = await reserve(config, device)
     model_path = await policy_model(config, await boot_model(config, run_dir), console)
     console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
     spec = replace(engine_spec(config, device, model_path), log_stats=log_stats)
-    names = [f"replica-{index}" for index in range(config.rollout.num_replicas)]
-    replicas = [create_replica(name, spec, output_to(run_dir)) for name in names]
+    create = partial(create_replica, spec=spec, on_start=output_to(run_dir))
+    replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
     async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
         await asyncio.gather(*(replica.start(spec, config.weight_sync) for replica in replicas))
         await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))

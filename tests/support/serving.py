@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from rollout.http.token import TOKEN_FILE
 from tests.support.whole_runs import Run, started
 
 START_DEADLINE_S = 240
@@ -34,6 +35,7 @@ class Server:
     run: Run
     gateway: str
     replicas: list[str]
+    token: str
 
 
 @contextmanager
@@ -43,14 +45,19 @@ def serving(folder: Path, *overrides: str) -> Iterator[Server]:
         run.wait_for("serving at ", START_DEADLINE_S)
         output = run.output.read_text()
         (gateway,) = re.findall(r"serving at (\S+)", output)
-        yield Server(run, gateway, re.findall(r"replica-\d: (\S+)", output))
+        yield Server(
+            run, gateway, re.findall(r"replica-\d: (\S+)", output), (run.run_dir / TOKEN_FILE).read_text().strip()
+        )
 
 
 def run(server: Server, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
     """Runs the scenario, and leaves the server idle and resumed for the next test."""
 
+    headers = {"authorization": f"Bearer {server.token}"}
+
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=None, trust_env=False) as client:
+        client = httpx.AsyncClient(timeout=None, trust_env=False, headers=headers)
+        async with asyncio.timeout(DEADLINE_S), client:
             try:
                 await scenario(client)
             finally:

@@ -69,7 +69,7 @@ async def test_what_cannot_be_had_is_refused_with_the_reason() -> None:
     async with replica_client(ClockedEngine()) as (replica, client):
         unknown = await client.post("/pause?mode=freeze")
         assert unknown.status_code == 422
-        assert "'abort', 'wait' or 'keep'" in unknown.json()["detail"][0]["msg"]
+        assert unknown.json() == {"error": "query.mode: Input should be 'abort', 'wait' or 'keep'"}
         assert (await client.post("/pause?timeout_s=0")).status_code == 422
         generating(replica, "running", 1000)
         await settle()
@@ -167,10 +167,10 @@ async def test_the_same_routes_act_on_all_replicas() -> None:
 async def test_a_replica_that_fails_is_named_and_the_others_go_on() -> None:
     engines = [ClockedEngine(), ClockedEngine()]
     async with fleet_client(*engines) as (replicas, client, _):
-        engines[1].errors["freeze"] = RuntimeError("remote traceback\n  of many lines\nRuntimeError: no reply")
+        engines[1].errors["freeze"] = RuntimeError("no reply")
         failed = await client.post("/pause?mode=keep")
         assert failed.status_code == 500
-        assert failed.json()["replicas"] == {"r1": "RuntimeError: no reply"}
+        assert failed.json()["replicas"] == {"r1": "no reply"}
         assert not replicas[0].is_paused()
 
 

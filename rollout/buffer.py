@@ -9,7 +9,7 @@ from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
 from rollout.failures import FailureBudget, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
-from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
+from rollout.types import DiscardedGroup, DiscardReason, Prompt, TrainBatch, Trajectory, TrajectoryGroup
 
 
 class TooFewGroupsError(RuntimeError):
@@ -38,8 +38,12 @@ class TrajectoryBuffer:
     max_sample_batches: int | None = None
     """algorithm.max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches in a
     row; None keeps them."""
+    on_discard: Callable[[DiscardedGroup], None] = lambda discarded: None
+    """Told of every group that will not be trained."""
     num_filtered: int = field(default=0, init=False)
-    """Groups that were not trained: those filtered out, and those that a client aborted."""
+    """Groups that were filtered out."""
+    num_aborted: int = field(default=0, init=False)
+    """Groups that a client aborted as a whole."""
 
     def __post_init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}  # slot_id -> group, in order of arrival
@@ -67,9 +71,13 @@ class TrajectoryBuffer:
                 self._keep(slot, group)
             else:
                 self.ledger.give_back(slot)
-                self.num_filtered += 1
-                if not group.is_aborted:
+                if group.is_aborted:
+                    self.num_aborted += 1
+                    self._discard(group, DiscardReason.aborted)
+                else:
+                    self.num_filtered += 1
                     self._filtered_since_batch += 1
+                    self._discard(group, DiscardReason.filtered)
                     self._check_filtered()
             self._changed.notify_all()
 
@@ -85,8 +93,13 @@ class TrajectoryBuffer:
             self._keep(slot, group)
         return slot is not None
 
-    async def fail(self, slot: Slot) -> None:
+    def _discard(self, group: TrajectoryGroup, reason: DiscardReason) -> None:
+        self.on_discard(DiscardedGroup(prompt=group.prompt, reason=reason, trajectories=group.trajectories))
+
+    async def fail(self, slot: Slot, prompt: Prompt, error: Exception) -> None:
         """Give back the slot of a group that will never come."""
+        reason = f"{type(error).__name__}: {error}"
+        self.on_discard(DiscardedGroup(prompt=prompt, reason=DiscardReason.failed, error=reason))
         async with self._changed:
             self.ledger.give_back(slot)
             self._changed.notify_all()
@@ -99,7 +112,7 @@ class TrajectoryBuffer:
             async with waiting, self._changed:
                 while True:
                     for slot_id in self.ledger.drop_expired(global_steps):
-                        del self._groups[slot_id]
+                        self._discard(self._groups.pop(slot_id), DiscardReason.stale)
                         self._changed.notify_all()
                     chosen = self.ledger.select(global_steps)
                     if chosen is not None:
@@ -128,6 +141,7 @@ class TrajectoryBuffer:
             "rollout/ready_groups": self.ledger.num_ready,
             "rollout/free_slots": self.ledger.num_free,
             "rollout/filtered_groups": self.num_filtered,
+            "rollout/aborted_groups": self.num_aborted,
             "staleness/dropped_groups": self.ledger.num_dropped,
             **self.failures.gauges(),
         }

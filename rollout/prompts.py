@@ -50,7 +50,9 @@ class PromptStream:
         self.checksum = zlib.crc32(f"{seed}/{len(rows)}".encode())
         """Checksum of everything that decides which prompt an ordinal is: the seed, and the rows in order."""
         for row in rows:
-            self.checksum = zlib.crc32(f"{row.text}\0{row.ground_truth}\0".encode(), self.checksum)
+            self.checksum = zlib.crc32(
+                f"{row.text}\0{row.ground_truth}\0".encode(errors="surrogatepass"), self.checksum
+            )
 
     def next(self) -> Prompt:
         """Hand out the smallest returned ordinal, else the next new one."""

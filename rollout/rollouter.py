@@ -13,7 +13,7 @@ from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.request_ids import InGroup
 from rollout.staleness import Slot
-from rollout.types import Prompt, SamplingParams, TrajectoryGroup
+from rollout.types import DiscardedGroup, DiscardReason, Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 LOSSES_BEFORE_ALONE = 2
@@ -58,7 +58,7 @@ class Rollouter:
     buffer: TrajectoryBuffer
     fleet: ReplicaFleet
     runner: GroupRunner
-    publishing: asyncio.Lock
+    updating: asyncio.Lock
     """The checkpoint manager holds it while replicas change version."""
     sampling: SamplingParams
     group_size: int
@@ -98,6 +98,19 @@ class Rollouter:
                 self.counters["trajectories_started"] += self.group_size
                 groups.create_task(self._produce(group, replica))
 
+    def left_over(self) -> list[DiscardedGroup]:
+        """What a run that ended had begun and did not need, because it was resumed with fewer steps."""
+        ready = {group.prompt.ordinal: group for group in self.buffer.ready}
+        ordinals = sorted({*ready, *self.under_way, *self.stream.returned})
+        return [
+            DiscardedGroup(
+                prompt=self.stream.at(ordinal),
+                reason=DiscardReason.unneeded,
+                trajectories=ready[ordinal].trajectories if ordinal in ready else (),
+            )
+            for ordinal in ordinals
+        ]
+
     async def _produce(self, group: GroupUnderWay, replica: str) -> None:
         """Try the group until it is complete or given up, always under the same slot."""
         ordinal = group.prompt.ordinal
@@ -112,7 +125,7 @@ class Rollouter:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group, replica)
                 if is_failure and self.buffer.failures.gives_up(ordinal, group.failures, error):
-                    await self.buffer.fail(group.slot)
+                    await self.buffer.fail(group.slot, group.prompt, error)
                     return self._forget(ordinal)
             else:
                 await self.buffer.put(group.slot, finished)
@@ -158,7 +171,7 @@ class Rollouter:
                 group.attempt = replace(group.attempt, alone=True)
             else:  # meanwhile another group was found to be the cause
                 self._alone.release()
-        async with self.publishing:
+        async with self.updating:
             pass
         return await self._router.acquire(self.group_size)
 

@@ -1,6 +1,6 @@
 """The state of the rollouts that a checkpoint keeps, so that no prompt is lost and none is trained twice.
 
-It is captured between a weight update and the freeing of the slots that it was trained on. At that point every prompt
+It is captured between an optimizer step and the freeing of the slots that it was trained on. At that point every prompt
 of the stream is in exactly one place: trained, ready, under way, given up, or still to come.
 """
 
@@ -77,7 +77,12 @@ def capture(rollouter: Rollouter) -> RolloutState:
         ),
         failed_groups=tuple(buffer.failures.failed_groups),
         failed_rewards=buffer.failures.failed_rewards,
-        counters={"dropped": buffer.ledger.num_dropped, "filtered": buffer.num_filtered, **rollouter.counters},
+        counters={
+            "dropped": buffer.ledger.num_dropped,
+            "filtered": buffer.num_filtered,
+            "aborted": buffer.num_aborted,
+            **rollouter.counters,
+        },
     )
 
 
@@ -112,6 +117,7 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     buffer.failures.failed_groups = list(state.failed_groups)
     buffer.failures.failed_rewards = state.failed_rewards
     buffer.ledger.num_dropped, buffer.num_filtered = state.counters["dropped"], state.counters["filtered"]
+    buffer.num_aborted = state.counters.get("aborted", 0)
     rollouter.counters = {name: state.counters[name] for name in rollouter.counters}
     return len(given_back)
 

@@ -6,6 +6,7 @@ Token sequences are numpy arrays, because Ray moves them between processes on on
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -85,7 +86,7 @@ class Completion:
     token_ids: IntArray  # [T]
     logprobs: FloatArray  # [T] of the sampling distribution: temperature, top-p and top-k are in it
     spans: tuple[VersionSpan, ...]
-    """Cover [0, T) without gap or overlap, versions ascending."""
+    """Cover what was sampled of [0, T) without overlap, versions ascending. An answer of a replica is all sampled."""
     finish_reason: str
     """"stop" (end-of-sequence), "length" (max_tokens), "abort", or "" while the request runs."""
     cached_tokens: int = 0
@@ -104,7 +105,7 @@ class Completion:
         offset = 0
         for part in parts:
             for span in shift_spans(part.spans, offset):
-                if spans and spans[-1].global_steps == span.global_steps:  # one span per version
+                if spans and (spans[-1].global_steps, spans[-1].end) == (span.global_steps, span.start):
                     span = replace(span, start=spans.pop().start)
                 spans.append(span)
             offset += part.num_tokens
@@ -151,7 +152,7 @@ class Trajectory:
     loss_mask: BoolArray  # [R] true where the policy sampled the token
     rollout_logprobs: FloatArray  # [R] behaviour logprobs, 0 where loss_mask is false
     spans: tuple[VersionSpan, ...]
-    """Version spans over [0, R)."""
+    """Version spans over the sampled tokens of [0, R)."""
     reward: float
     """What the reward function gave; 0 where there is an `error`."""
     finish_reason: str
@@ -167,6 +168,11 @@ class Trajectory:
     """At most 0; below for a response near its limit. Not part of `reward`."""
     error: str | None = None
     """Why there is no reward."""
+    began: float = 0.0
+    """When the agent worker began the last attempt at its group, in seconds since the epoch."""
+    generate_s: float = 0.0
+    """How long all episodes of the group took in that attempt; `reward_s`: how long their rewards took."""
+    reward_s: float = 0.0
 
     @property
     def shaped_reward(self) -> float:
@@ -180,8 +186,8 @@ class Trajectory:
         return self.error is None and self.finish_reason != "abort"
 
     def token_versions(self) -> IntArray:
-        """[R] `global_steps` of every token."""
-        versions = np.empty(len(self.response_ids), np.int32)
+        """[R] `global_steps` of every token, -1 where the policy did not sample it."""
+        versions = np.full(len(self.response_ids), -1, np.int32)
         for span in self.spans:
             versions[span.start : span.end] = span.global_steps
         return versions
@@ -221,6 +227,54 @@ class TrajectoryGroup:
     @property
     def num_tokens(self) -> int:
         return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
+
+
+class DiscardReason(Enum):
+    filtered = "filtered"
+    """All its rewards are equal (algorithm.filter_groups)."""
+    stale = "stale"
+    """It was too old to be trained (rollout.stale_policy=drop)."""
+    aborted = "aborted"
+    """A client aborted every trajectory."""
+    unneeded = "unneeded"
+    """The run ended without it: it was resumed with fewer steps."""
+    failed = "failed"
+    """Every attempt at it failed, or too many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DiscardedGroup:
+    """A prompt that was drawn and is not trained."""
+
+    prompt: Prompt
+    reason: DiscardReason
+    trajectories: tuple[Trajectory, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedSample:
+    accuracy: float
+    """0 where the reward failed."""
+    answer: str | None
+    """The answer that the reward read, normalized so that equal answers are equal strings; None if it read none."""
+    num_tokens: int
+    response: str = ""
+    """Decoded."""
+    versions: frozenset[int] = frozenset()
+    """`global_steps` of its tokens: one version, unless an update came in between."""
+    error: str | None = None
+    """Why the reward failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedPrompt:
+    ordinal: int
+    data_source: str
+    samples: tuple[EvaluatedSample, ...]
+    text: str = ""
+    """The prompt as the model sees it, after the template."""
+    ground_truth: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

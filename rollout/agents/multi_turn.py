@@ -12,7 +12,8 @@ from configs.runtime.deadline import within
 from rollout.agents.environment import Environment
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.rewards.base import RewardResult
-from rollout.types import EMPTY, BoolArray, Completion, GenerationRequest, IntArray, Prompt, VersionSpan
+from rollout.rewards.outcome import described
+from rollout.types import EMPTY, BoolArray, Completion, GenerationRequest, IntArray, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class MultiTurn:
             observation = np.array(self.tokenizer(step.observation, add_special_tokens=False)["input_ids"], np.int32)
         except Exception as error:
             logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)
-            episode.finish_reason, episode.error = "stop", f"{type(error).__name__}: {error}"
+            episode.finish_reason, episode.error = "stop", described(error)
             return
         if step.reward is not None:
             episode.reward = (episode.reward or 0.0) + step.reward
@@ -112,11 +113,9 @@ class _Episode:
         self.cached_tokens += completion.cached_tokens
 
     def add_observation(self, token_ids: IntArray) -> None:
-        """Tokens that no policy sampled: no loss, logprob 0, and the version of the turn before."""
-        if num_tokens := len(token_ids):
-            spans = (VersionSpan(0, num_tokens, self.response.spans[-1].global_steps),)
-            logprobs = np.zeros(num_tokens, np.float32)
-            self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=""), is_policy=False)
+        """Tokens that no policy sampled: no loss, logprob 0 and no version."""
+        logprobs = np.zeros(len(token_ids), np.float32)
+        self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason=""), is_policy=False)
 
     def finished(self) -> Episode:
         has_result = self.reward is not None or self.error is not None

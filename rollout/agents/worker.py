@@ -1,5 +1,6 @@
 """Runs agent loops and rewards, away from the driver's event loop. `worker_group.py` puts it into Ray actors."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -9,13 +10,30 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, resume_from
-from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId
-from rollout.rewards.base import Reward, RewardResult, WeightedSum
+from rollout.rewards.base import RewardResult
 from rollout.rewards.dapo import overlong_penalty
+from rollout.rewards.outcome import settled
 from rollout.rewards.scoring import RewardScorer
-from rollout.types import IntArray, Prompt, SamplingParams, Trajectory, TrajectoryGroup
+from rollout.types import (
+    EvaluatedPrompt,
+    EvaluatedSample,
+    IntArray,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of one call: when it began, in seconds since the epoch, and what its episodes and their rewards took."""
+
+    began: float
+    generate_s: float
+    reward_s: float
 
 
 @dataclass(kw_only=True)
@@ -31,12 +49,9 @@ class AgentWorker:
     tokenizer: Any
     """A tokenizer of transformers."""
     loop: AgentLoop
-    reward: Reward | WeightedSum
+    scorer: RewardScorer
     replicas: dict[str, GenerateGroup]
     """Those that it generates on. More may be added."""
-
-    def __post_init__(self) -> None:
-        self._scorer = RewardScorer(self.reward, self.config.rollout.reward_timeout_s)
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
@@ -52,9 +67,10 @@ class AgentWorker:
         if self.config.algorithm.advantage == "remax":
             every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None))
         first = RequestId(ordinal=prompt.ordinal, attempt=attempt.number)
-        scored = await self._run(_tasks(prompt, first, every), resume_from(attempt.partials, self.replicas[replica]))
+        generate = resume_from(attempt.partials, self.replicas[replica])
+        scored, times = await self._run(_tasks(prompt, first, every), generate)
         prompt_ids = np.asarray(prompt.token_ids, np.int32)
-        trajectories = tuple(self._trajectory(prompt_ids, replica, *some) for some in scored)
+        trajectories = tuple(self._trajectory(prompt_ids, replica, *some, times) for some in scored)
         return TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
@@ -70,29 +86,39 @@ class AgentWorker:
         for prompt in prompts:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
             tasks += _tasks(prompt, first, [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)])
-        scored = await self._run(tasks, self.replicas[replica])
-        samples = (_evaluated(episode, result) for episode, _, result in scored)
+        scored, _ = await self._run(tasks, self.replicas[replica])
+        samples = (_evaluated(episode, text, result) for episode, text, result in scored)
         return [
             EvaluatedPrompt(
-                ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(islice(samples, num_samples))
+                ordinal=prompt.ordinal,
+                data_source=prompt.data_source,
+                samples=tuple(islice(samples, num_samples)),
+                text=prompt.text,
+                ground_truth=prompt.ground_truth,
             )
             for prompt in prompts
         ]
 
     async def _run(
         self, tasks: Sequence[EpisodeTask], generate: GenerateGroup
-    ) -> list[tuple[Episode, str, RewardResult]]:
+    ) -> tuple[list[tuple[Episode, str, RewardResult]], _Times]:
         """Episodes with their texts and results. A result is the environment's, or else the reward's."""
+        began, started = time.time(), time.perf_counter()
         episodes = await self.loop.run(tasks, generate)
+        generated = time.perf_counter()
         texts = [self.tokenizer.decode(episode.response_ids, skip_special_tokens=True) for episode in episodes]
         ran = list(zip(tasks, episodes, texts, strict=True))
         results = iter(
-            await self._scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
+            await self.scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
         )
-        return [(episode, text, episode.result or next(results)) for _, episode, text in ran]
+        scored = [
+            (episode, text, next(results) if episode.result is None else _settled(task, episode.result))
+            for task, episode, text in ran
+        ]
+        return scored, _Times(began, generated - started, time.perf_counter() - generated)
 
     def _trajectory(
-        self, prompt_ids: IntArray, replica: str, episode: Episode, text: str, result: RewardResult
+        self, prompt_ids: IntArray, replica: str, episode: Episode, text: str, result: RewardResult, times: _Times
     ) -> Trajectory:
         algorithm = self.config.algorithm
         return Trajectory(
@@ -114,6 +140,9 @@ class AgentWorker:
                 algorithm.overlong_penalty,
             ),
             error=result.error,
+            began=times.began,
+            generate_s=times.generate_s,
+            reward_s=times.reward_s,
         )
 
     def _with_stop(self, sampling: SamplingParams) -> SamplingParams:
@@ -121,6 +150,10 @@ class AgentWorker:
         if sampling.ignore_eos:
             return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.tokenizer.eos_token_id))
+
+
+def _settled(task: EpisodeTask, result: RewardResult) -> RewardResult:
+    return settled(f"the reward of the agent loop for prompt {task.prompt.ordinal}", result)
 
 
 def _tasks(prompt: Prompt, first: RequestId, every: Sequence[SamplingParams]) -> list[EpisodeTask]:
@@ -131,12 +164,13 @@ def _tasks(prompt: Prompt, first: RequestId, every: Sequence[SamplingParams]) ->
     ]
 
 
-def _evaluated(episode: Episode, result: RewardResult) -> EvaluatedSample:
+def _evaluated(episode: Episode, text: str, result: RewardResult) -> EvaluatedSample:
     accuracy = result.reward if result.accuracy is None else result.accuracy
     return EvaluatedSample(
         accuracy=accuracy if result.error is None else 0.0,
         answer=result.answer if result.error is None else None,
         num_tokens=len(episode.response_ids),
+        response=text,
         versions=frozenset(span.global_steps for span in episode.spans),
         error=result.error,
     )

@@ -1,30 +1,41 @@
 """Agent workers in Ray actors, which take turns."""
 
 import asyncio
+import faulthandler
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
+from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
 from rollout.agents.encoding import encode
+from rollout.agents.heartbeat import PARTS, Heartbeat
 from rollout.agents.loop import AgentLoop, load_agent_loop
 from rollout.agents.worker import AgentWorker
 from rollout.errors import AgentWorkerLostError
-from rollout.evaluation.scores import EvaluatedPrompt
 from rollout.progress import Attempt
 from rollout.prompts import Row
-from rollout.rewards.registry import load_reward
-from rollout.types import Prompt, SamplingParams, TrajectoryGroup
+from rollout.rewards.scoring import load_scorer
+from rollout.types import EvaluatedPrompt, Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 W = TypeVar("W")
+STDERR = 2
+LOGGED_AFTER = 0.8
+"""Part of rollout.agent_worker_timeout_s after which a worker that hangs writes into its log: before it is killed."""
+
+
+def load_tokenizer(path: str, *, local_only: bool = False) -> Any:
+    """`local_only`: downloads nothing, and raises OSError where the tokenizer is not on this machine."""
+    from transformers import AutoTokenizer  # imports torch, which the driver does without
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=local_only)
 
 
 class AgentWorkerActor:
@@ -34,26 +45,38 @@ class AgentWorkerActor:
         self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
     ):
         on_start()
-        from transformers import AutoTokenizer  # imports torch, which the driver does without
-
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        self._log_when_silent_s = config.rollout.agent_worker_timeout_s * LOGGED_AFTER
+        self._watchdog: asyncio.Task[None] | None = None
+        tokenizer = load_tokenizer(tokenizer_path)
         self._worker = AgentWorker(
             config=config,
             tokenizer=tokenizer,
             loop=agent_loop or load_agent_loop(config.rollout.agent_loop, tokenizer),
-            reward=load_reward(config.rollout),
+            scorer=load_scorer(config.rollout),
             replicas={},
         )
 
+    async def heartbeat(self) -> None:
+        """Answer, as long as the event loop runs. If that stops, the process writes its stacks into its log."""
+        self._watchdog = self._watchdog or asyncio.create_task(self._put_off_the_log())
+
+    async def _put_off_the_log(self) -> None:
+        while True:  # faulthandler writes without the GIL, which a hanging reward may hold
+            faulthandler.dump_traceback_later(self._log_when_silent_s, file=STDERR)
+            await asyncio.sleep(self._log_when_silent_s / PARTS)
+
+    @carries_errors
     async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens)
 
+    @carries_errors
     async def run_group(
         self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         self._worker.replicas[replica.name] = replica.generate_group
         return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
 
+    @carries_errors
     async def evaluate(
         self,
         prompts: Sequence[Prompt],
@@ -66,18 +89,31 @@ class AgentWorkerActor:
         return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Worker:
-    name: str
-    actor: Any
-    """Ray's handle of an `AgentWorkerActor`."""
+    """The driver's handle of an agent worker."""
+
+    def __init__(self, name: str, actor: Any, timeout_s: float):
+        """`actor`: Ray's handle of an `AgentWorkerActor`. `timeout_s`: rollout.agent_worker_timeout_s."""
+        self.name, self.actor = name, actor
+        self._heartbeat = Heartbeat(name, self.started, lambda: actor.heartbeat.remote(), timeout_s)
+
+    async def started(self) -> None:
+        await self.actor.__ray_ready__.remote()
+
+    async def run(self, call: Any, prompts: Sequence[Prompt]) -> Any:
+        """Return what the call, which runs the prompts, returns. Raises as `result` does, and AgentWorkerLostError when
+        the process hangs."""
+        return await self._heartbeat.guard(self.result(call), [prompt.ordinal for prompt in prompts])
 
     async def result(self, call: Any) -> Any:
-        """Return what the call to the actor returns. Raises AgentWorkerLostError when the process died."""
+        """Return what the call to the actor returns, which may block the actor. Raises what was raised there, and
+        AgentWorkerLostError when the process died."""
+        return await as_raised(self._answer(call), self.name)
+
+    async def _answer(self, call: Any) -> Any:
+        """An actor of the agent loop's own that dies makes the call raise a CarriedError."""
         try:
             return await cancelled_with_us(call)
-        except RayTaskError:
-            raise  # of the call itself: an actor that died then was the agent loop's own
         except RayActorError as error:
             raise AgentWorkerLostError(f"{self.name} died: {error}") from error
 
@@ -106,6 +142,7 @@ class AgentWorkerGroup:
         self._arguments = {"config": config, "tokenizer_path": tokenizer_path, "agent_loop": agent_loop}
         self._on_start = on_start
         self._start_timeout_s = config.rollout.start_timeout_s
+        self._worker_timeout_s = config.rollout.agent_worker_timeout_s
         self._replicas = {replica.name: replica for replica in replicas}
         workers = [self._start(f"agent-worker-{index}") for index in range(config.rollout.num_agent_workers)]
         self._rotation = Rotation(workers, self._replace)
@@ -115,17 +152,18 @@ class AgentWorkerGroup:
 
     async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
         worker = await self._rotation.next()
-        return await worker.actor.encode.remote(rows, template, chat_template, max_tokens)
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"encoding prompts in {worker.name}"):
+            return await worker.result(worker.actor.encode.remote(rows, template, chat_template, max_tokens))
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         arguments = (prompt, self._replicas[replica], sampling, group_size, attempt)
         if not attempt.alone:
-            return await self._in_turn(lambda actor: actor.run_group.remote(*arguments))
+            return await self._in_turn(lambda actor: actor.run_group.remote(*arguments), [prompt])
         worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
         try:
-            return await worker.result(worker.actor.run_group.remote(*arguments))
+            return await worker.run(worker.actor.run_group.remote(*arguments), [prompt])
         finally:
             ray.kill(worker.actor)
 
@@ -134,26 +172,31 @@ class AgentWorkerGroup:
     ) -> list[EvaluatedPrompt]:
         """Raises AgentWorkerLostError. The next call must have another `attempt`."""
         arguments = (prompts, self._replicas[replica], sampling, num_samples, attempt)
-        return await self._in_turn(lambda actor: actor.evaluate.remote(*arguments))
+        return await self._in_turn(lambda actor: actor.evaluate.remote(*arguments), prompts)
 
-    async def _in_turn(self, call: Callable[[Any], Any]) -> Any:
+    async def _in_turn(self, call: Callable[[Any], Any], prompts: Sequence[Prompt]) -> Any:
         worker = await self._rotation.next()
         try:
-            return await worker.result(call(worker.actor))
+            return await worker.run(call(worker.actor), prompts)
         except AgentWorkerLostError:
             self._rotation.lose(worker)
             raise
 
     def _start(self, name: str) -> _Worker:
-        return _Worker(name, self._class.remote(**self._arguments, on_start=self._on_start(name)))
+        actor = self._class.remote(**self._arguments, on_start=self._on_start(name))
+        return _Worker(name, actor, self._worker_timeout_s)
 
     async def _replace(self, lost: _Worker) -> _Worker:
         """Start another in place of a lost one. Ray's own restart would send it calls before it has started."""
         ray.kill(lost.actor)  # it may have been out of reach only
+
+        async def start_again() -> _Worker:
+            return self._start(lost.name)
+
         async with within(self._start_timeout_s, "rollout.start_timeout_s", f"starting {lost.name} again"):
             return await placed(
-                lambda: self._start(lost.name),
-                lambda worker: worker.actor.__ray_ready__.remote(),
+                start_again,
+                lambda worker: worker.started(),
                 lambda worker: ray.kill(worker.actor),
                 lambda text: logger.info("%s %s", lost.name, text),
             )

@@ -71,18 +71,28 @@ def _field(record: Record, place: str, column: str) -> Any:
 
 def _messages(prompt: Any, place: str, column: str) -> list[Message]:
     """Check and copy the messages; a plain text becomes one user message."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
     where = f"{place}: column {column!r}"
+    if isinstance(prompt, str):
+        _check_text(prompt, where)
+        return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         raise DataError(f"{where} must be text or a list of messages, is {type(prompt).__name__}")
     for number, message in enumerate(prompt, 1):
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
             raise DataError(f"{where}: message {number} must have a role and a content, both text")
+        _check_text(message["content"], where)
     if not prompt or prompt[-1]["role"] != "user":
         raise DataError(f"{where}: the last message must be the user's")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+def _check_text(text: str, where: str) -> None:
+    """No tokenizer takes half of a surrogate pair, which JSON may hold as an escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: is no Unicode text: {error}") from error
 
 
 def _call(loader: Callable[[str], Iterable[Record]], entries: str, name: str) -> Iterator[tuple[str, Record]]:

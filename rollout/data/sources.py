@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from configs.data import DataSource
+from configs.validate import ConfigError
 
 Record = dict[str, Any]
 
 
-class DataError(ValueError):
-    """Data that cannot be read. The message names the file or data set, and the line or row, counted from 1."""
+class DataError(ConfigError):
+    """Data that the config names and that cannot be read. The message names the file or data set, and the line or row,
+    counted from 1."""
 
 
 def records(source: DataSource) -> Iterator[tuple[str, Record]]:
@@ -39,7 +41,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Record]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # includes bytes that are not UTF-8
+            except (ValueError, RecursionError) as error:  # ValueError: bytes that are not UTF-8, too
                 raise DataError(f"{path}:{number}: not JSON: {error}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: must be a JSON object, is {type(record).__name__}")

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
-from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample, mean_accuracy, scores_by_source
+from rollout.evaluation.scores import mean_accuracy, scores_by_source
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
-from rollout.types import Prompt, SamplingParams
+from rollout.types import EvaluatedPrompt, EvaluatedSample, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 OnLost = Callable[[str, BaseException], Awaitable[object]]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from rollout.errors import ReplicaLostError
 from rollout.evaluation.evaluator import Evaluation, Evaluator
@@ -25,10 +26,10 @@ class PinnedEvaluator:
 
     evaluator: Evaluator
     fleet: ReplicaFleet
-    publishing: asyncio.Lock
+    updating: asyncio.Lock
     """The checkpoint manager holds it while replicas change version."""
-    catch_up: Callable[[Collection[str]], Awaitable[object]]
-    """Brings replicas to the current weights and admits them."""
+    catch_up: Callable[[Collection[str], Callable[[], None]], Awaitable[object]]
+    """Brings replicas to the current weights and admits them. Calls the function when no other update is under way."""
     num_replicas: int
     """evaluation.replicas"""
     report: Callable[[str], None]
@@ -38,18 +39,20 @@ class PinnedEvaluator:
         """Return when the replicas are back in service. When all pinned replicas are lost, evaluate again on others, at
         their version. Raises what `Evaluator.evaluate` raises."""
         while True:
-            async with self.publishing:
+            async with self.updating:
                 pinned = await self.fleet.pin(self.num_replicas, "it evaluates")
             if not pinned:
                 return await self.evaluator.evaluate(pinned=False)
             try:
                 evaluation = await self.evaluator.evaluate(pinned)
-            except ReplicaLostError as error:
+            except BaseException as error:
+                self.fleet.unpin(pinned)
+                if not isinstance(error, ReplicaLostError):
+                    raise
                 self.report(f"evaluating again, on what is left: {error}")
                 continue
-            finally:
-                self.fleet.unpin(pinned)
-            await self.catch_up(pinned)
+            # Pinned until then, they count as in service.
+            await self.catch_up(pinned, partial(self.fleet.unpin, pinned))
             if len(evaluation.versions) > 1:
                 names = ", ".join(pinned)
                 raise MixedVersionsError(f"{names} were pinned and answered with versions {evaluation.versions}")

@@ -2,31 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
+
+from rollout.types import EvaluatedPrompt, EvaluatedSample
 
 RIGHT = 0.5
 """A sample is right when its accuracy is above this. Accuracies are 0 or 1, or fractions with some rewards."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatedSample:
-    accuracy: float
-    """0 where the reward failed."""
-    answer: str | None
-    """The answer that the reward read, normalized so that equal answers are equal strings; None if it read none."""
-    num_tokens: int
-    versions: frozenset[int] = frozenset()
-    """`global_steps` of its tokens: one version, unless an update came in between."""
-    error: str | None = None
-    """Why the reward failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatedPrompt:
-    ordinal: int
-    data_source: str
-    samples: tuple[EvaluatedSample, ...]
 
 
 def mean_accuracy(samples: Sequence[EvaluatedSample]) -> float:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollout.evaluation.evaluator import Evaluator, OnLost
-from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
-from rollout.types import Prompt, SamplingParams
+from rollout.types import EvaluatedPrompt, EvaluatedSample, Prompt, SamplingParams
 from tests.support.fakes import make_prompt
 
 

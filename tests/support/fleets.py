@@ -33,7 +33,13 @@ class FleetSetup:
         self.router = ReplicaRouter(list(names), max_inflight=8)
         self.engines = {name: ClockedEngine() for name in names}
         self.replicas = {name: make_replica(name, engine) for name, engine in self.engines.items()}
-        self.fleet = ReplicaFleet(list(self.replicas.values()), self.router, min_replicas, self.told.append, serving=0)
+        self.fleet = ReplicaFleet(
+            list(self.replicas.values()),
+            self.router,
+            min_replicas,
+            lambda event: self.told.append(event.text),
+            serving=0,
+        )
         self.control = FleetControl(self.fleet)
 
     def start(self, *lengths: int, prefix: str = "") -> dict[str, asyncio.Task[Any]]:
@@ -74,7 +80,7 @@ class OperatedFleet:
             list(self.replicas.values()),
             self.router,
             min_replicas,
-            self.told.append,
+            lambda event: self.told.append(event.text),
             max_replacements=max_replacements,
         )
         self.control = FleetControl(self.fleet)

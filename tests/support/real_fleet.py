@@ -168,12 +168,14 @@ async def emit_all(scene: Scene) -> dict[str, torch.Tensor]:
     weights = emitting_weights(scene.model_path, FIRST_TOKEN + scene.version)
     free = tuple(f"{layer}_proj.weight" for layer in ("q", "k", "v", "gate", "up"))
     weights |= {name: tensor for name, tensor in chance.items() if name.endswith(free)}
+    scene.workers.global_steps = scene.version
     await asyncio.gather(*(a.__ray_call__.remote(load_weights, weights) for a in scene.workers.actors))
     return weights
 
 
-async def change_all(workers: TrainWorkerGroup, seed: int) -> dict[str, torch.Tensor]:
-    parts = await asyncio.gather(*(actor.__ray_call__.remote(change_weights, seed) for actor in workers.actors))
+async def change_all(workers: Workers, version: int) -> dict[str, torch.Tensor]:
+    workers.global_steps = version
+    parts = await asyncio.gather(*(actor.__ray_call__.remote(change_weights, version) for actor in workers.actors))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -103,10 +103,10 @@ async def no_progress(known: object) -> None:
     raise OSError("it is gone")
 
 
-def make_fleet(router: ReplicaRouter, report: Callable[[str], None]) -> ReplicaFleet:
+def make_fleet(router: ReplicaRouter, tell: Callable[[str], None]) -> ReplicaFleet:
     """Replicas that serve version 0 and report no progress."""
     members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in router.healthy]
-    return ReplicaFleet(members, router, 1, report, serving=0)  # pyright: ignore
+    return ReplicaFleet(members, router, 1, lambda event: tell(event.text), serving=0)  # pyright: ignore
 
 
 @dataclass
@@ -140,7 +140,7 @@ class RolloutSetup:
             buffer=self.buffer,
             fleet=fleet,
             runner=self.runner,
-            publishing=asyncio.Lock(),
+            updating=asyncio.Lock(),
             sampling=SamplingParams(),
             group_size=GROUP_SIZE,
             group_timeout_s=100.0,
@@ -174,10 +174,11 @@ class CheckpointedRun:
     global_steps: int = 0
     group_size: int = 4
     num_rows: int = 5
+    num_steps: int = NUM_STEPS
 
     def __post_init__(self) -> None:
         window = StalenessWindow(groups_per_step=GROUPS_PER_STEP, max_staleness=self.max_staleness)
-        ledger = SlotLedger(window, StalePolicy.wait, NUM_STEPS * GROUPS_PER_STEP, self.global_steps)
+        ledger = SlotLedger(window, StalePolicy.wait, self.num_steps * GROUPS_PER_STEP, self.global_steps)
         buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0)
         self.runner = FakeRunner(self.seconds)
         self.runner.live = self.global_steps
@@ -187,7 +188,7 @@ class CheckpointedRun:
             buffer=buffer,
             fleet=make_fleet(router, [].append),
             runner=self.runner,
-            publishing=asyncio.Lock(),
+            updating=asyncio.Lock(),
             sampling=SamplingParams(),
             group_size=self.group_size,
             group_timeout_s=1000.0,

@@ -13,7 +13,7 @@ from rollout.buffer import TooFewGroupsError, TrajectoryBuffer, make_buffer, mas
 from rollout.failures import FailureBudget, RewardFailuresError
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
-from tests.support.fakes import make_group, make_mixed_group, make_trajectory, run_virtual, settle
+from tests.support.fakes import make_group, make_mixed_group, make_prompt, make_trajectory, run_virtual, settle
 
 TIMEOUT_S = 1000.0
 
@@ -142,7 +142,7 @@ def test_a_cancelled_waiter_takes_no_slot_with_it() -> None:
         await settle()
         if not cancel_late:
             first.cancel()
-        await buffer.fail(slot)
+        await buffer.fail(slot, make_prompt(0), OSError())
         first.cancel()
         assert isinstance(await second, Slot)
         assert first.cancelled()
@@ -250,7 +250,8 @@ def test_an_aborted_group_makes_room_for_another() -> None:
     async def main() -> None:
         buffer = small_buffer()
         await buffer.put(await must_claim(buffer), replace(make_group(0, 0), trajectories=(aborted(), aborted(0, 0))))
-        assert buffer.gauges()["rollout/filtered_groups"] == 1
+        gauges = buffer.gauges()
+        assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (1, 0)
         await buffer.put(await must_claim(buffer), make_group(1, 0))
         assert ordinals(await buffer.next_batch(0)) == [1]
 
@@ -267,7 +268,8 @@ def test_aborted_groups_say_nothing_of_the_prompts() -> None:
             await buffer.put(
                 await must_claim(buffer), replace(make_group(ordinal, 0), trajectories=(aborted(0), aborted(0)))
             )
-        assert buffer.gauges()["rollout/filtered_groups"] == 9
+        gauges = buffer.gauges()
+        assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (8, 1)
         with pytest.raises(TooFewGroupsError, match="^2 groups with equal rewards"):
             await buffer.put(await must_claim(buffer), make_group(9, 0))
 

@@ -25,10 +25,11 @@ async def whole_run(  # noqa: PLR0913
     seconds: list[float],
     flat: list[bool],
     train_s: float,
-    sync_s: float,
+    sync_s: tuple[float, float],
 ) -> list[TrainBatch]:
-    """`num_producers` at random speed, and a trainer that puts new weights on the replicas a while before `advance`.
-    All rewards of a group are equal where `flat` says so."""
+    """`num_producers` at random speed, and a trainer that begins its next step while its weights are on their way.
+    `sync_s`: from their publication until they are live, and from then until `advance`. All rewards of a group are
+    equal where `flat` says so."""
     window, live, next_ordinal = buffer.ledger.window, 0, 0
 
     async def produce() -> None:
@@ -40,17 +41,26 @@ async def whole_run(  # noqa: PLR0913
             make = make_group if flat[ordinal % len(flat)] else make_mixed_group
             await buffer.put(slot, make(ordinal, first, live))
 
-    batches = []
+    async def update(version: int) -> None:
+        nonlocal live
+        await asyncio.sleep(sync_s[0])
+        live = version
+        await asyncio.sleep(sync_s[1])
+        await buffer.advance(version)
+
+    batches, updating = [], None
     async with asyncio.TaskGroup() as producers:
         for _ in range(num_producers):
             producers.create_task(produce())
         for step in range(num_steps):
             batches.append(await buffer.next_batch(step))
+            if window.max_staleness == 0 and step % window.update_interval == 0:
+                assert buffer.ledger.live_version == step, "synchronous: it cannot begin before its weights are live"
             await asyncio.sleep(train_s)
+            if updating is not None:
+                await updating
             if (step + 1) % window.update_interval == 0:
-                live = step + 1
-                await asyncio.sleep(sync_s)
-                await buffer.advance(live)
+                updating = asyncio.create_task(update(step + 1))
     return batches
 
 
@@ -73,7 +83,7 @@ def run_whole(
         seconds,
         flat or [False],
         draw(st.sampled_from([0.0, 3.0])),
-        draw(st.integers(0, 2)),
+        draw(st.tuples(st.sampled_from([0.0, 2.0, 20.0]), st.integers(0, 2))),
     )
     return buffer, run_virtual(work)
 

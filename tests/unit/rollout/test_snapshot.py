@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.snapshot import OtherPromptsError, UnderWay, capture, decode, encode, restore
+from rollout.types import DiscardReason
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
 
@@ -59,6 +60,22 @@ def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change:
         await run.until(NUM_STEPS)
         trained = [ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step]
         assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
+
+    run_virtual(main())
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_knows_what_it_had_begun_and_did_not_need() -> None:
+    async def main() -> None:
+        first = CheckpointedRun([9.0, 1.0, 1.0], max_staleness=3)
+        state = await first.until(2)
+        run = CheckpointedRun([9.0, 1.0], max_staleness=3, global_steps=2, num_steps=3)
+        restore(state, run.rollouter)
+        await run.until(3)
+        trained = {ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step}
+        left_over = run.rollouter.left_over()
+        assert {group.reason for group in left_over} == {DiscardReason.unneeded}
+        ordinals = [group.prompt.ordinal for group in left_over]
+        assert sorted([*trained, *ordinals]) == list(range(state.next_ordinal))
 
     run_virtual(main())
 

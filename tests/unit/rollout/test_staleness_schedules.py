@@ -41,7 +41,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.total = (start + num_steps) * interval * batch_size
         self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
         self.versions = [self.step]  # on the replicas
-        self.updated = self.step  # the newest that came by an update, which the ledger may not know yet
+        self.published = self.updated = self.step
+        """The newest version published, and the newest that came to the replicas by an update. The trainer goes
+        on meanwhile, and the ledger may know neither."""
         self.in_flight: list[Slot] = []
         self.ready: dict[int, int] = {}  # slot_id -> version of the oldest token
         self.trained: dict[int, int] = {}  # slot_id -> step
@@ -90,8 +92,15 @@ class LedgerMachine(RuleBasedStateMachine):
             self.trained[slot_id] = self.step
         self.step += 1
         if self.step % self.window.update_interval == 0:
-            self.versions.append(self.step)
-            self.updated = self.step
+            self.go_live()
+            self.published = self.step
+
+    @rule()
+    def go_live(self) -> None:
+        """The update under way ends. The next one waits for that."""
+        if self.published > self.updated:
+            self.updated = self.published
+            self.versions.append(max(self.updated, self.versions[-1]))
 
     @precondition(lambda self: self.step > self.versions[-1])
     @rule()
@@ -108,10 +117,11 @@ class LedgerMachine(RuleBasedStateMachine):
         for slot_id in gone:
             del self.trained[slot_id]
 
-    @precondition(lambda self: self.step == self.updated)
+    @precondition(lambda self: self.step == self.published)
     @rule()
     def resume(self) -> None:
-        """The run ends right after an update, and another goes on with all it had: everything fits."""
+        """The run ends right after a publication, and another goes on with all it had: everything fits."""
+        self.go_live()
         self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
         versions, self.ready, self.trained = list(self.ready.values()), {}, {}
         for version in versions:
@@ -169,6 +179,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """From wherever this is: once every group in flight has come, a batch is due, until the run is complete."""
         while hasattr(self, "ledger") and not self.ledger.complete:
+            self.go_live()
             self.advance()
             while self.ledger.can_claim():
                 self.in_flight.append(self.ledger.claim())

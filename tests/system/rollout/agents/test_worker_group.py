@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt
 from rollout.rewards.base import RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
+from scripts.launch.cluster import output_to
 from tests.support.fakes import make_completion, make_prompt
 
 CONFIG = Config(rollout=RolloutConfig(num_agent_workers=2))
@@ -47,6 +49,8 @@ class DeadlyLoop:
         episodes = await SingleTurn().run(tasks, generate)
         if tasks[0].prompt.text == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
+        if tasks[0].prompt.text == "hangs":
+            re.match(r"(a+)+$", "a" * 60 + "b")  # with the GIL
         return [replace(episode, result=RewardResult(reward=float(os.getpid()))) for episode in episodes]
 
 
@@ -105,3 +109,30 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
         assert asked[-2:] == ["eval-9.1-0", "eval-9.2-0"] and {"7-0", "7.1-0", "7.2-0"} < set(asked)
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_hangs_is_replaced_and_logs_where(ray_cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    """Its other calls are lost with it, and run again elsewhere."""
+    actor: Any = ray.remote(num_cpus=0)(Replica).remote()
+    group = AgentWorkerGroup(
+        config=Config(rollout=RolloutConfig(agent_worker_timeout_s=2)),
+        tokenizer_path=str(tiny_model),
+        replicas=[ReplicaClient("r0", actor)],
+        on_start=output_to(tmp_path),
+        agent_loop=DeadlyLoop(),
+    )
+
+    async def process_of(prompt: Prompt) -> float:
+        return (await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt())).trajectories[0].reward
+
+    async def main() -> None:
+        first = await process_of(make_prompt(3))
+        with pytest.raises(AgentWorkerLostError, match="agent-worker-0 answered nothing for .*=2 seconds: .*prompt 7 "):
+            await process_of(replace(make_prompt(7), text="hangs"))
+        assert await process_of(make_prompt(3)) != first
+
+    asyncio.run(main())
+    log = (tmp_path / "logs" / "agent-worker-0.log").read_text()
+    assert "Timeout (0:00:01.600000)!" in log and "in match" in log and "test_worker_group.py" in log

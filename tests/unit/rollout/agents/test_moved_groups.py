@@ -11,7 +11,7 @@ from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from scripts.bench.common import ForcedLengths
-from scripts.bench.stand_ins import NoTokenizer, SimulatedTrainer, no_reward
+from scripts.bench.stand_ins import NO_REWARD, NoTokenizer, SimulatedTrainer
 from scripts.launch.driver import make_fleet, make_rollouter
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -40,13 +40,13 @@ class Scene:
             config=config,
             tokenizer=NoTokenizer(),
             loop=ForcedLengths({"": lambda ordinal, index: 10}),
-            reward=no_reward,
+            scorer=NO_REWARD,
             replicas={replica.name: _generate_on(replica) for replica in self.replicas},
         )
         self._left_behind: list[asyncio.Task[Any]] = []
         rows = [Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")]
         self.rollouter = make_rollouter(
-            config, rows=rows, runner=self, fleet=self.fleet, global_steps=0, publishing=self.manager.publishing
+            config, rows=rows, runner=self, fleet=self.fleet, global_steps=0, updating=self.manager.updating
         )
 
     async def run_group(
@@ -104,7 +104,7 @@ def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted
         scene = Scene(num_replicas=1)
         scene.lost_at = 3.5
         running = await scene.start()
-        await scene.manager.publishing.acquire()
+        await scene.manager.updating.acquire()
         await asyncio.sleep(4)
         assert scene.engines[0].running == []
         await scene.fleet.collect_progress()
@@ -144,6 +144,7 @@ def test_versions_ascend_when_a_replica_dies_that_has_an_update_before_the_other
         await asyncio.sleep(1.5)
         assert first.running and not second.running
         second.seconds["stage"] = 20
+        scene.workers.global_steps = 1
         updating = asyncio.create_task(scene.manager.update_weights(1))
         await asyncio.sleep(4)
         assert scene.replicas[0].global_steps == 1 and scene.replicas[1].global_steps == 0

@@ -88,7 +88,7 @@ def play(policy: Policy, *scripts: Script, tasks: list[EpisodeTask] | None = Non
 
 
 def test_a_conversation_is_one_response() -> None:
-    """The policy's tokens are trained; the environment's are not, and have the version of the turn before."""
+    """The policy's tokens are trained; the environment's are not, and have no version."""
     policy = Policy([("ab", [4, 4, 5]), ("c", [5, 6])])
     script = Script(Step(observation="XY"), Step(done=True))
     (episode,) = play(policy, script)
@@ -96,7 +96,7 @@ def test_a_conversation_is_one_response() -> None:
     assert episode.response_ids.tolist() == [97, 98, EOS, ord("X"), ord("Y"), 99, EOS]
     assert episode.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 2
     assert episode.rollout_logprobs.tolist() == [-1, -2, -3, 0, 0, -1, -2]
-    assert episode.spans == (VersionSpan(0, 2, 4), VersionSpan(2, 6, 5), VersionSpan(6, 7, 6))
+    assert episode.spans == (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5), VersionSpan(5, 6, 5), VersionSpan(6, 7, 6))
     assert (episode.finish_reason, episode.cached_tokens, episode.result) == ("stop", 1 + 6, None)
     first, second = (call[0] for call in policy.calls)
     assert (first.prompt_ids, second.prompt_ids) == ((1, 2), (1, 2, 97, 98, EOS, ord("X"), ord("Y")))
@@ -131,7 +131,7 @@ def test_the_limit_is_of_the_whole_response(max_tokens: int, response: str, fini
     (episode,) = play(policy, script, tasks=[task(max_tokens=max_tokens)])
     assert "".join(map(chr, episode.response_ids)) == response
     assert episode.finish_reason == finish_reason
-    assert episode.spans == (VersionSpan(0, len(response), 4),)
+    assert sum(span.end - span.start for span in episode.spans) == episode.loss_mask.sum()
     assert len(script.heard) == {2: 0, 7: 2}.get(max_tokens, 1)
 
 
@@ -186,23 +186,24 @@ turns = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(turns, st.integers(1, 30))
-def test_spans_cover_the_response_in_ascending_versions(
+def test_spans_cover_what_was_sampled_in_ascending_versions(
     turns: list[tuple[int, int, list[int]]], max_tokens: int
 ) -> None:
-    """Against a plain list with one version per token."""
+    """Against a plain list with one version per token, -1 for those of an observation."""
     version, lines, steps, expected = 0, [], [], []
     for length, observation, updates in turns:
         versions = [version := version + update for update in updates[: length + 1]]
         lines.append(("p" * length, versions))
         steps.append(Step(observation="o" * observation))
-        expected += versions + [version] * observation
+        expected += versions + [-1] * observation
     (episode,) = play(Policy(lines), Script(*steps), tasks=[task(max_tokens=max_tokens)], max_turns=len(turns))
     num_tokens = len(episode.response_ids)
     assert num_tokens <= max_tokens
-    assert episode.spans[0].start == 0 and episode.spans[-1].end == num_tokens
-    by_token = [span.global_steps for span in episode.spans for _ in range(span.start, span.end)]
-    assert by_token == expected[:num_tokens]
-    assert len(episode.spans) == len(set(by_token)), "one span per version"
+    by_token = np.full(num_tokens, -1)
+    for span in episode.spans:
+        by_token[span.start : span.end] = span.global_steps
+    assert by_token.tolist() == expected[:num_tokens]
+    assert [span.global_steps for span in episode.spans] == sorted(span.global_steps for span in episode.spans)
     is_observation = episode.response_ids == ord("o")
     assert np.array_equal(episode.loss_mask, ~is_observation)
     assert np.array_equal(episode.rollout_logprobs == 0, is_observation)
@@ -233,5 +234,5 @@ def test_a_group_with_the_calculator() -> None:
     worked, guessed = run_virtual(loop.run([task(0), task(1)], policy.generate))
     assert Characters().decode(worked.response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
     assert int((~worked.loss_mask).sum()) == len("\n= 42\n")
-    assert worked.spans == (VersionSpan(0, 18, 1), VersionSpan(18, 26, 2))
+    assert worked.spans == (VersionSpan(0, 12, 1), VersionSpan(18, 26, 2))
     assert Characters().decode(guessed.response_ids, True) == "#### 41"

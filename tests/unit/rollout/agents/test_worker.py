@@ -13,6 +13,7 @@ from rollout.progress import Attempt
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
 from tests.support.fakes import make_prompt, run_virtual
+from tests.support.rewards import threaded
 
 EOS = 0
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, seed=3)
@@ -65,7 +66,7 @@ def make_worker(
         config=config or Config(),
         tokenizer=FakeTokenizer(),
         loop=loop or SingleTurn(),
-        reward=reward,
+        scorer=threaded(reward),
         replicas=clients,
     )
 
@@ -131,13 +132,16 @@ async def fails_for_c(prompt: Prompt, text: str) -> RewardResult:
     return RewardResult(reward=1.0, metrics={"format": 0.5})
 
 
+FAILURE = "own_reward of prompt 17: ZeroDivisionError: in the reward"
+
+
 def test_a_reward_that_fails_marks_its_trajectory_and_no_other() -> None:
     group: TrajectoryGroup = run_group(make_worker(fails_for_c, r0=FakeReplica("ab", "c")))
     good, failed = group.trajectories
     assert (good.reward, good.reward_metrics, good.error) == (1.0, {"format": 0.5}, None)
-    assert (failed.reward, failed.reward_metrics, failed.error) == (0.0, {}, "ZeroDivisionError: in the reward")
+    assert (failed.reward, failed.reward_metrics, failed.error) == (0.0, {}, FAILURE)
     assert failed.response_ids.tolist() == [99, EOS]
-    assert group.errors == [None, "ZeroDivisionError: in the reward"]
+    assert group.errors == [None, FAILURE]
 
 
 def test_a_response_near_its_limit_is_punished_beside_its_reward() -> None:
@@ -234,7 +238,7 @@ def test_a_reward_that_failed_is_neither_right_nor_a_vote() -> None:
 
     part = run_virtual(make_worker(reward, r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
     [sample] = part[0].samples
-    assert (sample.accuracy, sample.answer, sample.error) == (0.0, None, "gone")
+    assert (sample.accuracy, sample.answer, sample.error) == (0.0, None, "own_reward of prompt 5: gone")
 
 
 def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:

@@ -1,6 +1,7 @@
 """Rows from files and data sets, and errors that say which file, line and column."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from rollout.data.rows import Columns, final_answer, load_rows
 from rollout.data.sources import DataError
-from rollout.prompts import Row
+from rollout.prompts import PromptStream, Row
+from rollout.types import Prompt
 
 RECORDS = [
     {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4", "data_source": "sums", "level": 1},
@@ -57,6 +59,15 @@ def test_columns_have_the_names_of_the_config(tmp_path: Path) -> None:
     ]
 
 
+def test_an_answer_may_hold_half_of_a_surrogate_pair_as_no_tokenizer_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "\\ud800"}')
+    (row,) = load(path)
+    assert row.ground_truth == "\ud800"
+    prompt = Prompt(ordinal=0, text=row.question, token_ids=(1,), ground_truth=row.ground_truth)
+    assert PromptStream([prompt], seed=0).checksum != PromptStream([replace(prompt, ground_truth="")], seed=0).checksum
+
+
 def test_blank_lines_and_windows_line_ends_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\n{"question": "q", "answer": "a"}\r\n  \r\n{"question": "r", "answer": "b"}')
@@ -68,7 +79,9 @@ def test_blank_lines_and_windows_line_ends_do_not_count(tmp_path: Path) -> None:
     [
         (b"{oops", "not JSON"),
         (b'{"question": "Gr\xf6\xdfe?", "answer": "a"}', "not JSON"),
+        (b"[" * 5_000, "not JSON: maximum recursion depth"),
         (b'["question", "answer"]', "must be a JSON object, is list"),
+        (b'{"question": "2 \\ud800", "answer": "a"}', "column 'question': is no Unicode text"),
         (b'{"question": "q", "anwser": "a"}', "no column 'answer'; the row has anwser, question"),
         (b'{"question": 7, "answer": "a"}', "column 'question' must be text or a list of messages, is int"),
         (b'{"question": "q", "answer": null}', "column 'answer' must be text or a number, is NoneType"),

@@ -9,11 +9,10 @@ import pytest
 from configs.schema import WeightSyncConfig
 from rollout.errors import ReplicaLostError, TooFewReplicasError
 from rollout.evaluation.pinned import MixedVersionsError, PinnedEvaluator
-from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.router import ReplicaRouter
-from rollout.types import Prompt, SamplingParams
+from rollout.types import EvaluatedPrompt, EvaluatedSample, Prompt, SamplingParams
 from tests.support.evaluations import make_evaluator
 from tests.support.fakes import now, run_virtual, settle
 from tests.support.updates import DEADLINES, WHOLE, FakeSource, FakeTarget
@@ -44,7 +43,7 @@ class Scene:
             list(self.targets.values()),  # pyright: ignore[reportArgumentType]
             self.router,
             self.min_replicas,
-            self.messages.append,
+            lambda event: self.messages.append(event.text),
             max_replacements=self.max_replacements,
         )
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(**DEADLINES))
@@ -52,7 +51,7 @@ class Scene:
         self.evaluator = PinnedEvaluator(
             evaluator=evaluator,
             fleet=self.fleet,
-            publishing=self.manager.publishing,
+            updating=self.manager.updating,
             catch_up=self.manager.catch_up,
             num_replicas=self.num_pinned,
             report=self.messages.append,

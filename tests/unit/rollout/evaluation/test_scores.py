@@ -6,13 +6,12 @@ from fractions import Fraction
 import pytest
 
 from rollout.evaluation.scores import (
-    EvaluatedPrompt,
-    EvaluatedSample,
     majority_accuracy,
     mean_accuracy,
     pass_at_k,
     scores_by_source,
 )
+from rollout.types import EvaluatedPrompt, EvaluatedSample
 
 
 def sample(answer: str | None, accuracy: float) -> EvaluatedSample:

@@ -19,6 +19,7 @@ from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.step_metrics import group_metrics
 from trainer.worker.recovery import RecoveringWorkers, WeightUpdater
+from weight_sync.protocol import UpdateReport
 
 
 class GroupSource(Protocol):
@@ -43,19 +44,34 @@ class Fleet(Protocol):
     async def gauges(self) -> dict[str, float]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TakenStep:
+    """An optimizer step that is not settled yet."""
+
+    done: int
+    """Optimizer steps taken, this one included."""
+    groups: Sequence[TrajectoryGroup]
+    advantages: Sequence[FloatArray]
+    """By group, [G]."""
+    metrics: dict[str, float]
+
+
 @dataclass(kw_only=True, eq=False)
 class TrainLoop:
     """Takes the optimizer steps of a run.
 
-    Consumes groups of the buffer and produces versions of the weights. Waits for the buffer (trainer.batch_timeout_s),
-    the train workers (trainer.step_timeout_s) and the weight update (weight_sync.*_timeout_s). Rollouts and evaluations
-    run concurrently.
+    Consumes groups of the buffer and produces versions of the weights. A step begins as soon as its batch is there and
+    the weights of the step before are published: while it trains, the replicas stage and commit them, and the step
+    before is *settled*, which ends with its record. Steps settle in order, one at a time. Waits for the buffer
+    (trainer.batch_timeout_s), the train workers (trainer.step_timeout_s) and the weight update
+    (weight_sync.*_timeout_s). Rollouts and evaluations run concurrently.
 
     Example, the order of events of one step with weight_sync.interval=1:
         buffer.next_batch(7)
         workers.train_step(batch, 7)
-        manager.update_weights(8)
+        ...                         # step 7 is settled
         checkpointer.stage(8)       # if a checkpoint is due
+        manager.update_weights(8)   # once the weights are published, step 8 begins, and beside it:
         buffer.advance(8)           # frees the slots of what was trained
         recorder.record_step(8, ...)
         checkpointer.commit(...)
@@ -71,6 +87,7 @@ class TrainLoop:
     fleet: Fleet
     recorder: RunRecorder
     checkpointer: Checkpointer
+    _settling: asyncio.Task[None] | None = field(default=None, init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     _skipped_evaluations: int = field(default=0, init=False)
     _started: float = field(default=0.0, init=False)
@@ -82,15 +99,14 @@ class TrainLoop:
             is_evaluated: False if version `first_step` still lacks the evaluation that is due, after a resume.
         """
         self._started = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:  # waits for the last evaluation; its error ends the steps
+        async with asyncio.TaskGroup() as tasks:  # waits for the last step and evaluation; an error of theirs ends it
             if not is_evaluated:
                 await self._evaluate_if_due(first_step, tasks)
             for global_steps in range(first_step, self.config.trainer.total_steps):
-                await self._step(global_steps)
-                await self._evaluate_if_due(global_steps + 1, tasks)
+                await self._step(global_steps, tasks)
 
-    async def _step(self, global_steps: int) -> None:
-        """Take one optimizer step. `global_steps` were taken before it."""
+    async def _step(self, global_steps: int, tasks: asyncio.TaskGroup) -> None:
+        """Take one optimizer step, and publish its weights. `global_steps` were taken before it."""
         done = global_steps + 1
         timings: dict[str, float] = {}
         with timed(timings, "step"):
@@ -105,31 +121,81 @@ class TrainLoop:
             actor, fleet = await asyncio.gather(
                 self._train(step_batch, global_steps, timings), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
+            with timed(timings, "update_weights"):
+                await self._settled()
             if actor["actor/skipped_steps"]:
                 self._record_skipped(done, broken or not_finite(actor), batch.groups, advantages)
-            update = await self._update(done, timings)
+            update = await self._publish(done, timings, tasks)
         of_groups = group_metrics(batch.groups, advantages, global_steps, self.config.weight_sync.interval)
         seconds = timings["timing_s/step"]
+        trained = 0 if step_batch is None or actor["actor/skipped_steps"] else step_batch.num_trained
         metrics = {
             **of_groups,
             **of_credit,
             **actor,
             **timings,
-            **update,
-            **self.buffer.gauges(),
             **fleet,
-            **self.workers.gauges(),
-            **self.checkpointer.gauges(),
             "staleness/masked_tokens": float(batch.masked_tokens),
-            "eval/skipped": float(self._skipped_evaluations),
-            "timing_s/elapsed": time.perf_counter() - self._started,
-            "perf/throughput": of_groups["perf/tokens"] / seconds,
+            "perf/trained_tokens": float(trained),
+            "perf/throughput/trained": trained / seconds,
             "perf/groups_per_second": len(batch.groups) / seconds,
             "perf/trainer_idle": 1 - actor["perf/trainer_busy_s"] / seconds,
         }
-        self.recorder.record_step(done, metrics, batch.groups, advantages)
+        step = TakenStep(done, batch.groups, advantages, metrics)
+        self._settling = tasks.create_task(self._settle(step, update, tasks), name=f"settle-{done}")
+
+    async def _publish(
+        self, done: int, timings: dict[str, float], tasks: asyncio.TaskGroup
+    ) -> asyncio.Task[UpdateReport] | None:
+        """Every weight_sync.interval steps: stage a checkpoint if one is due, and publish the weights. Returns the
+        update, the rest of which is under way."""
+        if done % self.config.weight_sync.interval:
+            return None
+        is_last = done == self.config.trainer.total_steps
+        if not is_last:
+            await self._stage_if_due(done, timings)
+        published = asyncio.Event()
+        with timed(timings, "update_weights"):
+            update = tasks.create_task(self.manager.update_weights(done, published), name=f"update-{done}")
+            await published.wait()
+        if is_last:  # no step is kept waiting, and workers that start again in the update would lose what is staged
+            await update
+            await self._stage_if_due(done, timings)
+        return update
+
+    async def _stage_if_due(self, done: int, timings: dict[str, float]) -> None:
+        """Copy the state of version `done`. The slots of what it was trained on are still held, so the rollouts that
+        are saved with it have every prompt in one place."""
         if self.checkpointer.is_due(done):
+            with timed(timings, "checkpoint"):
+                await self.checkpointer.stage(done)
+
+    async def _settled(self) -> None:
+        """Wait until the step before is settled: one update can be under way."""
+        if self._settling is not None:
+            await self._settling
+
+    async def _settle(
+        self, step: TakenStep, update: asyncio.Task[UpdateReport] | None, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Wait until the step's weights are live, then free the slots, record the step and start what it makes due."""
+        of_update = {}
+        if update is not None:
+            of_update = (await update).gauges()
+            await self.buffer.advance(step.done)
+        metrics = {
+            **step.metrics,
+            **of_update,
+            **self.buffer.gauges(),
+            **self.workers.gauges(),
+            **self.checkpointer.gauges(),
+            "eval/skipped": float(self._skipped_evaluations),
+            "timing_s/elapsed": time.perf_counter() - self._started,
+        }
+        self.recorder.record_step(step.done, metrics, step.groups, step.advantages)
+        if self.checkpointer.is_due(step.done):
             self.checkpointer.commit({"recorder": self.recorder.state()})
+        await self._evaluate_if_due(step.done, tasks)
 
     async def _assemble(
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, float]
@@ -140,7 +206,8 @@ class TrainLoop:
             tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
         if needs_scores(algorithm):
             with timed(timings, "score"):
-                scores = await self.workers.score(self._packed(groups, tokens, keep_idle=True))
+                async with self.manager.publishing:  # workers that score cannot publish: who wants them to waits here
+                    scores = await self.workers.score(self._packed(groups, tokens, keep_idle=True))
         with timed(timings, "assemble"):
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
             trained = trainable(groups, algorithm.mask_truncated)
@@ -175,18 +242,6 @@ class TrainLoop:
         if count > allowed:
             raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {sentence}")
 
-    async def _update(self, done: int, timings: dict[str, float]) -> dict[str, float]:
-        """Every weight_sync.interval steps: make the weights live, stage a checkpoint if one is due, free the slots."""
-        if done % self.config.weight_sync.interval:
-            return {}
-        with timed(timings, "update_weights"):
-            report = await self.manager.update_weights(done)
-        if self.checkpointer.is_due(done):
-            with timed(timings, "checkpoint"):
-                await self.checkpointer.stage(done)  # before `advance`: the rollouts are saved with the slots held
-        await self.buffer.advance(done)
-        return report.gauges()
-
     async def _evaluate_if_due(self, done: int, tasks: asyncio.TaskGroup) -> None:
         """Start the evaluation of version `done` if it is due; the caller evaluates the first and the last version.
 
@@ -199,7 +254,7 @@ class TrainLoop:
             return
         if self._evaluating is None or self._evaluating.done():
             self._evaluating = tasks.create_task(self._evaluate(), name="evaluation")
-            await asyncio.sleep(0)  # it takes its replicas before the next step begins
+            await asyncio.sleep(0)  # it takes its replicas before the next update begins
         else:
             self._skipped_evaluations += 1
 

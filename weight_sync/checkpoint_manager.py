@@ -10,7 +10,8 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
@@ -23,13 +24,10 @@ from weight_sync.protocol import (
     WeightSource,
     WeightTag,
     WeightTarget,
+    WeightUpdateError,
 )
 
 T = TypeVar("T")
-
-
-class WeightUpdateError(RuntimeError):
-    """Weights could not be brought somewhere. The message names replica, phase and reason."""
 
 
 class Membership(Protocol):
@@ -51,6 +49,10 @@ class Membership(Protocol):
 
     def expect(self, names: Collection[str]) -> None:
         """The update under way may yet bring these into service, even ejected ones. Empty when it ends."""
+
+    def has_enough(self) -> bool:
+        """As many replicas are in service now as the run needs."""
+        ...
 
     def require_enough(self, cause: BaseException) -> None:
         """Raises when fewer replicas are in service than the run needs."""
@@ -83,6 +85,40 @@ class _Attempt:
             raise WeightUpdateError(f"send on trainer was stopped: {self.stopped_by} failed") from None
 
 
+@dataclass
+class _Update:
+    """One update: its attempts so far."""
+
+    attempts: list[_Attempt] = field(default_factory=list)
+    out: set[str] = field(default_factory=set)
+    """Replicas that are not tried again."""
+
+    @property
+    def failures(self) -> list[WeightUpdateError]:
+        return [error for attempt in self.attempts for error in attempt.failed.values()]
+
+    def takes(self, name: str, together: Collection[str], version: int) -> bool:
+        """Whether a replica takes part in an attempt that publishes `version` for `together`. Where the trainer has
+        gone on since the first attempt, all the others do too: versions never descend, and what one replica samples,
+        another one may continue."""
+        return name not in self.out and (self.is_older_than(version) or name in together)
+
+    def is_older_than(self, version: int) -> bool:
+        return bool(self.attempts) and self.attempts[0].manifest.global_steps != version
+
+    def report(self, global_steps: int, total_s: float) -> UpdateReport:
+        """`global_steps`: the trainer's version, for an update that nobody needed."""
+        first = self.attempts[0] if self.attempts else None
+        return UpdateReport(
+            global_steps=self.attempts[-1].manifest.global_steps if self.attempts else global_steps,
+            nbytes=first.manifest.nbytes if first else 0,
+            publish_s=first.publish_s if first else 0.0,
+            total_s=total_s,
+            replicas=tuple({update.name: update for attempt in self.attempts for update in attempt.done}.values()),
+            failures=len(self.failures),
+        )
+
+
 class CheckpointManager:
     """Brings replicas to a version of the weights. One update at a time.
 
@@ -97,66 +133,102 @@ class CheckpointManager:
         self._source = source
         self._fleet = fleet
         self._config = config
+        self.updating = asyncio.Lock()
+        """Held while replicas change version. A caller that needs them to stay at one version holds it."""
         self.publishing = asyncio.Lock()
-        """Held while the trainer's weights are read and replicas change version. A caller that changes the weights (an
-        optimizer step), or needs replicas to stay at one version, holds it."""
+        """Held while the trainer's weights are read. A caller that changes them (an optimizer step) holds it."""
+        self._awaited: dict[asyncio.Event, int] = {}  # which updates want to know when which version has been sent
+        self._sent_version = -1
         self._held: dict[str, int] = {}  # replica -> the version it was last verified at
         self._misses: Counter[str] = Counter()  # in a row
 
-    async def update_weights(self, global_steps: int) -> UpdateReport:
-        """Returns when every replica in service serves the weights tagged `global_steps`. Raises WeightUpdateError when
-        the trainer cannot publish, and TooFewReplicasError."""
-        async with self.publishing:
-            return await self._transact(self._fleet.targets, global_steps)
+    async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
+        """Returns when every replica in service serves the weights tagged `global_steps`, or newer ones.
 
-    async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
-        """Bring these of the fleet's targets to the trainer's present weights, whatever they hold. None: none is left.
+        `published` is set as soon as the trainer may change its weights. A replica that fails after it did stays out of
+        service until the next update; if the run cannot do without it, all get the trainer's present weights.
 
-        Between two updates the trainer is ahead of the fleet. Then all targets are brought along: otherwise what this
-        replica samples with newer weights would, if it is lost, be continued by another one with older weights.
+        Raises ValueError for weights that the trainer does not have yet and for a trainer that went back behind a
+        replica, WeightUpdateError when it cannot publish, and TooFewReplicasError.
+        """
+        if global_steps > self._source.global_steps:
+            raise ValueError(f"update_weights({global_steps}): the trainer is at version {self._source.global_steps}")
+        published = published or asyncio.Event()
+        self._awaited[published] = global_steps
+        self._tell_what_is_sent()  # a replica that catches up may have taken these weights already
+        try:
+            async with self.updating:
+                report = await self._transact(_Update())
+        finally:
+            del self._awaited[published]
+        published.set()  # also if there was nobody to publish for
+        return report
+
+    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = lambda: None) -> UpdateReport:
+        """Bring these of the fleet's targets to the trainer's present weights, whatever they hold.
+
+        The other targets are brought along, if they are behind the trainer. `begins` is called when no other update is
+        under way any more.
         """
         async with self.publishing:
+            pass  # the optimizer step under way ends first: an update or evaluation that is due shall not wait for both
+        async with self.updating:
+            begins()
             for name in names:
                 self._held.pop(name, None)
-            version = self._source.global_steps
-            targets = [target for target in self._fleet.targets if self._held.get(target.name) != version]
-            return await self._transact(targets, version) if targets else None
+            return await self._transact(_Update())
 
-    async def _transact(self, targets: Sequence[WeightTarget], global_steps: int) -> UpdateReport:
+    async def _transact(self, update: _Update) -> UpdateReport:
+        """Bring all targets to the trainer's present version that are not known to hold it."""
+        if (newest := max(self._held.values(), default=-1)) > self._source.global_steps:
+            older = f"the trainer is at version {self._source.global_steps}, replicas hold version {newest}"
+            raise ValueError(f"{older}, and versions only ascend: older weights need new replicas")
         started = time.perf_counter()
-        attempts: list[_Attempt] = []
-        retries = Retries(target.name for target in targets)
-        self._fleet.expect([target.name for target in targets])
+        names = [target.name for target in self._fleet.targets]
+        retries = Retries(names)
+        self._fleet.expect(names)
         try:
-            for names in retries:
-                present = [target for target in self._fleet.targets if target.name in names]
-                if not present:  # it died meanwhile, or the last one in service did while others are pinned
+            for together in retries:
+                if self._leaves_to_the_next(update):
+                    await self._leave(update)
+                    break
+                attempt = await self._attempt(update, together)
+                if attempt is None:  # they died meanwhile, or the last one in service did while others are pinned
                     continue
-                attempt = await self._attempt(present, global_steps)
-                attempts.append(attempt)
                 missed = retries.record(attempt.failed, attempt.stopped_by)
-                for target in present:
+                update.out |= missed
+                for target in self._fleet.targets:
                     if target.name in missed:
                         await self._miss(target, attempt.failed[target.name])
         finally:
             self._fleet.expect(())
-        if attempts and attempts[0].failed:
-            self._fleet.require_enough(next(iter(attempts[0].failed.values())))
-        return UpdateReport(
-            global_steps=global_steps,
-            nbytes=attempts[0].manifest.nbytes if attempts else 0,
-            publish_s=attempts[0].publish_s if attempts else 0.0,
-            total_s=time.perf_counter() - started,
-            replicas=tuple(update for attempt in attempts for update in attempt.done),
-            failures=sum(len(attempt.failed) for attempt in attempts),
-        )
+        if update.failures:
+            self._fleet.require_enough(update.failures[0])
+        return update.report(self._source.global_steps, time.perf_counter() - started)
 
-    async def _attempt(self, targets: Sequence[WeightTarget], global_steps: int) -> _Attempt:
-        """Publish once for these replicas. Returns or raises only when no replica's part is still running."""
-        started = time.perf_counter()
-        manifest = await self._publish(targets, global_steps)
-        send = self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s")
-        attempt = _Attempt(manifest, time.perf_counter() - started, send)
+    def _leaves_to_the_next(self, update: _Update) -> bool:
+        """Whether those that failed wait for the next update, because the trainer is at its next step already: all
+        that waits for this update would wait for that step."""
+        has_gone_on = self.publishing.locked() or update.is_older_than(self._source.global_steps)
+        return bool(update.attempts) and has_gone_on and self._fleet.has_enough()
+
+    async def _attempt(self, update: _Update, together: Collection[str]) -> _Attempt | None:
+        """Publish once for those of `together` that are behind the trainer. None: nobody is. Returns or raises only
+        when no replica's part is still running."""
+        await self.publishing.acquire()  # until nothing of the attempt reads the trainer's weights any more
+        attempt, targets, version = None, [], self._source.global_steps
+        try:
+            behind = [target for target in self._fleet.targets if self._held.get(target.name) != version]
+            targets = [target for target in behind if update.takes(target.name, together, version)]
+            if targets:
+                attempt = await self._publish(targets, version)
+        finally:
+            if attempt is None:
+                self.publishing.release()
+        if attempt is None:
+            return None
+        attempt.sending.add_done_callback(lambda sending: self._sent(sending, version))
+        update.attempts.append(attempt)
         calls = (self._update(target, attempt) for target in targets)
         results = await asyncio.gather(*calls, attempt.sending, return_exceptions=True)
         for target, result in zip(targets, results, strict=False):
@@ -165,14 +237,27 @@ class CheckpointManager:
                 await self._fleet.eject(target.name, result)
             elif isinstance(result, ReplicaUpdate):
                 attempt.done.append(result)
-                self._held[target.name] = global_steps
+                self._held[target.name] = version
                 self._misses.pop(target.name, None)
-                await self._fleet.admit(target.name, global_steps)
+                await self._fleet.admit(target.name, version)
             elif isinstance(result, BaseException):
                 raise result
         return attempt
 
-    async def _publish(self, targets: Sequence[WeightTarget], global_steps: int) -> Manifest:
+    def _sent(self, sending: asyncio.Task[int], version: int) -> None:
+        self.publishing.release()
+        if not sending.cancelled() and sending.exception() is None:
+            self._sent_version = version
+            self._tell_what_is_sent()
+
+    def _tell_what_is_sent(self) -> None:
+        for published, wanted in self._awaited.items():
+            if wanted <= self._sent_version:
+                published.set()
+
+    async def _publish(self, targets: Sequence[WeightTarget], global_steps: int) -> _Attempt:
+        """Publish the weights, and begin to send them."""
+        started = time.perf_counter()
         held = {self._held.pop(target.name, None) for target in targets}  # until it is verified, nobody knows
         order = PublishOrder(
             global_steps=global_steps,
@@ -181,7 +266,9 @@ class CheckpointManager:
             nonce=uuid.uuid4().hex[:8],
             timeout_s=self._config.stage_timeout_s,
         )
-        return await self._within("publish", "trainer", self._source.publish(order), "stage_timeout_s")
+        manifest = await self._within("publish", "trainer", self._source.publish(order), "stage_timeout_s")
+        send = self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s")
+        return _Attempt(manifest, time.perf_counter() - started, send)
 
     async def _update(self, target: WeightTarget, attempt: _Attempt) -> ReplicaUpdate:
         """One replica's part."""
@@ -203,12 +290,26 @@ class CheckpointManager:
             raise
         return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=report.pause_s, swap_s=report.swap_s)
 
+    async def _leave(self, update: _Update) -> None:
+        """Those that failed are tried again in the next update, torn or not, and given up if they fail then too."""
+        failed = {name: error for attempt in update.attempts for name, error in attempt.failed.items()}
+        for target in self._fleet.targets:
+            if target.name in failed and target.name not in self._held and target.name not in update.out:
+                await self._has_missed_too_many(target, failed[target.name])
+
+    async def _has_missed_too_many(self, target: WeightTarget, error: WeightUpdateError) -> bool:
+        """Counts one more miss, and gives the replica up if it was one too many."""
+        self._misses[target.name] += 1
+        if self._misses[target.name] < MISSES_IN_A_ROW:
+            return False
+        error.add_note(f"it missed {MISSES_IN_A_ROW} updates in a row")
+        await self._fleet.give_up(target.name, error)
+        return True
+
     async def _miss(self, target: WeightTarget, error: WeightUpdateError) -> None:
         """The replica stays out of service, and is given up unless the next update may bring it back."""
-        self._misses[target.name] += 1
-        if self._misses[target.name] >= MISSES_IN_A_ROW:
-            error.add_note(f"it missed {MISSES_IN_A_ROW} updates in a row")
-            return await self._fleet.give_up(target.name, error)
+        if await self._has_missed_too_many(target, error):
+            return
         try:
             status = await self._within("status", target.name, target.status(), "pause_timeout_s")
         except WeightUpdateError as unreachable:

@@ -11,7 +11,8 @@ class Retries:
     """Which replicas are tried together, and how often, in one update.
 
     In a transport where all wait for one another, one failure makes others fail. So a replica that failed by itself is
-    tried once more, after those that it may have made fail, and apart from them.
+    tried once more, after those that it may have made fail, and apart from them. (The checkpoint manager leaves both to
+    the next update where the trainer has gone on meanwhile.)
 
     Example:
         retries = Retries(["a", "b", "c"])

@@ -24,6 +24,11 @@ Shards = Callable[[], NamedTensors]
 Load = Callable[[NamedTensors], None]
 """Takes (name, whole tensor), each valid until the next is asked for."""
 
+
+class WeightUpdateError(RuntimeError):
+    """Weights could not be brought somewhere. The message names replica, phase and reason."""
+
+
 # -- what is published -------------------------------------------------------------------------------------------------
 
 
@@ -157,12 +162,14 @@ class UpdateReport:
     publish_s: float
     total_s: float
     replicas: tuple[ReplicaUpdate, ...]
-    """Those that serve the version now."""
+    """Those that were brought to it."""
     failures: int
     """Attempts that failed, on any replica."""
 
     def gauges(self) -> dict[str, float]:
-        """Metrics of the slowest replica, in milliseconds; 0 if all replicas were lost."""
+        """Metrics of the slowest replica, in milliseconds; 0 if all replicas were lost, none if nobody needed it."""
+        if not (self.replicas or self.failures):
+            return {}
         return {
             "weight_sync/pause_ms": 1e3 * max((update.pause_s for update in self.replicas), default=0.0),
             "weight_sync/swap_ms": 1e3 * max((update.swap_s for update in self.replicas), default=0.0),

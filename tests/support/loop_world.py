@@ -42,6 +42,10 @@ class World:
     recorded_advantages: list[list[list[float]]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    update_ends_after: dict[int, str] = field(default_factory=dict)
+    """By version, the event that its update waits for, once it is published."""
+    batch_waits_for_record: bool = False
     live: int = 0
     evaluation_ends_after: str = ""
     """The event that an evaluation waits for."""
@@ -58,6 +62,8 @@ class World:
             raise RuntimeError(f"{event} broke")
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
+        while self.batch_waits_for_record and global_steps and f"record {global_steps}" not in self.events:
+            await asyncio.sleep(0)
         await self.happen(f"next_batch {global_steps}")
         trajectories = [
             make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
@@ -93,8 +99,15 @@ class World:
             "actor/skipped_steps": Last(float(is_broken)),
         }
 
-    async def update_weights(self, global_steps: int) -> Report:
-        await self.happen(f"update_weights {global_steps}")
+    async def update_weights(self, global_steps: int, published: asyncio.Event) -> Report:
+        assert not self.updating.locked(), "one update at a time"
+        async with self.updating:
+            async with self.publishing:
+                await self.happen(f"publish {global_steps}")
+            published.set()
+            while self.update_ends_after.get(global_steps) not in (None, *self.events):
+                await asyncio.sleep(0)
+            await self.happen(f"live {global_steps}")
         self.live = global_steps
         return Report()
 

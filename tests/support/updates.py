@@ -142,9 +142,11 @@ class MeetingTarget(FakeTarget):
 
 
 class Scene:
-    """A source and its replicas; what they and the fleet did, in order. One replica is enough for the fleet."""
+    """A source and its replicas; what they and the fleet did, in order."""
 
-    def __init__(self, staging: Staging = Staging.host, names: str = "ab", meeting: bool = False) -> None:
+    def __init__(
+        self, staging: Staging = Staging.host, names: str = "ab", meeting: bool = False, min_replicas: int = 1
+    ) -> None:
         self.events: list[str] = []
         self.source = (MeetingSource if meeting else FakeSource)("trainer", self.events)
         self.targets: Sequence[FakeTarget] = [
@@ -155,14 +157,24 @@ class Scene:
                 target.source = self.source
         self.a, self.b = self.targets[:2]
         self.router = ReplicaRouter(list(names), max_inflight=8)
-        self.fleet = ReplicaFleet(self.targets, self.router, 1, self.events.append, serving=0)  # pyright: ignore
+        self.fleet = ReplicaFleet(
+            self.targets,  # pyright: ignore
+            self.router,
+            min_replicas,
+            lambda event: self.events.append(event.text),
+            serving=0,
+        )
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(staging=staging, **DEADLINES))
 
-    def update(self, *versions: int | None) -> list[UpdateReport]:
+    def update(self, *versions: int) -> list[UpdateReport]:
         async def main() -> list[UpdateReport]:
-            return [await self.manager.update_weights(version) for version in versions]
+            return [await self.train_and_update(version) for version in versions]
 
         return run_virtual(main())
+
+    async def train_and_update(self, version: int) -> UpdateReport:
+        self.source.global_steps = version
+        return await self.manager.update_weights(version)
 
     def of(self, name: str) -> list[str]:
         return [event.removeprefix(f"{name}.") for event in self.events if event.startswith(f"{name}.")]

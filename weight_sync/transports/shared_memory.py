@@ -86,5 +86,8 @@ def _allocate(path: Path, nbytes: int) -> tuple[torch.Tensor, int]:
     except OSError as error:
         os.close(descriptor)
         path.unlink(missing_ok=True)
-        raise RuntimeError(f"{path.parent} has no room for {nbytes / 1e6:.1f} MB of weights: {error}") from error
+        why = f"{path.parent} has no room for {nbytes / 1e6:.1f} MB of weights: {error}"
+        raise RuntimeError(
+            f"weight_sync.transport=shared_memory: {why}; collective and filesystem need none"
+        ) from error
     return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), descriptor

@@ -1,6 +1,7 @@
 """TrainLoop on fakes that write down what they are asked: order, intervals, errors, metrics."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,40 +12,53 @@ from trainer.advantages.estimators import ScoredGroup
 from trainer.tracking.bad_batches import SkippedStepsError
 
 
-def test_slots_are_freed_after_the_weights_are_live_and_the_step_is_recorded_last() -> None:
-    assert run(World()).events == [
+def test_a_step_begins_once_the_weights_before_it_are_published_and_its_own_are_once_those_are_live() -> None:
+    assert run(World(update_ends_after={1: "train_step 1"})).events == [
         "next_batch 0",
         "train_step 0",
-        "update_weights 1",
-        "advance 1",
-        "record 1",
+        "publish 1",
         "next_batch 1",
         "train_step 1",
-        "update_weights 2",
+        "live 1",
+        "advance 1",
+        "record 1",
+        "publish 2",
+        "live 2",
         "advance 2",
         "record 2",
     ]
 
 
+def test_where_every_batch_waits_for_the_weights_before_it_nothing_overlaps() -> None:
+    """As with rollout.max_staleness=0."""
+    world = run(World(batch_waits_for_record=True), total_steps=3)
+    per_step = ["next_batch {0}", "train_step {0}", "publish {1}", "live {1}", "advance {1}", "record {1}"]
+    assert world.events == [event.format(step, step + 1) for step in range(3) for event in per_step]
+
+
+def test_a_step_without_an_update_is_recorded_after_the_one_before_it() -> None:
+    world = run(World(update_ends_after={2: "train_step 2"}), total_steps=4, interval=2)
+    assert list(world.records) == [1, 2, 3, 4]
+    assert world.events.index("train_step 2") < world.events.index("record 2") < world.events.index("next_batch 3")
+
+
 def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
     world = run(World(), total_steps=6, interval=3)
-    changes = [event for event in world.events if event.startswith(("update", "advance"))]
-    assert changes == ["update_weights 3", "advance 3", "update_weights 6", "advance 6"]
+    changes = [event for event in world.events if event.startswith(("publish", "advance"))]
+    assert changes == ["publish 3", "advance 3", "publish 6", "advance 6"]
     assert list(world.records) == [1, 2, 3, 4, 5, 6]
-    updated = [step for step, metrics in world.records.items() if "weight_sync/pause_ms" in metrics]
-    assert updated == [step for step, metrics in world.records.items() if "timing_s/update_weights" in metrics]
-    assert updated == [3, 6]
+    assert [step for step, metrics in world.records.items() if "weight_sync/pause_ms" in metrics] == [3, 6]
     # Staleness is counted in updates: the groups are of version 0, and each version lasts three steps.
     assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "update_weights 2", "stage 2", "advance 2"])
+@pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "publish 2", "live 2", "stage 2", "advance 2"])
 def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
-    world = World(fails=fails, due=(2,))
+    world = World(fails=fails, due=(2,), update_ends_after={2: "train_step 2"})
     with pytest.raises(RuntimeError, match=f"{fails} broke"):
         run(world, total_steps=4, eval_every=2)
-    assert world.events[-1] == fails
-    assert list(world.records) == [1]
+    assert fails in world.events and "publish 3" not in world.events
+    assert set(world.records) <= {1}, "what is not settled is not recorded"
 
 
 @pytest.mark.parametrize("total_steps", [1, 3])
@@ -63,7 +77,8 @@ def test_every_step_has_every_family_of_metrics(total_steps: int) -> None:
         assert metrics["perf/replica_idle"] == 0.25
         assert metrics["perf/trainer_idle"] == 1
         step_s = metrics["timing_s/step"]
-        assert metrics["perf/throughput"] == pytest.approx(40 / step_s)
+        assert metrics["perf/trained_tokens"] == 2 * 4 * 3
+        assert metrics["perf/throughput/trained"] == pytest.approx(24 / step_s)
         assert metrics["perf/groups_per_second"] == pytest.approx(2 / step_s)
         parts = [metrics[f"timing_s/{part}"] for part in ("wait_batch", "assemble", "train_step", "update_weights")]
         assert all(part > 0 for part in parts)
@@ -77,6 +92,23 @@ OWN = "tests.unit.trainer.test_loop:twice_the_reward_less_one"
 
 def twice_the_reward_less_one(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[FloatArray]:
     return [2 * group.rewards - 1 for group in groups]
+
+
+def nothing(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[FloatArray]:
+    return [0 * group.rewards for group in groups]
+
+
+def test_tokens_that_are_not_computed_do_not_count_as_trained() -> None:
+    """Groups without a gradient, unless the entropy gives them one, and steps that are skipped."""
+    flat = AlgorithmConfig(advantage=f"{__name__}:nothing")
+    for world, algorithm, expected in [
+        (World(), flat, 0),
+        (World(), replace(flat, entropy_coef=0.1), 24),
+        (World(broken_steps=(0,)), AlgorithmConfig(), 0),
+        (World(broken_rollouts=(0,)), AlgorithmConfig(), 0),
+    ]:
+        metrics = run(world, total_steps=1, algorithm=algorithm).records[1]
+        assert (metrics["perf/trained_tokens"], metrics["perf/throughput/trained"] > 0) == (expected, expected > 0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +146,7 @@ def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns
     """Rewards 1, 0, 0, 0 minus 0.5 times 0, 1, 2, 3 and then 4, 5, 6, 7."""
     algorithm = AlgorithmConfig(normalize_by_std=False, kl_reward_coef=0.5)
     world = run(World(), total_steps=1, num_ranks=2, algorithm=algorithm)
-    assert world.events == ["next_batch 0", "score", "train_step 0", "update_weights 1", "advance 1", "record 1"]
+    assert world.events[:3] == ["next_batch 0", "score", "train_step 0"]
     expected = [1.5, 0, -0.5, -1]
     assert world.recorded_advantages[0] == [pytest.approx(expected)] * 2
     (asked,), (trained,) = world.scored, world.batches
@@ -133,17 +165,28 @@ def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns
 
 
 def test_a_checkpoint_is_of_the_moment_before_slots_are_freed_and_counts_once_the_step_is_recorded() -> None:
-    world = run(World(due=(2,)))
-    assert world.events[5:] == [
-        "next_batch 1",
-        "train_step 1",
-        "update_weights 2",
+    """It is of version 2: before step 2 begins, and with everything settled that came before."""
+    world = run(World(due=(2,), update_ends_after={1: "train_step 1", 2: "train_step 2"}), total_steps=3)
+    assert world.events[5:15] == [
+        "live 1",
+        "advance 1",
+        "record 1",
         "stage 2",
+        "publish 2",
+        "next_batch 2",
+        "train_step 2",
+        "live 2",
         "advance 2",
         "record 2",
-        "commit {'recorder': b'after record 2'}",
     ]
-    assert ["timing_s/checkpoint" in metrics for metrics in world.records.values()] == [False, True]
+    assert world.events[15] == "commit {'recorder': b'after record 2'}"
+    assert ["timing_s/checkpoint" in metrics for metrics in world.records.values()] == [False, True, False]
+
+
+def test_the_last_checkpoint_waits_for_the_update_in_which_workers_may_start_again() -> None:
+    world = run(World(due=(2,)))
+    last = [event for event in world.events if event.endswith("2") or event.startswith("commit")]
+    assert last == ["publish 2", "live 2", "stage 2", "advance 2", "record 2", "commit {'recorder': b'after record 2'}"]
 
 
 # -- evaluations: which are due, and under which version they are recorded ---------------------------------------------
@@ -165,10 +208,9 @@ def test_evaluation_steps_leave_the_last_to_the_caller(
 
 def test_steps_and_updates_go_on_while_an_evaluation_lasts_and_it_is_recorded_under_the_version_it_began_with() -> None:
     world = run(World(evaluation_ends_after="record 5"), total_steps=6, eval_every=2)
-    events = [event for event in world.events if event.startswith(("update", "evaluate", "record"))]
-    assert events[:4] == ["update_weights 1", "record 1", "update_weights 2", "record 2"]
-    assert events.index("evaluate") < events.index("update_weights 3") < events.index("update_weights 5")
-    assert events.index("update_weights 5") < events.index("record_evaluation 2")
+    events = [event for event in world.events if event.startswith(("publish", "evaluate", "record"))]
+    assert events[:6] == ["publish 1", "record 1", "publish 2", "record 2", "evaluate", "publish 3"]
+    assert events.index("publish 5") < events.index("record_evaluation 2")
     assert [step for step, _ in world.evaluations] == [2]
     skipped = [metrics["eval/skipped"] for metrics in world.records.values()]
     assert skipped == [0, 0, 0, 0, 1, 1], "the one due at 4 would overlap"
@@ -210,14 +252,9 @@ def test_a_resumed_loop_begins_with_the_evaluation_that_its_checkpoint_still_lac
 def test_a_skipped_step_is_recorded_its_version_goes_live_and_the_next_is_taken(world: World, step: str) -> None:
     """Broken logprobs of the rollouts are found before the step, which no worker takes."""
     run(world, total_steps=3)
-    assert world.events[5:11] == [
-        "next_batch 1",
-        step,
-        "record_skipped 2",
-        "update_weights 2",
-        "advance 2",
-        "record 2",
-    ]
+    events = [event for event in world.events if event.split()[-1] == "2" or event == step]
+    assert events[:5] == [step, "record_skipped 2", "publish 2", "live 2", "next_batch 2"]
+    assert world.events.index("record 1") < world.events.index("record_skipped 2"), "the recorder saves both in order"
     assert list(world.records) == [1, 2, 3]
     assert [metrics["actor/skipped_steps"] for metrics in world.records.values()] == [0, 1, 0], "of the step"
     if world.broken_rollouts:

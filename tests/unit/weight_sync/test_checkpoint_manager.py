@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import Staging
-from tests.support.fakes import run_virtual, settle
+from tests.support.fakes import now, run_virtual, settle
 from tests.support.updates import WHOLE, Scene
-from weight_sync.checkpoint_manager import WeightUpdateError
+from weight_sync.protocol import WeightUpdateError
 
 BOTH, ONLY_B = {"a": 1, "b": 1}, {"b": 1}
 OUT = OSError("out")
@@ -17,6 +17,10 @@ OUT = OSError("out")
 @pytest.fixture
 def scene() -> Scene:
     return Scene()
+
+
+def versions(scene: Scene) -> tuple[int, int]:
+    return scene.a.state.global_steps, scene.b.state.global_steps
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -73,12 +77,167 @@ def test_after_a_failure_the_base_is_known_again_only_when_all_hold_the_same_ver
 
 def test_a_replica_that_is_gone_does_not_keep_the_others_from_a_base(scene: Scene) -> None:
     async def main() -> None:
-        await scene.manager.update_weights(1)
+        await scene.train_and_update(1)
         await scene.fleet.lose("b", OSError("died"))
-        await scene.manager.update_weights(2)
+        await scene.train_and_update(2)
 
     run_virtual(main())
     assert scene.source.orders[1:] == [({"a": 1}, 1)]
+
+
+# -- the trainer goes on once its weights are published ----------------------------------------------------------------
+
+
+async def train(scene: Scene, seconds: float) -> float:
+    """Takes one optimizer step as soon as the weights may change, and returns when it began."""
+    await settle()
+    async with scene.manager.publishing:
+        began = now()
+        await asyncio.sleep(seconds)
+        scene.source.global_steps += 1
+    return began
+
+
+def test_published_is_set_when_the_trainers_weights_have_been_sent_and_the_replicas_still_stage(scene: Scene) -> None:
+    scene.source.seconds, scene.source.global_steps = {"publish": 3, "send": 2}, 1
+    scene.a.seconds["stage"] = scene.b.seconds["stage"] = 50
+
+    async def main() -> None:
+        published = asyncio.Event()
+        updating = asyncio.create_task(scene.manager.update_weights(1, published))
+        assert await train(scene, 10) == 5 and published.is_set()
+        assert scene.manager.updating.locked() and versions(scene) == (-1, -1)
+        await updating
+        assert versions(scene) == (1, 1) and now() == 53, "with the weights that were published"
+
+    run_virtual(main())
+
+
+def test_weights_that_have_to_be_sent_again_keep_the_trainer_waiting(scene: Scene) -> None:
+    scene.source.seconds, scene.source.faults = {"send": 5}, {"send": [OUT]}
+    scene.source.global_steps = 1
+
+    async def main() -> None:
+        published = asyncio.Event()
+        updating = asyncio.create_task(scene.manager.update_weights(1, published))
+        await published.wait()
+        assert now() == 10
+        await updating
+        assert versions(scene) == (1, 1)
+
+    run_virtual(main())
+
+
+def test_who_fails_while_the_trainer_is_at_its_next_step_waits_for_the_next_update(scene: Scene) -> None:
+    """What waits for this update, above all the slots, would else wait for that step."""
+    scene.b.faults["stage"], scene.b.seconds["stage"] = [OUT], 4
+    scene.source.global_steps = 7
+
+    async def main() -> None:
+        updating = asyncio.create_task(scene.manager.update_weights(7))
+        training = asyncio.create_task(train(scene, 1000))
+        report = await updating
+        assert now() == 4 and (report.global_steps, report.failures) == (7, 1)
+        assert scene.router.healthy == ["a"] and versions(scene) == (7, -1)
+        await training
+        await scene.manager.update_weights(8)
+        assert scene.router.healthy == ["a", "b"] and versions(scene) == (8, 8)
+
+    run_virtual(main())
+
+
+def test_who_fails_again_in_the_next_update_is_given_up(scene: Scene) -> None:
+    scene.b.faults["stage"], scene.b.seconds["stage"] = [OUT, OUT], 4
+    scene.source.global_steps = 7
+
+    async def main() -> None:
+        for version in (7, 8):
+            updating = asyncio.create_task(scene.manager.update_weights(version))
+            training = asyncio.create_task(train(scene, 10))
+            await updating
+            await training
+        assert scene.fleet.targets == [scene.a] and scene.router.healthy == ["a"]
+
+    run_virtual(main())
+
+
+def test_where_the_run_cannot_do_without_it_all_get_the_trainers_present_weights_after_its_step() -> None:
+    """As one version: b's tokens may be continued by a. The second attempt waits for the step, however long."""
+    scene = Scene(min_replicas=2)
+    scene.b.faults["stage"], scene.b.seconds["stage"] = [OUT], 4
+    scene.source.global_steps = 7
+
+    async def main() -> None:
+        updating = asyncio.create_task(scene.manager.update_weights(7))
+        await train(scene, 1000)
+        report = await updating
+        assert (report.global_steps, report.failures) == (8, 1) and versions(scene) == (8, 8)
+        assert sorted(update.name for update in report.replicas) == ["a", "b"]
+        assert scene.source.orders == [(BOTH, None), (BOTH, None)] and scene.router.healthy == ["a", "b"]
+        published = asyncio.Event()
+        report = await scene.manager.update_weights(8, published)
+        assert published.is_set() and (report.global_steps, report.gauges()) == (8, {}), "nobody needs it"
+        assert len(scene.source.orders) == 2
+
+    run_virtual(main())
+
+
+def test_who_failed_twice_is_not_tried_a_third_time_because_the_trainer_went_on() -> None:
+    scene = Scene(names="abc", meeting=True, min_replicas=2)
+    scene.b.faults, scene.source.global_steps = {"stage": [OUT] * 3}, 7
+    scene.source.seconds["publish"] = 5
+
+    async def main() -> None:
+        updating = asyncio.create_task(scene.manager.update_weights(7))
+        await train(scene, 1)
+        await updating
+        assert len(scene.b.faults["stage"]) == 1 and scene.router.healthy == ["a", "c"]
+        assert len({scene.a.state.global_steps, scene.targets[2].state.global_steps}) == 1
+
+    run_virtual(main())
+
+
+def test_an_update_that_finds_another_catching_up_publishes_with_it(scene: Scene) -> None:
+    """Else the trainer would wait until the weights that it needs to publish are live."""
+    scene.a.seconds["commit"] = 60
+
+    async def main() -> None:
+        await scene.train_and_update(6)
+        await scene.fleet.eject("b", OUT)
+        scene.source.global_steps = 7
+        catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+        await settle()
+        started, published = now(), asyncio.Event()
+        updating = asyncio.create_task(scene.manager.update_weights(7, published))
+        await published.wait()
+        assert now() - started < 1 and versions(scene)[0] == 6
+        await catching_up
+        assert (await updating).gauges() == {} and versions(scene) == (7, 7)
+
+    run_virtual(main())
+
+
+def test_who_catches_up_waits_for_the_step_under_way_without_keeping_others_from_the_fleet(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.train_and_update(7)
+        await scene.fleet.eject("b", OUT)
+        training, begun = asyncio.create_task(train(scene, 100)), asyncio.Event()
+        await settle()
+        catching_up = asyncio.create_task(scene.manager.catch_up(["b"], begun.set))
+        await settle()
+        async with scene.manager.updating:  # as an evaluation that is due takes its replicas
+            assert now() == 0 and not begun.is_set()
+        await training
+        await catching_up
+        assert begun.is_set() and versions(scene) == (8, 8)
+
+    run_virtual(main())
+
+
+def test_weights_that_the_trainer_does_not_have_yet_are_refused(scene: Scene) -> None:
+    scene.source.global_steps = 6
+    with pytest.raises(ValueError, match=r"update_weights\(7\): the trainer is at version 6"):
+        run_virtual(scene.manager.update_weights(7))
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -111,17 +270,13 @@ def test_the_report_has_the_seconds_of_every_phase(scene: Scene, monkeypatch: py
 # -- replicas that catch up with the trainer, and take the others along so that no version descends --------------------
 
 
-def versions(scene: Scene) -> tuple[int, int]:
-    return scene.a.state.global_steps, scene.b.state.global_steps
-
-
 def test_where_the_others_have_the_trainers_present_weights_only_those_named_are_brought_up(scene: Scene) -> None:
     async def main() -> None:
-        await scene.manager.update_weights(7)
+        await scene.train_and_update(7)
         await scene.fleet.eject("b", OUT)
         scene.events.clear()
         report = await scene.manager.catch_up(["b"])
-        assert report is not None and report.global_steps == scene.source.global_steps == 7
+        assert report.global_steps == scene.source.global_steps == 7
         assert [update.name for update in report.replicas] == ["b"]
 
     run_virtual(main())
@@ -133,12 +288,13 @@ def test_where_the_trainer_is_ahead_of_the_others_they_are_taken_along(scene: Sc
     scene.a.seconds["stage"] = 5
 
     async def main() -> None:
-        await scene.manager.update_weights(6)
+        await scene.train_and_update(6)
         await scene.fleet.eject("b", OUT)
+        scene.source.global_steps = 7
         catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
         await asyncio.sleep(4)
         assert versions(scene) == (6, 7) and scene.router.healthy == ["a"], "b waits for a"
-        assert await catching_up is not None
+        await catching_up
         assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
         assert scene.source.orders == [(BOTH, None), (BOTH, None)]
         await scene.manager.catch_up(["b"])
@@ -149,8 +305,9 @@ def test_where_the_trainer_is_ahead_of_the_others_they_are_taken_along(scene: Sc
 
 def test_who_is_pinned_is_not_taken_along(scene: Scene) -> None:
     async def main() -> None:
-        await scene.manager.update_weights(6)
+        await scene.train_and_update(6)
         assert await scene.fleet.pin(1, "it evaluates") == ["b"]
+        scene.source.global_steps = 7
         await scene.manager.catch_up(["a"])
         assert versions(scene) == (7, 6) and scene.router.healthy == ["a"]
 
@@ -161,7 +318,7 @@ def test_between_a_step_and_its_update_too(scene: Scene) -> None:
     """The step holds `publishing`, and who waits for it comes before the update that follows."""
 
     async def main() -> None:
-        await scene.manager.update_weights(7)
+        await scene.train_and_update(7)
         await scene.fleet.eject("b", OUT)
         async with scene.manager.publishing:
             catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
@@ -177,25 +334,30 @@ def test_catching_up_waits_for_an_update_under_way_and_the_next_update_for_it(sc
     scene.b.seconds["stage"] = 5
 
     async def main() -> None:
-        updates = scene.manager.update_weights(7), scene.manager.catch_up(["b"]), scene.manager.update_weights(8)
-        await asyncio.gather(*updates)
+        scene.source.global_steps = 7
+        await asyncio.gather(
+            scene.manager.update_weights(7),
+            scene.manager.catch_up(["b"]),
+            train(scene, 3),
+            scene.manager.update_weights(7),
+        )
 
     run_virtual(main())
     assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 3
     assert (scene.of("a"), scene.of("b")) == (WHOLE * 2, WHOLE * 3)
-    assert [base for _, base in scene.source.orders] == [None, None, 7]
+    assert versions(scene) == (8, 8), "both went to the trainer's present weights"
 
 
 def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(scene: Scene) -> None:
     async def main() -> None:
-        await scene.manager.update_weights(7)
+        await scene.train_and_update(7)
         await scene.fleet.eject("b", OUT)
         scene.b.faults["stage"] = [OSError(), OSError()]
         report = await scene.manager.catch_up(["b"])
-        assert report is not None and (report.failures, report.replicas) == (2, ())
+        assert (report.failures, report.replicas) == (2, ())
         assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
         await scene.fleet.lose("b", OSError("died"))
-        assert await scene.manager.catch_up(["b"]) is None
+        assert (await scene.manager.catch_up(["b"])).replicas == ()
         assert len(scene.source.orders) == 3
 
     run_virtual(main())
@@ -208,13 +370,28 @@ def test_when_it_is_done_again_after_the_trainer_failed_nobody_is_left_behind(
     """As when a train worker is lost: before anything was sent, or in it, so that all are out of service."""
 
     async def main() -> None:
-        await scene.manager.update_weights(6)
+        await scene.train_and_update(6)
         await scene.fleet.eject("b", OUT)
+        scene.source.global_steps = 7
         scene.source.faults = {"send": sendings, "publish": publications}
         with pytest.raises(WeightUpdateError, match="publish on trainer failed"):
             await scene.manager.catch_up(["b"])
         assert versions(scene) == (6, 6)
         await scene.manager.catch_up(["b"])
         assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
+
+    run_virtual(main())
+
+
+def test_a_trainer_that_went_back_is_refused_before_anything_is_published(scene: Scene) -> None:
+    async def main() -> None:
+        scene.source.global_steps = 15
+        await scene.manager.update_weights(15)
+        scene.source.global_steps, published = 2, len(scene.source.orders)
+        for update in (scene.manager.update_weights(2), scene.manager.catch_up(["a"])):
+            with pytest.raises(ValueError, match="the trainer is at version 2, replicas hold version 15, and versions"):
+                await update
+        assert len(scene.source.orders) == published and versions(scene) == (15, 15)
+        assert scene.router.healthy == ["a", "b"], "a wrong call costs no replica"
 
     run_virtual(main())

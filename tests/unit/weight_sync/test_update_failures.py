@@ -9,7 +9,7 @@ from configs.schema import WeightSyncConfig
 from rollout.errors import TooFewReplicasError
 from tests.support.fakes import now, run_virtual
 from tests.support.updates import HANGS, WHOLE, Scene
-from weight_sync.checkpoint_manager import WeightUpdateError
+from weight_sync.protocol import WeightUpdateError
 
 DEADLINE_OF = {
     "publish": "weight_sync.stage_timeout_s=100.0",
@@ -60,11 +60,11 @@ def test_a_whole_replica_that_fails_twice_stays_out_and_comes_back_with_the_next
 ) -> None:
     async def main() -> None:
         scene.b.faults[phase] = [BROKEN, BROKEN]
-        report = await scene.manager.update_weights(1)
+        report = await scene.train_and_update(1)
         assert ([update.name for update in report.replicas], report.failures) == (["a"], 2)
         assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
         assert scene.of_fleet() == [f"b is out of service: {phase} on b failed: OSError: broken"]
-        report = await scene.manager.update_weights(2)
+        report = await scene.train_and_update(2)
         assert ({update.name for update in report.replicas}, report.failures) == ({"a", "b"}, 0)
         assert scene.of_fleet()[1:] == ["b is back in service"] and scene.router.healthy == ["a", "b"]
 
@@ -76,7 +76,7 @@ def test_a_whole_replica_that_misses_two_updates_in_a_row_is_given_up(misses: tu
     async def main() -> None:
         for version in (1, 2, 3):
             scene.b.faults["stage"] = [BROKEN, BROKEN] if version in misses else []
-            await scene.manager.update_weights(version)
+            await scene.train_and_update(version)
         given_up = "b is given up: stage on b failed: OSError: broken"
         assert (given_up in scene.of_fleet()) == (misses == (1, 2))
         assert scene.fleet.targets == ([scene.a] if misses == (1, 2) else [scene.a, scene.b])
@@ -97,7 +97,7 @@ def test_a_torn_replica_is_given_up(scene: Scene) -> None:
 def test_a_replica_that_does_not_even_tell_its_state_is_given_up(fault: Any, scene: Scene) -> None:
     async def main() -> None:
         scene.b.faults = {"stage": [BROKEN, BROKEN], "status": [fault]}
-        await scene.manager.update_weights(1)
+        await scene.train_and_update(1)
         assert scene.fleet.targets == [scene.a]
         error = scene.router._loads["b"].error
         reason = "failed: OSError: broken" if fault is BROKEN else f"took longer than {DEADLINE_OF['status']}"
@@ -133,7 +133,7 @@ def test_a_replica_that_does_not_go_on_is_given_up_unless_a_client_paused_it(
 def test_a_replica_that_died_meanwhile_is_not_tried_again_and_not_brought_back(scene: Scene) -> None:
     async def main() -> None:
         scene.b.seconds["stage"], scene.b.faults["stage"] = 5, [BROKEN]
-        updating = asyncio.create_task(scene.manager.update_weights(1))
+        updating = asyncio.create_task(scene.train_and_update(1))
         await asyncio.sleep(2)
         await scene.fleet.lose("b", RuntimeError("b died"))
         assert [update.name for update in (await updating).replicas] == ["a"]
@@ -146,7 +146,7 @@ def test_a_replica_that_died_meanwhile_is_not_tried_again_and_not_brought_back(s
 def test_a_replica_that_died_after_its_commit_is_not_said_to_be_back(scene: Scene) -> None:
     async def main() -> None:
         scene.a.seconds["commit"] = 5
-        updating = asyncio.create_task(scene.manager.update_weights(1))
+        updating = asyncio.create_task(scene.train_and_update(1))
         await asyncio.sleep(2)
         await scene.fleet.lose("b", RuntimeError("b died"))
         await updating
@@ -162,7 +162,7 @@ def test_a_replica_that_is_tried_again_counts_when_another_one_dies_meanwhile(
     async def main() -> None:
         scene.source.faults["send"] = [BROKEN]  # takes both out of service
         scene.a.seconds["stage"], scene.a.faults["stage"] = 5, [None, None if is_well_again else BROKEN]
-        updating = asyncio.create_task(scene.manager.update_weights(1))
+        updating = asyncio.create_task(scene.train_and_update(1))
         await asyncio.sleep(7)
         assert scene.router.healthy == []
         await scene.fleet.lose("b", RuntimeError("b died"))
@@ -186,10 +186,10 @@ def test_without_published_weights_no_replica_is_touched(fault: Any, scene: Scen
     async def main() -> None:
         scene.source.faults["publish"] = [fault]
         with pytest.raises(WeightUpdateError) as raised:
-            await scene.manager.update_weights(1)
+            await scene.train_and_update(1)
         assert str(raised.value) == reason_of("publish", fault)
         assert all(event.startswith("trainer.publish") for event in scene.events)
-        assert (await scene.manager.update_weights(2)).failures == 0
+        assert (await scene.train_and_update(2)).failures == 0
 
     run_virtual(main())
 
@@ -215,9 +215,9 @@ def test_a_trainer_that_cannot_publish_again_for_the_replica_that_failed_ends_th
     async def main() -> None:
         scene.b.faults["stage"], scene.source.faults["publish"] = [BROKEN], [None, BROKEN]
         with pytest.raises(WeightUpdateError, match="publish on trainer failed: OSError: broken"):
-            await scene.manager.update_weights(1)
+            await scene.train_and_update(1)
         assert scene.router.healthy == ["a"] and scene.a.state.global_steps == 1
-        assert (await scene.manager.update_weights(2)).failures == 0
+        assert (await scene.train_and_update(2)).failures == 0
         assert scene.router.healthy == ["a", "b"]
 
     run_virtual(main())
@@ -233,7 +233,7 @@ def test_one_that_does_not_come_keeps_the_others_waiting_neither_now_nor_in_the_
     async def main() -> None:
         scene = Scene(names="abc", meeting=True)
         scene.b.faults = {"stage": [BROKEN] * num_faults, "status": [BROKEN]}
-        report = await scene.manager.update_weights(1)
+        report = await scene.train_and_update(1)
         assert now() < 1, "nobody waited for a deadline"
         assert [update.name for update in report.replicas] == list(served)
         assert scene.router.healthy == sorted(served)
@@ -259,7 +259,7 @@ def test_two_that_fail_in_turn_cost_the_others_nothing() -> None:
         scene = Scene(names="abcd", meeting=True)
         for version in (1, 2):
             scene.b.faults, scene.targets[2].faults = {"stage": [BROKEN]}, {"stage": [BROKEN] * 3}
-            report = await scene.manager.update_weights(version)
+            report = await scene.train_and_update(version)
             assert sorted(update.name for update in report.replicas) == ["a", "b", "d"] == scene.router.healthy
         given_up = [event for event in scene.events if "given up" in event]
         assert given_up == ["c is given up: stage on c failed: OSError: broken"]
@@ -273,7 +273,7 @@ def test_two_that_fail_in_turn_cost_the_others_nothing() -> None:
 def test_a_cancelled_update_leaves_nothing_under_way(scene: Scene) -> None:
     async def main() -> None:
         scene.a.seconds["commit"] = scene.b.seconds["stage"] = scene.source.seconds["send"] = 50
-        task = asyncio.create_task(scene.manager.update_weights(1))
+        task = asyncio.create_task(scene.train_and_update(1))
         await asyncio.sleep(20)
         task.cancel()
         await asyncio.wait([task])
@@ -281,7 +281,7 @@ def test_a_cancelled_update_leaves_nothing_under_way(scene: Scene) -> None:
         assert scene.of("trainer")[-1] == "send cancelled" and scene.of("b")[-1] == "stage cancelled"
         for each in (scene.a, scene.b, scene.source):
             each.seconds.clear()
-        await scene.manager.update_weights(2)
+        await scene.train_and_update(2)
         assert scene.source.orders[-1] == ({"a": 1, "b": 1}, None), "nobody knows what they hold"
 
     run_virtual(main())

@@ -128,6 +128,10 @@ def new_directory(directory: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
+        as_umask_says = aside.stat().st_mode & 0o666
+        for path in aside.rglob("*"):
+            if path.is_file():  # safetensors makes files that only their owner can read
+                path.chmod(as_umask_says)
         try:
             aside.rename(directory)
         except OSError as error:  # renaming onto a full directory: the kind of error depends on the file system

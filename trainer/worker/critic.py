@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.schema import Config
 from trainer.batch import MicroBatch
 from trainer.metrics import Mean, Metric, Sum
-from trainer.worker.model import load_causal_lm, shard, target_states
+from trainer.worker.model import decode, decoder_of, gradients_fit, load_causal_lm, shard, target_states
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import Trained
 
@@ -25,7 +25,7 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
         """[T]: the value of the state in which each target was sampled."""
-        return self.value_head(target_states(self.backbone, batch, device)).float().sum(-1)
+        return self.value_head(target_states(decode(self.backbone, batch, device), batch, device)).float().sum(-1)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -46,8 +46,10 @@ class Critic:
         self, config: Config, model_path: str, mesh: DeviceMesh, compute_dtype: torch.dtype, device: torch.device
     ):
         causal_lm = load_causal_lm(model_path, config.trainer.gradient_checkpointing)
-        self._model: Any = ValueModel(causal_lm.model, causal_lm.config.hidden_size).to(device).train()
-        shard(self._model, self._model.backbone.layers, mesh, compute_dtype)
+        hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
+        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size).to(device)
+        shard(self._model, mesh, compute_dtype)
+        self._always_reduces = not gradients_fit(self._model, config.trainer.unsharded_gradients_mb)
         self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)
         self._clip = config.critic.value_clip
         self._device = device
@@ -63,9 +65,9 @@ class Critic:
             return self._model(batch, self._device)
 
     def forward_backward(self, batch: MicroBatch, is_last: bool) -> dict[str, Metric]:
-        """Accumulate the gradient. The last micro-batch of the step reduces it over the ranks."""
+        """Accumulate the gradient. The last micro-batch of the step reduces it over the ranks, or every one."""
         assert batch.tokens.values is not None and batch.tokens.returns is not None
-        self._model.set_requires_gradient_sync(is_last)
+        self._model.set_requires_gradient_sync(is_last or self._always_reduces)
         values = self._model(batch, self._device)
         old_values = torch.as_tensor(batch.tokens.values, device=self._device)
         returns = torch.as_tensor(batch.tokens.returns, device=self._device)

@@ -1,6 +1,9 @@
 """The policy: a Hugging Face causal LM that returns logprobs of chosen tokens, sharded with FSDP2."""
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.batch import PROMPT, MicroBatch
+from configs.validate import ConfigError
+from trainer.batch import PADDING, MicroBatch
+from trainer.worker.attention import tree_masks
 
 MAX_LOGITS = 2**27
 """Largest number of logits in memory. Beyond it they are computed in chunks, and again in the backward pass."""
@@ -26,73 +31,148 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.entropy_has_gradient = entropy_has_gradient
 
-    def forward(self, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MicroBatch, device: torch.device, max_logits: int | None = None) -> tuple[Tensor, Tensor]:
         """Return (logprobs [T], entropy [T]) of the batch's targets at the sampling temperature.
 
         The entropy has a gradient only with `entropy_has_gradient`, which keeps two more tensors of logits in memory.
+
+        Args:
+            max_logits: MAX_LOGITS, if not given.
         """
-        chosen = target_states(self.causal_lm.model, batch, device)
+        outputs = decode(decoder_of(self.causal_lm), batch, device)
+        chosen = target_states(outputs, batch, device)
         targets = torch.as_tensor(batch.tokens.targets, dtype=torch.int64, device=device)
-        chunk = max(1, MAX_LOGITS // self.causal_lm.config.vocab_size)
+        logprobs = partial(self._logprobs, type(outputs))
+        chunk = max(1, (max_logits or MAX_LOGITS) // vocab_size(self.causal_lm))
         if len(targets) <= chunk:
-            return self._logprobs(chosen, targets)
+            return logprobs(chosen, targets)
         parts = [
-            checkpoint(self._logprobs, h, t, use_reentrant=False)
+            checkpoint(logprobs, h, t, use_reentrant=False)
             for h, t in zip(chosen.split(chunk), targets.split(chunk), strict=True)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])  # pyright: ignore
 
-    def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.causal_lm.lm_head(hidden).float() / self.temperature  # [T, V]
+    def plain_logprobs(self, input_ids: Tensor) -> Tensor:
+        """[N, L] -> [N, L - 1]: logprobs of all tokens but the first, by the model's own forward and nothing else."""
+        logits = self.causal_lm(input_ids=input_ids, use_cache=False).logits[:, :-1].float() / self.temperature
+        return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+
+    def _logprobs(self, output_type: type, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._logits(output_type, hidden).float() / self.temperature  # [T, V]
         logprobs = -F.cross_entropy(logits, targets, reduction="none")
         with torch.set_grad_enabled(self.entropy_has_gradient and torch.is_grad_enabled()):
             log_probs = logits.log_softmax(-1)
             entropy = -(log_probs.exp() * log_probs).sum(-1)
         return logprobs, entropy
 
+    def _logits(self, output_type: type, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T, V]: what the model's own forward makes of the states: the head, scaling, soft caps.
 
-def target_states(backbone: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
+        That forward runs with a decoder that has already computed them.
+        """
+        outputs = output_type(last_hidden_state=hidden[None])
+        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with ExitStack() as stack:
+            for module in {self.causal_lm.base_model, decoder_of(self.causal_lm)} - {self.causal_lm}:  # it calls either
+                stack.enter_context(answering(module, outputs))
+            return self.causal_lm(input_ids=token_ids, use_cache=False).logits[0]
+
+
+@contextmanager
+def answering(module: nn.Module, outputs: Any) -> Iterator[None]:
+    """Let the module return `outputs`, whatever it is called with, inside the `with` block."""
+    before = vars(module).get("forward")
+    module.forward = lambda *args, **kwargs: outputs
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
+    """Run the decoder over the batch's rows. Return what it returns, of which `last_hidden_state` is [N, L, H]."""
+    input_ids = torch.as_tensor(batch.input_ids, device=device)
+    position_ids = torch.as_tensor(batch.position_ids, device=device)
+    if batch.segment_ids is None:
+        return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    segment_ids = torch.as_tensor(batch.segment_ids, device=device)
+    is_token = (segment_ids != PADDING).long()  # without it, transformers would guess sequences from the positions
+    with tree_masks(segment_ids, position_ids):
+        return decoder(input_ids=input_ids, position_ids=position_ids, attention_mask=is_token, use_cache=False)
+
+
+def target_states(outputs: Any, batch: MicroBatch, device: torch.device) -> Tensor:
     """[T, H]: the last hidden state from which each target is predicted."""
-    mask = None if batch.segment_ids is None else tree_mask(torch.as_tensor(batch.segment_ids, device=device))
-    hidden = backbone(
-        input_ids=torch.as_tensor(batch.input_ids, device=device),
-        position_ids=torch.as_tensor(batch.position_ids, device=device),
-        attention_mask=mask,
-        use_cache=False,
-    ).last_hidden_state  # [N, L, H]
-    return hidden[torch.as_tensor(batch.rows, device=device), torch.as_tensor(batch.sources, device=device)]
-
-
-def tree_mask(segment_ids: Tensor) -> Tensor:
-    """[N, L] -> bool [N, 1, L, L]: attention is allowed to earlier tokens of the prompt and of the same response.
-
-    Padding attends to itself, which keeps its softmax finite.
-    """
-    length = segment_ids.shape[1]
-    query, key = segment_ids[:, :, None], segment_ids[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    return (causal & ((query == key) | (key == PROMPT)))[:, None]
+    rows, sources = torch.as_tensor(batch.rows, device=device), torch.as_tensor(batch.sources, device=device)
+    return outputs.last_hidden_state[rows, sources]
 
 
 def load_causal_lm(path: str, gradient_checkpointing: bool) -> Any:
-    """Load the master weights, in float32."""
+    """Load the master weights, in float32.
+
+    The model stays in evaluation mode, in which nothing is random: whatever its config says of dropout, what is trained
+    are the probabilities that sampled.
+
+    Raises:
+        ConfigError: layers share parameters, as Zamba's do, which FSDP cannot shard.
+    """
     from transformers import AutoModelForCausalLM  # takes seconds to import
 
-    causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    return prepared(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), path, gradient_checkpointing)
+
+
+def prepared(causal_lm: Any, path: str, gradient_checkpointing: bool) -> Any:
+    """The model as `load_causal_lm` returns it, whose errors it raises. `path`: where it came from."""
+    causal_lm = causal_lm.eval()
+    layers = decoder_layers(causal_lm)
+    owners = Counter(parameter for layer in layers for parameter in layer.parameters())
+    if max(owners.values(), default=1) > 1:
+        architecture = type(causal_lm).__name__
+        raise ConfigError(f"model.path={path}: layers of {architecture} share parameters, which FSDP cannot shard")
     if gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers:  # transformers' own checkpointing works in training mode only
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return causal_lm
 
 
-def shard(module: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def decoder_of(causal_lm: Any) -> Any:
+    """Return the module that makes hidden states of token ids."""
+    decoder = causal_lm.get_decoder()
+    if decoder is not causal_lm:
+        return decoder
+    return next(child for child in causal_lm.children() if decoder_layers(child))  # a model that does not know its own
+
+
+def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
+    """Return the modules that are sharded, and recomputed, one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # takes seconds to import
+
+    found: list[nn.Module] = []
+    for child in causal_lm.children():
+        found += [child] if isinstance(child, GradientCheckpointingLayer) else decoder_layers(child)
+    return found
+
+
+def vocab_size(causal_lm: Any) -> int:
+    return causal_lm.config.get_text_config().vocab_size
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shard with FSDP2: one group per decoder layer, one for the rest. Gradients are reduced in float32."""
     if compute_dtype is torch.float32:
         precision = MixedPrecisionPolicy()
     else:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
+    for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
+
+
+def gradients_fit(module: nn.Module, max_mb: int) -> bool:
+    """Whether a rank may keep the module's unsharded float32 gradients, of at most `max_mb` MiB."""
+    return 4 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad) <= max_mb * 2**20
 
 
 def parameter_specs(policy: Policy, dtype: torch.dtype) -> list[tuple[str, torch.dtype, list[int]]]:

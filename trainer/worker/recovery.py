@@ -7,6 +7,7 @@ always names the same weights.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
 from trainer.metrics import Metric
-from weight_sync.protocol import Manifest, PublishOrder, UpdateReport
+from weight_sync.protocol import Manifest, PublishOrder, UpdateReport, WeightUpdateError
 
 if TYPE_CHECKING:
     from trainer.worker.worker_group import TrainWorkerGroup
@@ -35,9 +36,16 @@ class WeightUpdater(Protocol):
         """Held while the weights are read."""
         ...
 
-    async def update_weights(self, global_steps: int) -> UpdateReport: ...
+    @property
+    def updating(self) -> asyncio.Lock:
+        """Held while replicas change version."""
+        ...
 
-    async def catch_up(self, names: Collection[str]) -> UpdateReport | None: ...
+    async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
+        """`published` is set once the weights have been read."""
+        ...
+
+    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = ...) -> UpdateReport: ...
 
 
 class RecoveringWorkers:
@@ -116,14 +124,18 @@ class RecoveringWorkers:
     def gauges(self) -> dict[str, float]:
         return {"trainer/restarts": float(self._restarts)}
 
-    async def again_if_lost(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await `call()`. If it fails because a train worker is lost, restart the workers and repeat it."""
+    async def again_if_lost(self, call: Callable[[], Awaitable[T]], errors: type[Exception] = Exception) -> T:
+        """Await `call()`. If it fails because a train worker is lost, restart the workers and repeat it.
+
+        Args:
+            errors: what a lost worker makes the call raise. Any other error has nothing to do with it.
+        """
         while True:
             await self._until_back()
             restarts = self._restarts
             try:
                 return await call()
-            except Exception as error:
+            except errors as error:
                 async with self._recovering:
                     if self._restarts == restarts:  # otherwise another call has restarted them already
                         await self._recover(error)
@@ -189,8 +201,13 @@ class RecoveringUpdater:
     def publishing(self) -> asyncio.Lock:
         return self._manager.publishing
 
-    async def update_weights(self, global_steps: int) -> UpdateReport:
-        return await self._workers.again_if_lost(lambda: self._manager.update_weights(global_steps))
+    @property
+    def updating(self) -> asyncio.Lock:
+        return self._manager.updating
 
-    async def catch_up(self, names: Collection[str]) -> UpdateReport | None:
-        return await self._workers.again_if_lost(lambda: self._manager.catch_up(names))
+    async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
+        call = partial(self._manager.update_weights, global_steps, published)
+        return await self._workers.again_if_lost(call, WeightUpdateError)
+
+    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = lambda: None) -> UpdateReport:
+        return await self._workers.again_if_lost(partial(self._manager.catch_up, names, begins), WeightUpdateError)

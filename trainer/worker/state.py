@@ -76,9 +76,10 @@ class StateWriter:
         """Wait until all ranks have written. Any thread may call.
 
         Raises:
-            RuntimeError: a rank could not write.
+            RuntimeError: a rank could not write, or this process has nothing staged.
         """
-        assert self._writing is not None, "nothing is staged"
+        if self._writing is None:
+            raise RuntimeError("the train workers started again since the state was copied")
         try:
             self._writing.result(self._timeout.total_seconds())
         except CheckpointException as error:  # a BaseException

@@ -17,8 +17,9 @@ from trainer.batch import MicroBatch
 from trainer.losses.objective import Objective, kl_estimate
 from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
 from trainer.worker.critic import Critic
-from trainer.worker.model import Policy, load_causal_lm, local_shards, parameter_specs, shard
+from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
 from trainer.worker.optimizer import Optimizer
+from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
 from weight_sync.protocol import Checksums, Manifest, PublishOrder, Sender
 
@@ -45,7 +46,11 @@ class TrainWorker:
         self._is_finite = True  # whether all losses and logprobs of the current step are
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
-        """Join the process group at `master` (host:port), load and shard the model. Return its parameter count."""
+        """Join the process group at `master` (host:port), load and shard the model. Return its parameter count.
+
+        Raises:
+            ConfigError: the model's logprobs cannot be computed in the run's layout.
+        """
         trainer = self._config.trainer
         self._rank, self._world_size = rank, world_size
         self._model_path = model_path
@@ -67,13 +72,15 @@ class TrainWorker:
         compute_dtype = getattr(torch, trainer.dtype.value)
         self._policy = self._load_policy(model_path, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        shard(self._policy, self._policy.causal_lm.model.layers, mesh, compute_dtype)
+        shard(self._policy, mesh, compute_dtype)
+        refuse_other_logprobs(self._policy, self._config, self._device)
         self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
+        self._always_reduces = not gradients_fit(self._policy, trainer.unsharded_gradients_mb)
         self._objective = Objective(self._config.algorithm)
         self._reference = self._critic = None
         if self._config.algorithm.needs_reference:
             self._reference = self._load_policy(model_path, trainable=False)
-            shard(self._reference, self._reference.causal_lm.model.layers, mesh, compute_dtype)
+            shard(self._reference, mesh, compute_dtype)
         if self._config.algorithm.needs_critic:
             self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device)
         return num_parameters
@@ -111,10 +118,11 @@ class TrainWorker:
         started = time.perf_counter()
         parts = []
         for index, batch in enumerate(micro_batches):
-            self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)  # pyright: ignore
+            is_last = index == len(micro_batches) - 1
+            self._policy.set_requires_gradient_sync(is_last or self._always_reduces)  # pyright: ignore
             parts.append(self.forward_backward(batch))
             if self._critic is not None:
-                parts.append(self._critic.forward_backward(batch, is_last=index == len(micro_batches) - 1))
+                parts.append(self._critic.forward_backward(batch, is_last))
                 self._is_finite &= math.isfinite(parts[-1]["critic/vf_loss"].value)
         parts.append(self.optim_step(global_steps))
         parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
@@ -201,4 +209,4 @@ class TrainWorker:
         trainer, algorithm = self._config.trainer, self._config.algorithm
         causal_lm = load_causal_lm(model_path, trainable and trainer.gradient_checkpointing)
         policy = Policy(causal_lm, self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0)
-        return policy.train().to(self._device).requires_grad_(trainable)
+        return policy.to(self._device).requires_grad_(trainable)

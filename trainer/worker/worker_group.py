@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import Config
@@ -39,6 +42,7 @@ class TrainWorkerActor:
 
         self._worker = TrainWorker(config=config, device=device, make_sender=make_sender)
 
+    @carries_errors
     def find_address(self) -> str:
         """Return host:port that is free on this node, for the process group."""
         with socket.socket() as probe:
@@ -46,11 +50,11 @@ class TrainWorkerActor:
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def call(self, function: "Callable[[TrainWorker], T]") -> T:
-        return function(self._worker)
+        return carries_errors(function)(self._worker)
 
     @ray.method(concurrency_group="control")
     def call_beside(self, function: "Callable[[TrainWorker], T]") -> T:
-        return function(self._worker)
+        return carries_errors(function)(self._worker)
 
     @ray.method(concurrency_group="control")
     def is_alive(self) -> bool:
@@ -77,8 +81,10 @@ class TrainWorkerGroup:
         make_sender: "MakeSender",
         on_start: Callable[[str], Callable[[], None]],
         release: Callable[[], None] = lambda: None,
+        placement: PlacementGroup | None = None,
     ):
-        """`release` removes what dead workers have published."""
+        """`release` removes what dead workers have published. `placement` has a bundle for each rank, also for those
+        that start again; None leaves the ranks to Ray."""
         self._trainer = config.trainer
         self._checkpoint_timeout_s = config.checkpoint.timeout_s
         self._release = release
@@ -89,18 +95,25 @@ class TrainWorkerGroup:
             "concurrency_groups": {"control": 2},
         }
         remote_class: Any = ray.remote(**options)(TrainWorkerActor)
-        self._make_actors = lambda: [
-            remote_class.remote(on_start(f"trainer-{rank}"), config=config, device=device, make_sender=make_sender)
-            for rank in range(config.trainer.num_ranks)
-        ]
+
+        def make_actor(rank: int) -> Any:
+            strategy = "DEFAULT" if placement is None else PlacementGroupSchedulingStrategy(placement, rank)
+            placed = remote_class.options(scheduling_strategy=strategy)
+            return placed.remote(on_start(f"trainer-{rank}"), config=config, device=device, make_sender=make_sender)
+
+        self._make_actors = lambda: [make_actor(rank) for rank in range(config.trainer.num_ranks)]
         self.actors: list[Any] = self._make_actors()
         self._model_path = ""
 
     async def setup(self, model_path: str, checkpoint: Path | None = None) -> int:
-        """Load the model on every rank, and then the checkpoint. Return the model's parameter count."""
+        """Load the model on every rank, and then the checkpoint. Return the model's parameter count.
+
+        Raises:
+            ConfigError: the model cannot be trained with this config.
+        """
         self._model_path = model_path
         async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "starting the train workers"):
-            master, world_size = await self.actors[0].find_address.remote(), len(self.actors)
+            [master], world_size = await _all([self.actors[0].find_address.remote()]), len(self.actors)
             parameters = await self._on_each(
                 [
                     lambda worker, rank=rank: worker.setup(model_path, rank, world_size, master)
@@ -149,16 +162,15 @@ class TrainWorkerGroup:
         """Wait until all ranks have written what was staged, concurrently with training. Raises CheckpointError."""
         try:
             async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "writing the checkpoint"):
-                await asyncio.gather(
-                    *(a.call_beside.remote(lambda worker: worker.finish_checkpoint()) for a in self.actors)
-                )
+                await _all([a.call_beside.remote(lambda worker: worker.finish_checkpoint()) for a in self.actors])
         except Exception as error:
             raise CheckpointError(f"the train workers could not write: {_reason(error)}") from error
 
     async def model_files(self) -> dict[str, bytes]:
         """Return config and tokenizer of the policy, by file name."""
         async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "reading the model's config"):
-            return await self.actors[0].call.remote(lambda worker: worker.model_files())
+            [files] = await _all([self.actors[0].call.remote(lambda worker: worker.model_files())])
+            return files
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """Return `TrainWorker.score` by name, [T] over the step's loss tokens."""
@@ -194,15 +206,18 @@ class TrainWorkerGroup:
 
     async def _on_each(self, functions: "Sequence[Callable[[TrainWorker], T]]") -> list[T]:
         """Call one function per rank, in the worker's process."""
-        calls = [actor.call.remote(function) for actor, function in zip(self.actors, functions, strict=True)]
-        return await asyncio.gather(*calls)
+        return await _all([a.call.remote(function) for a, function in zip(self.actors, functions, strict=True)])
 
     def kill(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
 
 
+async def _all(calls: Sequence[Any]) -> list[Any]:
+    """Return the answers by rank. Raise what was raised there."""
+    return await asyncio.gather(*(as_raised(call, f"train worker {rank}") for rank, call in enumerate(calls)))
+
+
 def _reason(error: Exception) -> str:
-    """Return the first line of the error's cause: Ray's own message has many."""
-    text = repr(error.cause) if isinstance(error, RayTaskError) else str(error)
-    return text.partition("\n")[0]
+    """Return the error's first line: Ray's own, of a worker that died, have many."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

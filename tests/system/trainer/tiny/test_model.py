@@ -1,9 +1,11 @@
 """The tiny model and tokenizer: lossless, loadable as any Hugging Face folder, and written all or nothing."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from trainer.tiny.model import EOS_TOKEN_ID, build_model, build_tokenizer, new_directory, save_tiny_model
@@ -66,6 +68,17 @@ def test_a_saved_folder_loads_as_the_same_model_and_tokenizer(tmp_path: Path, to
     for text in TEXTS:
         assert reloaded(text)["input_ids"] == tokenizer(text)["input_ids"]
         assert reloaded.decode(reloaded(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_every_file_of_a_new_directory_may_be_read_by_whom_the_umask_says(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        with new_directory(tmp_path / "model") as aside:
+            save_file({"weight": torch.zeros(1)}, aside / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path):

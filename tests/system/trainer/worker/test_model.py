@@ -26,7 +26,8 @@ from tests.support.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
-from trainer.worker.model import Policy, load_causal_lm, tree_mask
+from trainer.worker.attention import tree_mask
+from trainer.worker.model import Policy, load_causal_lm
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -187,11 +188,14 @@ def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activation
     causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], tmp_path: Path, gradient_checkpointing: bool
 ) -> None:
     copy.deepcopy(causal_lm).bfloat16().save_pretrained(tmp_path)
-    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE).train()
+    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-    assert policy.causal_lm.is_gradient_checkpointing == gradient_checkpointing
+    entries: list[torch.nn.Module] = []
+    attention = policy.causal_lm.model.layers[0].self_attn
+    attention.register_forward_pre_hook(lambda module, inputs: entries.append(module))
     reference = Policy(copy.deepcopy(causal_lm), TEMPERATURE)
     for parameter in reference.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
     batch = pack(groups, Layout.shared_prompt)
     assert_same_gradients(gradients(policy, batch), gradients(reference, batch), relative=1e-5)
+    assert len(entries) == (2 if gradient_checkpointing else 1)

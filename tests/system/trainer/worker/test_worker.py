@@ -16,7 +16,7 @@ from tests.support import worker_runs
 from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
 from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank, pack, run_worker
-from trainer.batch import StepBatch
+from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny.model import build_model
 from trainer.worker.worker import TrainWorker
@@ -58,6 +58,8 @@ def two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {layout.value: Job(CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
+    always = replace(CONFIG, trainer=replace(CONFIG.trainer, unsharded_gradients_mb=0))
+    jobs["reduced after every micro-batch"] = Job(always, model_path, pack(steps, Layout.padded, 2))
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
@@ -86,6 +88,37 @@ def test_two_ranks_are_the_plain_trainer(
     if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
         assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
     assert_same(two_ranks[layout.value], reference)
+
+
+def test_gradients_may_be_reduced_after_every_micro_batch(
+    two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    assert len(pack(steps, Layout.padded, 2)[0].micro_batches[0]) > 1
+    assert_same(two_ranks["reduced after every micro-batch"], two_ranks["padded"], tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("max_mb", "is_kept"), [(0, False), (1, True)])
+def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
+    max_mb: int, is_kept: bool, model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, unsharded_gradients_mb=max_mb))
+    first, *rest = pack(steps, Layout.padded, 1)[0].micro_batches[0]
+    assert rest
+    seen: list[bool] = []
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        whole = worker.forward_backward
+
+        def watched(batch: MicroBatch) -> dict[str, Metric]:
+            metrics = whole(batch)
+            seen.append(any(parameter.grad is not None for parameter in worker._policy.parameters()))
+            return metrics
+
+        worker.forward_backward = watched
+        worker.train_step((first, *rest), 0)
+
+    run_worker(config, model_path, use)
+    assert seen == [not is_kept] * len(rest) + [True]
 
 
 def test_metrics_do_not_depend_on_ranks_or_layout(

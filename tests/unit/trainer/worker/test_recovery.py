@@ -9,9 +9,11 @@ import pytest
 
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, TrainerConfig
+from rollout.errors import TooFewReplicasError
 from tests.support.fakes import make_order, settle
 from tests.support.recoveries import Group, Scene, run
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers, TrainWorkersLostError
+from weight_sync.protocol import WeightUpdateError
 
 
 def test_after_a_death_the_same_batches_are_trained_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -186,20 +188,20 @@ class Manager:
 
     def __init__(self, workers: RecoveringWorkers):
         self._workers = workers
-        self.publishing = asyncio.Lock()
+        self.publishing, self.updating = asyncio.Lock(), asyncio.Lock()
         self.updates: list[Any] = []
 
-    async def update_weights(self, global_steps: int) -> Any:
+    async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> Any:
         try:
             async with self.publishing:
                 async with asyncio.timeout(0.05):
                     manifest = await self._workers.publish(make_order(global_steps))
                 await self._workers.send(manifest)
         except Exception as error:
-            raise RuntimeError(f"publish on trainer failed: {error}") from error
+            raise WeightUpdateError(f"publish on trainer failed: {error}") from error
         self.updates.append(manifest)
 
-    async def catch_up(self, names: Collection[str]) -> Any:
+    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = lambda: None) -> Any:
         await self.update_weights(self._workers.global_steps)
 
 
@@ -226,6 +228,26 @@ def test_an_update_in_which_a_worker_dies_is_done_again_with_the_same_weights(
         scene.group.errors["publish 3"] = OSError("no room in /dev/shm")
         with pytest.raises(RuntimeError, match="publish on trainer failed: no room in /dev/shm"):
             await updater.update_weights(3)
+
+    run(scenario())
+
+
+def test_an_update_that_fails_for_the_replicas_is_not_done_again_because_a_worker_was_lost_too(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    manager = Manager(scene.workers)
+
+    async def update_weights(global_steps: int, published: Any = None) -> Any:
+        scene.group.lost = "train worker 0 died"
+        batch: Any = "b1"
+        await scene.workers.score(batch)  # starts the workers again
+        raise TooFewReplicasError("0 replicas are left")
+
+    async def scenario() -> None:
+        await scene.train(0)
+        manager.update_weights = update_weights
+        with pytest.raises(TooFewReplicasError):
+            await RecoveringUpdater(manager, scene.workers).update_weights(1)
+        assert scene.workers.gauges() == {"trainer/restarts": 1}
 
     run(scenario())
 

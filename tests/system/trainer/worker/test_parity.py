@@ -1,0 +1,176 @@
+"""Every family of causal LMs is computed as its own forward does, in both layouts, or refused by name."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import trainer.worker.model
+from configs.schema import AlgorithmConfig, Config, DataConfig, Layout, RolloutConfig, TrainerConfig
+from configs.validate import ConfigError
+from rollout.types import TrajectoryGroup
+from tests.support.batches import pack
+from tests.support.families import BY_PLACE_IN_ROW, FAMILIES, RECURRENT, SHARES_PARAMETERS, VOCAB_SIZE, random_model
+from tests.support.reference import make_group, make_trajectory, sequence_logprobs
+from tests.support.worker_runs import Inbox, run_worker
+from trainer.batch import MicroBatch
+from trainer.metrics import to_floats
+from trainer.worker.model import Policy, decoder_layers, load_causal_lm
+from trainer.worker.parity import refuse_other_logprobs
+from trainer.worker.worker import TrainWorker
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+SEVEN_TOKENS = 7 * VOCAB_SIZE
+
+
+def with_layout(layout: Layout) -> Config:
+    return Config(rollout=RolloutConfig(temperature=TEMPERATURE), trainer=TrainerConfig(layout=layout))
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[TrajectoryGroup]:
+    """Sequences of up to 32 tokens: longer than the windows."""
+    random = np.random.default_rng(0)
+    return [
+        make_group(
+            ordinal,
+            [
+                make_trajectory(prompt, random.integers(VOCAB_SIZE, size=length).tolist(), reward=float(length % 2))
+                for length in (1, 6, 17, 20, 12)
+            ],
+        )
+        for ordinal, prompt in enumerate(random.integers(VOCAB_SIZE, size=length).tolist() for length in (12, 7, 1))
+    ]
+
+
+def micro_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:
+    (batch,) = pack(groups, layout, keep_idle=True).micro_batches[0]
+    return batch
+
+
+def plain(causal_lm: torch.nn.Module, groups: list[TrajectoryGroup], batch: MicroBatch) -> Tensor:
+    each = [sequence_logprobs(causal_lm, t, TEMPERATURE)[0] for group in groups for t in group.trajectories]
+    return torch.cat(each)[torch.from_numpy(batch.index)]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {SHARES_PARAMETERS}))
+def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
+    family: str, groups: list[TrajectoryGroup]
+) -> None:
+    policy = Policy(random_model(family), TEMPERATURE)
+    assert len(decoder_layers(policy)) == policy.causal_lm.config.num_hidden_layers
+    refused = {}
+    for layout in Layout:
+        try:
+            refuse_other_logprobs(policy, with_layout(layout), CPU)
+        except ConfigError as error:
+            refused[layout] = str(error)
+            continue
+        batch = micro_batch(groups, layout)
+        with torch.no_grad():
+            logprobs = policy(batch, CPU, SEVEN_TOKENS)[0].double()
+            torch.testing.assert_close(logprobs, plain(policy.causal_lm, groups, batch), rtol=0, atol=1e-5)
+    if family in BY_PLACE_IN_ROW | RECURRENT:
+        assert refused.keys() == {Layout.shared_prompt}
+        assert f"trainer.layout=shared_prompt: {type(policy.causal_lm).__name__}" in refused[Layout.shared_prompt]
+        assert "set trainer.layout=padded, which works" in refused[Layout.shared_prompt]
+    else:
+        assert refused == {}
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma2", "granite", "mixtral", "opt"])
+def test_gradients_are_those_of_the_models_own_forward(family: str, groups: list[TrajectoryGroup]) -> None:
+    causal_lm = random_model(family)
+    batch = micro_batch(groups, Layout.padded if family in RECURRENT else Layout.shared_prompt)
+    weights = torch.randn(len(batch.index), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for logprobs in (Policy(causal_lm, TEMPERATURE)(batch, CPU, SEVEN_TOKENS)[0], plain(causal_lm, groups, batch)):
+        causal_lm.zero_grad()
+        (logprobs * weights).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in causal_lm.named_parameters() if p.grad is not None})
+    ours, expected = gradients
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-5, name
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "phimoe", "mixtral"])
+def test_nothing_is_dropped_or_jittered_in_training(
+    family: str, gradient_checkpointing: bool, groups: list[TrajectoryGroup], tmp_path: Path
+) -> None:
+    causal_lm = random_model(family)
+    causal_lm.save_pretrained(tmp_path)
+    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE)
+    batch = micro_batch(groups, Layout.shared_prompt)
+    logprobs, _ = policy(batch, CPU)
+    torch.testing.assert_close(logprobs.double(), plain(causal_lm, groups, batch), rtol=0, atol=1e-5)
+    logprobs.sum().backward()
+
+
+def test_a_wrong_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.worker.model, "tree_masks", lambda segment_ids, position_ids: nullcontext())
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes other .*set trainer.layout=padded, which works"):
+        refuse_other_logprobs(Policy(random_model("llama"), 1.0), with_layout(Layout.shared_prompt), CPU)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_wrong_head_is_refused(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Policy, "_logits", lambda self, output_type, hidden: self.causal_lm.lm_head(hidden))
+    with pytest.raises(ConfigError, match=rf"{layout.value}: GraniteForCausalLM computes other .*no layout works"):
+        refuse_other_logprobs(Policy(random_model("granite"), 1.0), with_layout(layout), CPU)
+
+
+def test_layers_that_share_parameters_are_refused(tmp_path: Path) -> None:
+    random_model(SHARES_PARAMETERS).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: layers of Zamba2ForCausalLM share parameters"):
+        load_causal_lm(str(tmp_path), gradient_checkpointing=False)
+
+
+def test_positions_that_depend_on_the_batch_are_refused_where_they_are_reached() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"max_position_embeddings": 2048, "original_max_position_embeddings": 512}
+    policy = Policy(random_model("phi3", rope_parameters=rope, **sizes), 1.0)
+    config = replace(with_layout(Layout.padded), data=DataConfig(max_prompt_tokens=100))
+    refuse_other_logprobs(policy, replace(config, rollout=RolloutConfig(max_response_tokens=412)), CPU)
+    with pytest.raises(ConfigError, match=r"max_response_tokens=413: must be at most 412 with Phi3ForCausalLM"):
+        refuse_other_logprobs(policy, replace(config, rollout=RolloutConfig(max_response_tokens=413)), CPU)
+
+
+@pytest.mark.usefixtures("process_as_it_was")
+def test_a_worker_refuses_a_model_before_the_run(tmp_path: Path) -> None:
+    random_model("qwen3_next").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM"):
+        run_worker(with_layout(Layout.shared_prompt), str(tmp_path), lambda worker, inbox: None)
+
+
+@pytest.mark.usefixtures("process_as_it_was")
+@pytest.mark.parametrize("family", ["gemma2", "opt"])
+def test_policy_reference_and_critic_of_another_family_train(
+    family: str, groups: list[TrajectoryGroup], tmp_path: Path
+) -> None:
+    """OPT's last hidden states are narrower than its hidden size, and its decoder is not what its base model is."""
+    causal_lm = random_model(family)
+    causal_lm.save_pretrained(tmp_path)
+    config = replace(with_layout(Layout.shared_prompt), algorithm=AlgorithmConfig(advantage="gae", kl_loss_coef=0.1))
+    size = sum(len(trajectory.response_ids) for group in groups for trajectory in group.trajectories)
+    known = {"values": np.zeros(size, np.float32), "returns": np.ones(size, np.float32)}
+    batch = micro_batch(groups, Layout.shared_prompt)
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        scores = worker.score((batch,))
+        expected = plain(causal_lm, groups, batch).detach().numpy()
+        assert scores["reference_logprobs"][0] == pytest.approx(expected, abs=1e-5)
+        reference = {"reference_logprobs": step.gather([scores["reference_logprobs"]])}
+        (ready,) = pack(groups, Layout.shared_prompt, keep_idle=True, **known, **reference).micro_batches[0]
+        metrics = to_floats(worker.train_step((ready,), 0))
+        assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+        assert metrics["actor/skipped_steps"] == 0
+
+    step = pack(groups, Layout.shared_prompt, keep_idle=True)
+    run_worker(config, str(tmp_path), use)

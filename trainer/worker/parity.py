@@ -1,0 +1,142 @@
+"""Refuses a model whose logprobs the train workers would compute otherwise than the model's own forward does.
+
+A wrong mask or head does not crash: the run learns from wrong probabilities. So every model is tried when it is loaded.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from configs.schema import Config, Layout
+from configs.validate import ConfigError
+from rollout.types import Prompt, Trajectory, TrajectoryGroup, VersionSpan
+from trainer.batch import MicroBatch, assemble
+from trainer.tokens import sampled_tokens
+from trainer.worker.model import Policy, vocab_size
+
+SHAPES = ((24, 24, 12), (9, 17, 2))
+"""(prompt's tokens, response's tokens, responses) of each group. The first one's row has 300 tokens, so that attention
+by places in the row, instead of positions in the trajectory, shows up to a window of 256. Masks of the model's own are
+functions of positions, whatever their window (`attention.py`). The second row is shorter: the rest is padding."""
+LARGEST_TOKEN = 1000
+"""Token ids are drawn below it: special tokens of images and the like come later in a vocabulary."""
+CHUNKS = 3
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest mean difference of logprobs, as a share of their standard deviation over the tokens."""
+
+
+def refuse_other_logprobs(policy: Policy, config: Config, device: torch.device) -> None:
+    """Compare random rows through the run's layout with plain forwards of each sequence. All ranks must call.
+
+    Raises:
+        ConfigError: they differ. It names the architecture and the layout that works.
+    """
+    trainer, architecture = config.trainer, type(policy.causal_lm).__name__
+    _refuse_stretched_positions(policy.causal_lm.config.get_text_config(), config, architecture)
+    register_fsdp_forward_method(policy, "plain_logprobs")
+    dtype = getattr(torch, trainer.dtype.value)
+    groups = _random_groups(min(vocab_size(policy.causal_lm), LARGEST_TOKEN))
+    with torch.no_grad():
+        plain = torch.cat([_plain_logprobs(policy, group, device) for group in groups])
+        problem = _problem(policy, groups, plain, trainer.layout, dtype, device)
+        if isinstance(policy, FSDPModule):
+            policy.reshard()  # FSDP2 leaves the root gathered, as if a backward came
+        if problem is None:
+            return
+        others = [layout for layout in Layout if layout is not trainer.layout]
+        works = [other for other in others if _problem(policy, groups, plain, other, dtype, device) is None]
+    advice = f"set trainer.layout={works[0].value}, which works" if works else "no layout works with it"
+    raise ConfigError(f"trainer.layout={trainer.layout.value}: {architecture} {problem}: {advice}")
+
+
+def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -> None:
+    """Some rotary embeddings depend on the longest sequence of a batch: then a token's logprob does on its batch.
+
+    Args:
+        model: the model's own config.
+    """
+    given = model.to_dict().get("rope_parameters") or {}
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    for rope in [given, *(value for value in given.values() if isinstance(value, dict))]:  # or one per kind of layer
+        match rope:
+            case {"rope_type": "longrope", "original_max_position_embeddings": int(limit)}:
+                pass
+            case {"rope_type": "dynamic"}:
+                limit = model.max_position_embeddings
+            case _:
+                continue
+        if prompt + response > limit:
+            raise ConfigError(
+                f"rollout.max_response_tokens={response}: must be at most {limit - prompt} with {architecture} and "
+                f"data.max_prompt_tokens={prompt}: beyond {limit} tokens its positions (rope_type={rope['rope_type']}) "
+                "depend on the longest sequence of a batch, and no layout repeats what was sampled"
+            )
+
+
+def _problem(
+    policy: Policy,
+    groups: list[TrajectoryGroup],
+    plain: Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """What is wrong with the model in this layout, or None."""
+    batch = _micro_batch(groups, layout)
+    max_logits = len(plain) // CHUNKS * vocab_size(policy.causal_lm)
+    try:
+        logprobs, _ = policy(batch, device, max_logits)
+    except Exception as error:  # of any class: it is the model's code that meets inputs it may not be made for
+        return f"cannot compute rows of this layout ({type(error).__name__}: {error})"
+    expected = plain[torch.as_tensor(batch.index, device=device)]
+    difference = (logprobs - expected).abs().mean()
+    if difference <= TOLERANCE[dtype] * expected.std():
+        return None
+    return f"computes other logprobs in this layout than in a plain forward, by {difference.item():.2g} nats a token"
+
+
+def _plain_logprobs(policy: Policy, group: TrajectoryGroup, device: torch.device) -> Tensor:
+    """[T] of the group's responses, one after another, each in a row of its own without padding."""
+    sequences = np.stack([np.concatenate([t.prompt_ids, t.response_ids]) for t in group.trajectories]).astype(np.int64)
+    logprobs = policy.plain_logprobs(torch.as_tensor(sequences, device=device))
+    return logprobs[:, len(group.prompt.token_ids) - 1 :].flatten()
+
+
+def _random_groups(num_tokens: int) -> list[TrajectoryGroup]:
+    """The same on every rank."""
+    random = np.random.default_rng(0)
+    groups = []
+    for ordinal, (prompt_length, length, size) in enumerate(SHAPES):
+        prompt_ids = random.integers(num_tokens, size=prompt_length).astype(np.int32)
+        trajectories = [
+            Trajectory(
+                prompt_ids=prompt_ids,
+                response_ids=random.integers(num_tokens, size=length).astype(np.int32),
+                loss_mask=np.ones(length, np.bool_),
+                rollout_logprobs=np.zeros(length, np.float32),
+                spans=(VersionSpan(0, length, 0),),
+                reward=0.0,
+                finish_reason="stop",
+                text="",
+                replica="",
+            )
+            for _ in range(size)
+        ]
+        prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(prompt_ids.tolist()), ground_truth="")
+        groups.append(TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories)))
+    return groups
+
+
+def _micro_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:
+    batch = assemble(
+        groups,
+        sampled_tokens(groups, global_steps=0),
+        layout=layout,
+        num_ranks=1,
+        tokens_per_micro_batch=2**62,
+        keep_idle=True,
+    )
+    return batch.micro_batches[0][0]

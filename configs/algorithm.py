@@ -78,8 +78,8 @@ class Correction(Enum):
 
 class Rejection(Enum):
     """What the policy loss leaves out: tokens, or trajectories by the sum, mean or maximum over their tokens. Kept are
-    rejection_low <= exp(k1) <= rejection_high with k1 = log r, and k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to
-    rejection_high."""
+    rejection_low <= exp(k1) <= rejection_high with k1 = log r (verl's is log 1/r), and k2 = (log r)^2 / 2 and
+    k3 = r - 1 - log r up to rejection_high."""
 
     token_k1 = "token_k1"
     token_k2 = "token_k2"
@@ -133,12 +133,11 @@ CORRECTIONS = {
 """Every correction but `auto`, which stands for one of these."""
 
 
-GROUP_ADVANTAGES = (
-    *("grpo", "rloo", "opo", "grpo_passk", "gpg"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
-)
-"""The functions of trainer.advantages.estimators: one advantage per trajectory."""
-ADVANTAGES = (*GROUP_ADVANTAGES, "gae")
+GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline")
+"""The functions of trainer.advantages.estimators: one advantage per trajectory, from the rewards of its group."""
+RETURN_ADVANTAGES = ("reinforce_plus_plus", "remax")
+"""Those of trainer.advantages.returns: from the return of each token, without the others of the group."""
+ADVANTAGES = (*GROUP_ADVANTAGES, *RETURN_ADVANTAGES, "gae")
 ADVANTAGE_PARAMETERS = ("groups", "algorithm")
 """What a user's own advantage is called with."""
 
@@ -165,8 +164,8 @@ class AlgorithmConfig:
     group_size: int = 8
     """Trajectories per prompt."""
     advantage: str = "grpo"
-    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline or remax; gae (one advantage
-    per token, from a critic); or `package.module:function` taking (groups, algorithm)."""
+    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus_baseline, reinforce_plus_plus, remax, gae, or
+    `package.module:function` taking (groups, algorithm)."""
     gamma: float = 1.0
     """With gae: discount per token."""
     gae_lambda: float = 1.0
@@ -217,7 +216,8 @@ class AlgorithmConfig:
     kl_loss_estimator: KLEstimator = KLEstimator.k3
     """Estimator of the KL in the loss: k2 or k3."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL from mu to the reference that a trajectory's reward loses; with gae, each token's."""
+    """Weight of the KL from mu to the reference that a trajectory's reward loses; with gae, reinforce_plus_plus and
+    remax, a token loses that of itself and of what follows."""
     kl_reward_estimator: KLEstimator = KLEstimator.k1
     """Estimator of the KL in the reward: k1, k2 or k3."""
     proximal: Proximal = Proximal.rollout
@@ -234,9 +234,10 @@ class AlgorithmConfig:
     rejection: Rejection | None = None
     """token_k1 to _k3, seq_sum_k1 to _k3, seq_mean_k1 to _k3, seq_max_k2 or _k3; null is the correction's."""
     rejection_low: float | None = None
-    """With a k1 rejection: smallest ratio that is kept; null is the correction's."""
+    """With a k1 rejection: smallest ratio r = pi / mu that is kept, as in SkyRL; verl bounds 1 / r, so that its
+    threshold lo_hi is low=1/hi high=1/lo here. null is the correction's."""
     rejection_high: float | None = None
-    """Largest ratio (k1) or divergence (k2, k3) that is kept; null is the correction's."""
+    """Largest ratio r = pi / mu (k1) or divergence (k2, k3) that is kept; null is the correction's."""
 
     @property
     def default_aggregation(self) -> LossAggregation:
@@ -250,6 +251,11 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         return self.kl_loss_coef != 0 or self.kl_reward_coef != 0
+
+    @property
+    def min_group_size(self) -> int:
+        """The smallest group from which there is something to learn."""
+        return 1 if self.needs_critic or self.advantage in RETURN_ADVANTAGES else 2
 
     @property
     def needs_critic(self) -> bool:

@@ -30,7 +30,7 @@ def algorithm_problems(config: Config) -> Iterator[Problem]:
 def _advantage_problems(config: Config) -> Iterator[Problem]:
     algorithm, max_tokens = config.algorithm, config.rollout.max_response_tokens
     yield from dotted_problems("algorithm.advantage", algorithm.advantage, ADVANTAGES, ADVANTAGE_PARAMETERS)
-    if algorithm.group_size < 2 and not algorithm.needs_critic:
+    if algorithm.group_size < algorithm.min_group_size:
         yield Problem("algorithm.group_size", "must be at least 2: group advantages of one trajectory are all 0")
     if algorithm.filter_groups and algorithm.group_size < 2:
         allowed = "needs algorithm.group_size of at least 2: the one reward of a group is always equal to itself"

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from configs.algorithm import RETURN_ADVANTAGES
 from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, Trajectory, TrajectoryGroup
 from trainer.advantages.estimators import group_advantages, load_estimator
 from trainer.advantages.gae import gae, token_rewards, whiten
+from trainer.advantages.returns import return_advantages
 from trainer.tokens import TokenSignals, aggregation_weights, join
 
 
@@ -80,7 +82,8 @@ def assign_credit(
     if algorithm.needs_critic:
         credit = _by_critic(groups, tokens.take(trained), penalties[trained], algorithm)
     else:
-        credit = _by_group(groups, tokens, penalties, algorithm)
+        by = _by_return if algorithm.advantage in RETURN_ADVANTAGES else _by_group
+        credit = by(groups, tokens, penalties, algorithm)
         credit = replace(credit, tokens=credit.tokens.take(trained))
     if algorithm.kl_reward_coef:
         credit.metrics["actor/reward_kl_penalty"] = float(np.mean(kl)) if len(kl) else 0.0
@@ -106,6 +109,15 @@ def _by_group(
     return Credit(tokens=replace(tokens, advantages=of_tokens), advantages=advantages, metrics={})
 
 
+def _by_return(
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
+) -> Credit:
+    """An advantage for each token, from its return."""
+    advantages = return_advantages(algorithm.advantage, groups, _rewards(groups), penalties, tokens.trajectories)
+    means = _trajectory_means(advantages, tokens, groups)
+    return Credit(tokens=replace(tokens, advantages=advantages), advantages=means, metrics={})
+
+
 def _by_critic(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
 ) -> Credit:
@@ -115,13 +127,9 @@ def _by_critic(
     rewards = token_rewards(_rewards(groups), tokens.trajectories) - penalties
     estimates = gae(rewards, values, tokens.trajectories, algorithm.gamma, algorithm.gae_lambda)
     advantages, returns = whiten(estimates), estimates + values
-    num_trajectories = sum(len(group.trajectories) for group in groups)
-    lengths = np.bincount(tokens.trajectories, minlength=num_trajectories)
-    sums = np.bincount(tokens.trajectories, weights=advantages, minlength=num_trajectories)
-    means = (sums / np.maximum(lengths, 1)).astype(np.float32)
     return Credit(
         tokens=replace(tokens, advantages=advantages, returns=returns),
-        advantages=_split(means, groups),
+        advantages=_trajectory_means(advantages, tokens, groups),
         metrics={
             "critic/values/mean": float(values.mean()),
             "critic/returns/mean": float(returns.mean()),
@@ -135,6 +143,16 @@ def _by_critic(
 def _rewards(groups: Sequence[TrajectoryGroup]) -> FloatArray:
     """[B] shaped rewards of all trajectories, before a KL penalty."""
     return np.array([trajectory.shaped_reward for group in groups for trajectory in group.trajectories], np.float32)
+
+
+def _trajectory_means(
+    advantages: FloatArray, tokens: TokenSignals, groups: Sequence[TrajectoryGroup]
+) -> list[FloatArray]:
+    """[T] -> per group [G]: the mean over the tokens of each trajectory, 0 where it has none."""
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    lengths = np.bincount(tokens.trajectories, minlength=num_trajectories)
+    sums = np.bincount(tokens.trajectories, weights=advantages, minlength=num_trajectories)
+    return _split((sums / np.maximum(lengths, 1)).astype(np.float32), groups)
 
 
 def _split(values: FloatArray, groups: Sequence[TrajectoryGroup]) -> list[FloatArray]:

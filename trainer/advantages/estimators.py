@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.algorithm import ADVANTAGE_PARAMETERS
+from configs.algorithm import ADVANTAGE_PARAMETERS, ADVANTAGES
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
 from rollout.types import BoolArray, FloatArray, IntArray, TrajectoryGroup
@@ -29,8 +29,6 @@ class ScoredGroup:
 
     rewards: FloatArray  # [G]
     lengths: IntArray  # [G] tokens that the policy sampled, at least 1
-    greedy_reward: float | None = None
-    """Reward of a greedy response to the prompt (algorithm.advantage=remax); None where it failed."""
 
 
 Estimator = Callable[[Sequence[ScoredGroup], AlgorithmConfig], Sequence[FloatArray]]
@@ -81,24 +79,18 @@ def gpg(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[Floa
     return [_float32(alpha * _centered(g.rewards)) for g in groups]
 
 
-def reinforce_plus_plus(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[FloatArray]:
-    """r, whitened over the tokens of the batch: no baseline of the prompt's own (REINFORCE++, arXiv:2501.03262)."""
-    return _whitened([g.rewards.astype(np.float64) for g in groups], groups)
-
-
 def reinforce_plus_plus_baseline(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[FloatArray]:
-    """r - mean of the group, whitened over the tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
-    return _whitened([_centered(g.rewards) for g in groups], groups)
-
-
-def remax(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[FloatArray]:
-    """r - reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, alg. 1)."""
-    return [g.rewards - (g.rewards if g.greedy_reward is None else np.float32(g.greedy_reward)) for g in groups]
+    """r - mean of the group, whitened over the tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262): less its
+    mean, divided by sqrt(var + 1e-8), each token having its trajectory's value; var is unbiased."""
+    centered = [_centered(g.rewards) for g in groups]
+    flat, lengths = np.concatenate(centered), np.concatenate([g.lengths for g in groups])
+    mean = np.average(flat, weights=lengths)
+    variance = (lengths * (flat - mean) ** 2).sum() / (lengths.sum() - 1)
+    return [_float32((values - mean) / np.sqrt(variance + 1e-8)) for values in centered]
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    estimator.__name__: estimator
-    for estimator in (grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax)
+    estimator.__name__: estimator for estimator in (grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus_baseline)
 }
 
 
@@ -106,7 +98,7 @@ def load_estimator(name: str) -> Estimator:
     """Raises ValueError when `name` is neither built in nor a function `package.module:function` of two arguments."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    return find("algorithm.advantage", name, ADVANTAGE_PARAMETERS, known=tuple(ESTIMATORS))
+    return find("algorithm.advantage", name, ADVANTAGE_PARAMETERS, known=ADVANTAGES)
 
 
 def group_advantages(
@@ -144,11 +136,9 @@ def group_advantages(
 
 def _scored_group(group: TrajectoryGroup, rewards: FloatArray, has_reward: BoolArray) -> ScoredGroup:
     scored = [trajectory for trajectory, has in zip(group.trajectories, has_reward, strict=True) if has]
-    greedy = group.greedy
     return ScoredGroup(
         rewards=rewards[has_reward],
         lengths=np.array([max(1, trajectory.loss_mask.sum()) for trajectory in scored], np.int32),
-        greedy_reward=None if greedy is None or not greedy.is_scored else greedy.shaped_reward,
     )
 
 
@@ -160,15 +150,6 @@ def _centered(rewards: FloatArray, weights: IntArray | None = None) -> Float64Ar
 
 def _scale(rewards: FloatArray, algorithm: AlgorithmConfig) -> float:
     return float(rewards.std(ddof=1, dtype=np.float64)) + EPSILON if algorithm.normalize_by_std else 1.0
-
-
-def _whitened(values: list[Float64Array], groups: Sequence[ScoredGroup]) -> list[FloatArray]:
-    """(v - mean) / sqrt(var + 1e-8) over all tokens of the batch, each with its trajectory's value; var is unbiased."""
-    flat = np.concatenate(values)
-    lengths = np.concatenate([g.lengths for g in groups])
-    mean = np.average(flat, weights=lengths)
-    variance = (lengths * (flat - mean) ** 2).sum() / (lengths.sum() - 1)
-    return [_float32((value - mean) / np.sqrt(variance + 1e-8)) for value in values]
 
 
 def _float32(values: Float64Array) -> FloatArray:

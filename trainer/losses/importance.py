@@ -71,6 +71,12 @@ def importance_weights(tokens: LossTokens, weights: Weights, algorithm: Algorith
             return ratio.where((ratio >= algorithm.icepop_low) & (ratio <= algorithm.icepop_high), 0)
 
 
+def trajectory_weights(weights: Tensor, tokens: LossTokens) -> Tensor:
+    """[T] -> [T]: each trajectory's geometric mean of its tokens' weights, as verl weighs the loss of gmpo. 1e-10 is
+    added to a weight, so that one of 0 (icepop) leaves something of the others."""
+    return means((weights + 1e-10).log(), tokens.trajectories, tokens.num_trajectories).exp()[tokens.trajectories]
+
+
 def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
     """[T] bool: the tokens that are not rejected, by r = pi / mu (http://joschu.net/blog/kl-approx.html).
 

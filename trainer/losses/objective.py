@@ -9,7 +9,14 @@ from configs.algorithm import LOSS_PARAMETERS, LOSSES, KLEstimator
 from configs.runtime.dotted import find
 from configs.schema import AlgorithmConfig
 from trainer.batch import MicroBatch
-from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve
+from trainer.losses.importance import (
+    gap_metrics,
+    importance_weights,
+    is_kept,
+    proximal_logprobs,
+    resolve,
+    trajectory_weights,
+)
 from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, PolicyLoss, sums
 from trainer.metrics import Mean, Metric, Sum
 
@@ -41,6 +48,8 @@ class Objective:
         loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
         losses, is_clipped = self._policy_loss(tokens, algorithm)
         weights = importance_weights(tokens, self._correction.weights, algorithm)
+        if algorithm.loss == "gmpo":
+            weights = trajectory_weights(weights, tokens)
         kept = is_kept(tokens, self._correction)
         policy_loss = (losses * weights * kept * loss_weights).sum()
         total = policy_loss

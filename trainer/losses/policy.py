@@ -18,6 +18,8 @@ from configs.schema import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is far beyond any clip; the limit only keeps ratios finite."""
+GSPO_LIMIT = 10.0
+"""Largest log ratio of a trajectory in gspo, as in verl and SkyRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,9 +43,14 @@ class LossTokens:
     """bool: tokens whose covariance stands out in the step (clip_cov and kl_cov; false for every other loss)."""
 
     @property
+    def exact_log_ratio(self) -> Tensor:
+        """log pi / pi_old."""
+        return self.logprobs - self.old_logprobs
+
+    @property
     def log_ratio(self) -> Tensor:
         """log pi / pi_old, within +-20."""
-        return (self.logprobs - self.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return self.exact_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 PolicyLoss = Callable[[LossTokens, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -136,11 +143,12 @@ def gspo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor
     """GSPO (arXiv:2507.18071, in its token form): one ratio for a trajectory, s = exp(mean log ratio).
 
     L = max(-A s', -A clip(s', 1 - clip_ratio_low, 1 + clip_ratio_high)) with s' = sg(s) pi / sg(pi), whose value is s
-    for every token and whose gradient is s times that of the token's log pi. The paper's clip is 3e-4 and 4e-4.
+    for every token and whose gradient is s times that of the token's log pi. log s' is at most 10, beyond which it has
+    no gradient. The paper's clip is 3e-4 and 4e-4.
     """
     logprobs = tokens.logprobs
-    log_sequence_ratio = _trajectory_means(tokens.log_ratio.detach(), tokens)
-    ratio = (log_sequence_ratio + logprobs - logprobs.detach()).exp()
+    log_sequence_ratio = _trajectory_means(tokens.exact_log_ratio.detach(), tokens)
+    ratio = (log_sequence_ratio + logprobs - logprobs.detach()).clamp(max=GSPO_LIMIT).exp()
     unclipped = -tokens.advantages * ratio
     clipped = -tokens.advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
     return unclipped.maximum(clipped), clipped > unclipped
@@ -151,12 +159,14 @@ def gmpo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor
 
     L = -A exp(mean of l) for all tokens of a trajectory, l being the log ratio, clipped to at most clip_ratio_high
     where A > 0 and to at least -clip_ratio_low where A < 0, and A the trajectory's mean advantage. The paper clips at
-    0.4.
+    0.4. The mean is within +-20, only to stay finite. A correction's weights are made one for a trajectory, too
+    (`trajectory_weights`).
     """
-    log_ratio, sign = tokens.log_ratio, tokens.advantages.sign()
+    log_ratio, sign = tokens.exact_log_ratio, tokens.advantages.sign()
     clipped = log_ratio.clamp(-algorithm.clip_ratio_low, algorithm.clip_ratio_high)
     is_clipped = sign * clipped < sign * log_ratio
-    ratio = _trajectory_means(torch.where(is_clipped, clipped, log_ratio), tokens).exp()
+    log_mean = _trajectory_means(torch.where(is_clipped, clipped, log_ratio), tokens)
+    ratio = log_mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return -_trajectory_means(tokens.advantages, tokens) * ratio, is_clipped
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -21,7 +20,6 @@ from trainer.advantages.estimators import (
     group_advantages,
     grpo,
     load_estimator,
-    remax,
 )
 
 PLAIN = AlgorithmConfig()
@@ -30,12 +28,9 @@ WITHIN_GROUPS = ("grpo", "rloo", "opo", "grpo_passk", "gpg")
 """Those whose advantage is 0 in a group of equal rewards."""
 
 
-def group(*rewards: float, lengths: Sequence[int] | None = None, greedy: float | None = None) -> ScoredGroup:
-    return ScoredGroup(
-        rewards=np.array(rewards, np.float32),
-        lengths=np.array(lengths or [5] * len(rewards), np.int32),
-        greedy_reward=greedy,
-    )
+def group(*rewards: float, lengths: Sequence[int] | None = None) -> ScoredGroup:
+    lengths = lengths or [5] * len(rewards)
+    return ScoredGroup(rewards=np.array(rewards, np.float32), lengths=np.array(lengths, np.int32))
 
 
 def advantages(name: str, *groups: ScoredGroup, algorithm: AlgorithmConfig = PLAIN) -> list[list[float]]:
@@ -49,16 +44,15 @@ def exact(name: str, groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) 
     """In fractions, token by token where the definition speaks of tokens."""
     rewards = [[Fraction(float(r)) for r in g.rewards] for g in groups]
     lengths = [[int(n) for n in g.lengths] for g in groups]
-    if name.startswith("reinforce"):
-        if name.endswith("baseline"):
-            rewards = [[r - sum(some) / len(some) for r in some] for some in rewards]
+    if name == "reinforce_plus_plus_baseline":
+        rewards = [[r - sum(some) / len(some) for r in some] for some in rewards]
         pairs = zip(sum(rewards, []), sum(lengths, []), strict=True)
         tokens = [r for r, n in pairs for _ in range(n)]
         mean = sum(tokens) / len(tokens)
         std = math.sqrt(sum((t - mean) ** 2 for t in tokens) / (len(tokens) - 1) + Fraction(1, 10**8))
         return [[float(r - mean) / std for r in some] for some in rewards]
     results = []
-    for some, sizes, g in zip(rewards, lengths, groups, strict=True):
+    for some, sizes in zip(rewards, lengths, strict=True):
         mean = sum(some) / len(some)
         std = (
             math.sqrt(sum((r - mean) ** 2 for r in some) / (len(some) - 1)) + 1e-6 if algorithm.normalize_by_std else 1
@@ -75,18 +69,16 @@ def exact(name: str, groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) 
             best = some.index(max(some))
             runner_up = max(some[:best] + some[best + 1 :])
             results.append([float(r - runner_up) / std if i == best else 0.0 for i, r in enumerate(some)])
-        elif name == "gpg":
+        else:
+            assert name == "gpg"
             without = sum(len(other) for other in rewards if len(set(other)) == 1)
             alpha = Fraction(sum(map(len, rewards)), max(1, sum(map(len, rewards)) - without))
             results.append([float(alpha * (r - mean)) for r in some])
-        else:
-            assert name == "remax" and g.greedy_reward is not None
-            results.append([float(r - Fraction(g.greedy_reward)) for r in some])
     return results
 
 
 def draw_group(values: list[tuple[int, int]]) -> ScoredGroup:
-    return group(*(reward / 4 for reward, _ in values), lengths=[n for _, n in values], greedy=0.25)
+    return group(*(reward / 4 for reward, _ in values), lengths=[n for _, n in values])
 
 
 some_groups = st.lists(
@@ -116,9 +108,9 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
         assert advantages(name, group(*[value] * size, lengths=lengths), group(1, 0))[0] == [0.0] * size
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e20])
-def test_a_batch_of_equal_rewards_gives_exactly_zero(name: str, value: float) -> None:
+def test_a_batch_of_equal_rewards_gives_exactly_zero(value: float) -> None:
+    name = "reinforce_plus_plus_baseline"
     assert advantages(name, group(value, value), group(value, value, lengths=[1, 9])) == [[0, 0], [0, 0]]
 
 
@@ -198,15 +190,6 @@ def test_the_estimator_sees_what_is_learned_and_which_tokens_are_the_policys() -
     (scored,) = seen
     assert scored.rewards.tolist() == [1, 0.75, 0]
     assert scored.lengths.tolist() == [2, 3, 1], "at least one token, so that an average over tokens exists"
-    assert scored.greedy_reward is None
-
-
-def test_remax_compares_with_the_greedy_trajectory_unless_its_reward_failed() -> None:
-    greedy = make_trajectory([1], [2], reward=1.0, overlong_penalty=-0.5)
-    group = replace(make_group(0, rewarded(1, 0)), greedy=greedy)
-    assert estimated([group], remax)[0].tolist() == [0.5, -0.5]
-    failed = replace(group, greedy=replace(greedy, error="no"))
-    assert estimated([failed], remax)[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

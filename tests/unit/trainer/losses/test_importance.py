@@ -10,7 +10,14 @@ from torch import Tensor
 from configs.algorithm import Correction, CorrectionSpec, Proximal, Rejection, Weights
 from configs.schema import AlgorithmConfig
 from tests.support.losses import make_tokens
-from trainer.losses.importance import gap_metrics, importance_weights, is_kept, proximal_logprobs, resolve
+from trainer.losses.importance import (
+    gap_metrics,
+    importance_weights,
+    is_kept,
+    proximal_logprobs,
+    resolve,
+    trajectory_weights,
+)
 from trainer.losses.policy import LossTokens
 from trainer.metrics import to_floats
 
@@ -83,6 +90,16 @@ def test_with_the_rollouts_policy_as_proximal_every_weight_is_exactly_one(weight
     assert importance_weights(tokens, weights, AlgorithmConfig()).tolist() == [1.0, 1.0, 1.0]
 
 
+def test_the_weights_of_gmpo_are_the_geometric_mean_of_each_trajectory() -> None:
+    """verl's geo_mean: exp(mean log(w + 1e-10)), after truncation."""
+    tokens = ratios(1.5, 0.25, 3.0, 1.0, 4.0, lengths=[2, 3])
+    token = importance_weights(tokens, Weights.token, AlgorithmConfig(importance_cap=2.0))
+    expected = [(1.5 * 0.25) ** (1 / 2)] * 2 + [(2 * 1 * 2) ** (1 / 3)] * 3
+    assert trajectory_weights(token, tokens).tolist() == pytest.approx(expected)
+    icepop = importance_weights(tokens, Weights.icepop, AlgorithmConfig(icepop_low=0.5, icepop_high=5.0))
+    assert trajectory_weights(icepop, tokens)[0].item() == pytest.approx((1.5 * 1e-10) ** (1 / 2))
+
+
 # -- rejection ---------------------------------------------------------------------------------------------------------
 
 # Two trajectories: r = 2, 0.5, 1.25 (product 1.25) and 4, 1 (product 4, geometric mean 2).
@@ -115,6 +132,14 @@ def test_rejection_looks_at_the_policy_that_learns_whatever_the_proximal_one() -
     rollout_logprobs = log(0.2, 0.2)
     tokens = make_tokens(log(0.2, 0.8), rollout_logprobs, [1.0, 1.0], rollout_logprobs=rollout_logprobs)
     assert is_kept(tokens, CorrectionSpec(Weights.none, Rejection.token_k1, 0.5, 2.0)).tolist() == [True, False]
+
+
+def test_verls_bounds_of_k1_are_of_the_inverse_ratio() -> None:
+    """Its threshold 0.6_1.4 keeps 0.6 <= mu / pi <= 1.4: low=1/1.4, high=1/0.6 here, as the key says."""
+    values = [0.5, 0.65, 0.75, 1.0, 1.5, 1.8]
+    spec = CorrectionSpec(Weights.none, Rejection.token_k1, 1 / 1.4, 1 / 0.6)
+    k1 = [-math.log(value) for value in values]
+    assert is_kept(ratios(*values), spec).tolist() == [math.log(0.6) <= value <= math.log(1.4) for value in k1]
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------

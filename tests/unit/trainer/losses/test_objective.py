@@ -160,6 +160,21 @@ def test_everything_at_once_by_the_formula() -> None:
     ) == pytest.approx(expected, rel=1e-6)
 
 
+def test_gmpo_weighs_a_trajectory_by_one_number() -> None:
+    """With the current policy as pi_old every ratio is 1, so that the loss is the mean of -A w."""
+    algorithm = AlgorithmConfig(loss="gmpo", proximal=Proximal.current, correction=Correction.token_is)
+    groups = random_groups(2)
+    logprobs, entropies = policy_outputs(groups, spread=1.0)
+    found = run(split(groups, algorithm, Layout.padded, 1, 10_000), algorithm, logprobs, entropies)[0]
+    tokens = signals(groups, algorithm)
+    weights = np.exp(logprobs.numpy() - tokens.rollout_logprobs).clip(max=2)
+    expected = []
+    for trajectory in np.unique(tokens.trajectories):
+        own = tokens.trajectories == trajectory
+        expected.append(-tokens.advantages[own][0] * np.exp(np.log(weights[own]).mean()))
+    assert found == pytest.approx(np.mean(expected), rel=1e-6)
+
+
 def test_solved_groups_are_computed_only_where_something_besides_the_advantage_teaches() -> None:
     groups = random_groups(2)
     for algorithm, is_kept in (

@@ -177,6 +177,49 @@ def test_gspo_is_the_sequence_objective_in_value_and_gradient() -> None:
     torch.testing.assert_close(logprobs.grad, reference.grad, rtol=1e-6, atol=1e-9)
 
 
+FAR = [30.0, -25.0, 2.0, -40.0, 1.0, 0.5, 45.0, 12.0]
+"""Log ratios; the last trajectory's mean is above 10."""
+
+
+def far(advantages: list[float]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """(logprobs, old logprobs, advantages, lengths), as of policies that have nothing in common."""
+    old = torch.full((len(FAR),), -50.0, dtype=torch.float64)
+    lengths = [3, 3, 2]
+    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    return (old + torch.tensor(FAR, dtype=torch.float64)).requires_grad_(), old, each, lengths
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_gspo_is_verls_however_far_the_policies_are_apart(sign: float) -> None:
+    """No log ratio of a token is bounded, and only the mean is, at 10."""
+    logprobs, old, advantages, lengths = far([sign, -sign, sign])
+    losses, _ = gspo(make_tokens(logprobs, old, advantages, lengths=lengths), AlgorithmConfig())
+    losses.sum().backward()
+    theirs = logprobs.detach().clone().requires_grad_()
+    expected = []
+    for mine, before, advantage in zip(*(part.split(lengths) for part in (theirs, old, advantages)), strict=True):
+        mean = (mine - before).mean().detach()
+        ratio = (mine - mine.detach() + mean).clamp(max=10.0).exp()
+        expected.append(torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28)))
+    torch.cat(expected).sum().backward()
+    torch.testing.assert_close(losses, torch.cat(expected))
+    torch.testing.assert_close(logprobs.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_gmpo_is_verls_however_far_the_policies_are_apart(sign: float) -> None:
+    logprobs, old, advantages, lengths = far([sign, -sign, sign])
+    algorithm = AlgorithmConfig(loss="gmpo", clip_ratio_low=0.4, clip_ratio_high=0.4)
+    losses, _ = gmpo(make_tokens(logprobs, old, advantages, lengths=lengths), algorithm)
+    expected = []
+    for mine, before, advantage in zip(*(part.split(lengths) for part in (logprobs, old, advantages)), strict=True):
+        signs, ratio = advantage.sign(), mine - before
+        bounded = signs * torch.min(signs * ratio, signs * ratio.clamp(-0.4, 0.4))
+        mean = bounded.mean()
+        expected.append((-advantage.mean() * mean.clamp(max=20).exp()).expand(len(mine)))
+    torch.testing.assert_close(losses, torch.cat(expected))
+
+
 # -- what holds for all of them ----------------------------------------------------------------------------------------
 
 

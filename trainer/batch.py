@@ -68,6 +68,11 @@ class StepBatch:
     num_tokens: int
     """Loss tokens of the step, including those in no micro-batch."""
 
+    @property
+    def num_trained(self) -> int:
+        """Loss tokens that are in a micro-batch: those that are computed."""
+        return sum(len(micro_batch.index) for of_rank in self.micro_batches for micro_batch in of_rank)
+
     def gather(self, outputs: Sequence[Sequence[FloatArray]]) -> FloatArray:
         """Put outputs [T] of each rank and micro-batch into the order of the step's loss tokens."""
         gathered = np.zeros(self.num_tokens, np.float32)
@@ -173,6 +178,8 @@ def _collate(rows: list[Row], tokens: TokenSignals, layout: Layout) -> MicroBatc
     shape = (max(len(rows), 1), length)
     input_ids = np.zeros(shape, np.int64)
     position_ids = np.broadcast_to(np.arange(length), shape).copy()
+    if layout is Layout.shared_prompt:
+        position_ids[:] = 0  # padding too stays within the positions that the model has: rows are longer than sequences
     segment_ids = np.full(shape, PADDING, np.int32)
     for number, row in enumerate(rows):
         input_ids[number, : len(row)] = row.input_ids

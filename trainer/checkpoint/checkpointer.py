@@ -59,7 +59,7 @@ class Checkpointer:
     config: CheckpointConfig
     total_steps: int
     update_interval: int
-    """weight_sync.interval. Only an update can be followed by a checkpoint."""
+    """weight_sync.interval. Only weights that go live can be a checkpoint."""
     report: Callable[[str], None]
     _model_files: dict[str, bytes] | None = field(default=None, init=False)
     _staged: _Save | None = field(default=None, init=False)
@@ -68,7 +68,7 @@ class Checkpointer:
     _last: dict[str, float] = field(default_factory=dict, init=False)
 
     def is_due(self, global_steps: int) -> bool:
-        """Whether the update to version `global_steps` is followed by a checkpoint."""
+        """Whether version `global_steps` is saved."""
         every = self.config.every
         is_last = every > 0 and global_steps == self.total_steps
         return is_last or is_first_update_after(every, global_steps, self.update_interval)

@@ -10,7 +10,6 @@ A checkpoint is removed marker first. So a crash at any moment leaves each check
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -27,12 +26,18 @@ from configs.checkpoint import MARKER
 TRAIN_FOLDER = "train"
 MODEL_FOLDER = "model"
 CHUNK = 2**22
+NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""What reading raises where there is no file of that name. Other errors are the file system's, and may pass."""
 _COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_NAME = re.compile(r"\.step_\d{6,}\.[0-9a-f]{8}")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or differs from what was written. The message says what is wrong."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A checkpoint may be good, but the file system fails to read it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,10 @@ class CheckpointStore:
 
         `newest` counts as the newest and is kept, even if checkpoints of later steps exist.
         """
-        marked = [path for path in self._folders() if (path / MARKER).exists() and path != newest.path]
+        folders = [path for path in self._entries() if path.is_dir()]
+        marked = [path for path in folders if (path / MARKER).is_file() and path != newest.path]
         kept = {newest.path, *marked[: keep_last - 1]}
-        for path in self._folders():
+        for path in folders:
             is_for_good = keep_every is not None and _steps_of(path) % keep_every == 0 and path in marked
             if path not in kept and not is_for_good:
                 self._remove(path)
@@ -146,19 +152,24 @@ class CheckpointStore:
             if _ASIDE_NAME.fullmatch(path.name):
                 self._remove(path)
 
-    def remove_after(self, global_steps: int) -> None:
-        """Remove checkpoints of later steps, because the run continues from `global_steps`."""
-        for path in self._folders():
+    def set_aside_after(self, global_steps: int, move: Callable[[Path], None]) -> None:
+        """Call `move` with the checkpoints of later steps, because the run continues from `global_steps`."""
+        for path in self._entries():
             if _steps_of(path) > global_steps:
-                self._remove(path)
+                move(path)
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that passes `verified`. Each newer one is reported, with what is wrong."""
+        """Return the newest checkpoint that passes `verified`. Each newer one is reported, with what is wrong.
+
+        Raises UnreadableCheckpointError for one that the file system fails to read: it may be good.
+        """
         refused, found = [], None
-        for path in self._folders():
+        for path in self._entries():
             try:
                 found = verified(path)
                 break
+            except UnreadableCheckpointError:
+                raise
             except CheckpointError as error:
                 refused.append(error)
         instead = "there is none before it" if found is None else f"{found.path} is taken instead"
@@ -166,18 +177,22 @@ class CheckpointStore:
             report(f"a checkpoint is refused: {problem}; {instead}")
         return found
 
-    def _folders(self) -> list[Path]:
-        """Return the folders of all checkpoints, complete or not, newest first."""
+    def newest_saved(self) -> Path | None:
+        """Return the newest whose save has ended, by its marker; whether it is good shows when it is read."""
+        return next((path for path in self._entries() if (path / MARKER).exists()), None)
+
+    def _entries(self) -> list[Path]:
+        """Return what is named as a checkpoint, complete or not, newest first."""
         if not self.folder.is_dir():
             return []
         named = [path for path in self.folder.iterdir() if _COMPLETE_NAME.fullmatch(path.name)]
         return sorted(named, key=_steps_of, reverse=True)
 
     def _remove(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        if (path / MARKER).is_file():
             (path / MARKER).unlink()
             sync(path)
-        shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def verified(path: Path) -> Checkpoint:
@@ -185,21 +200,26 @@ def verified(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: it has no marker, or a file differs from what was written.
+        UnreadableCheckpointError: the file system fails.
     """
     marker = path / MARKER
     try:
         content = _parse_marker(marker.read_bytes())
-    except FileNotFoundError:
+    except NO_FILE:
         raise CheckpointError(f"{path} has no {MARKER}: it is no checkpoint, or its save did not end") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise UnreadableCheckpointError(f"{marker} cannot be read: {error}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{marker} is not what was written: {error}") from error
     for name, (size, checksum) in content["files"].items():
         file = path / name
         try:
             if (file.stat().st_size, _checksum(file)) != (size, checksum):
                 raise CheckpointError(f"{file} is not what was written: its checksum differs")
-        except OSError as error:
+        except NO_FILE as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+        except OSError as error:
+            raise UnreadableCheckpointError(f"{file} cannot be read: {error}") from error
     return _checkpoint(path, content)
 
 

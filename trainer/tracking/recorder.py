@@ -1,4 +1,4 @@
-"""The files of a run: metrics, trajectories, bad batches, summary. A file that cannot be written never ends the run."""
+"""The files of a run: metrics, records, bad batches, summary. A file that cannot be written never ends the run."""
 
 import json
 import time
@@ -9,15 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from rollout.types import FloatArray, TrajectoryGroup
-from trainer.tracking.bad_batches import bad_batch
+from rollout.types import DiscardedGroup, FloatArray, TrajectoryGroup
 from trainer.tracking.console import Console
-from trainer.tracking.sinks import METRICS_FILE, Tracker, cut_metrics, write_atomically
+from trainer.tracking.flat_groups import FlatGroups
+from trainer.tracking.records import (
+    DISCARDED,
+    EVALUATIONS,
+    TRAJECTORIES,
+    discard_record,
+    sample_records,
+    step_files,
+    to_lines,
+    token_arrays,
+    trajectory_records,
+)
+from trainer.tracking.set_aside import SetAside
+from trainer.tracking.sinks import METRICS_FILE, Tracker, append_line, cut_metrics, write_atomically
 from trainer.tracking.step_metrics import is_spanning
 
-TRAJECTORIES = "trajectories"
 BAD_BATCHES = "bad_batches"
+SUMMARY_FILE = "summary.json"
 ACCURACY = "eval/accuracy"
+STEP_FOLDERS = (TRAJECTORIES, BAD_BATCHES, EVALUATIONS, DISCARDED)
+"""Folders of the run folder with files step_NNNNNN.*."""
 
 
 @dataclass(slots=True)
@@ -36,13 +50,15 @@ class RunCounts:
     """Seconds from the beginning of the first step to the end of the last."""
     seconds: float = 0.0
     """Seconds of the whole run before this process started."""
+    recorded_since: int = 0
+    """The step after which the records of this folder begin: those before it are in the folder it continues."""
 
 
 class RunRecorder:
     """Records steps and evaluations: to the tracker, to the console, and to files in the run folder.
 
-    The files are trajectories/step_NNNNNN.jsonl, bad_batches/step_NNNNNN.npz and summary.json; the tracker writes
-    metrics.jsonl.
+    The files are those that `trainer.tracking.records` describes, bad_batches/step_NNNNNN.npz and summary.json; the
+    tracker writes metrics.jsonl.
 
     Example:
         recorder = RunRecorder(run_dir, tracker, console)
@@ -52,37 +68,43 @@ class RunRecorder:
         recorder.write_summary({"restarted": 0})
     """
 
-    def __init__(self, run_dir: Path, tracker: Tracker, console: Console):
+    def __init__(self, run_dir: Path, tracker: Tracker, console: Console, *, record_tokens: bool = False):
         self._run_dir = run_dir
+        self._record_tokens = record_tokens
         self._tracker = tracker
         self._console = console
+        self._flat_groups = FlatGroups(console.message)
         self._failed = tracker.failed
         self._started = time.perf_counter()
         self._elapsed_before = 0.0
+        self._aside: SetAside | None = None
         self.counts = RunCounts()
 
     def state(self) -> bytes:
         """Return what `restore` needs, for a checkpoint of the steps recorded up to now."""
         return json.dumps(asdict(self.counts) | {"seconds": self._seconds}).encode()
 
-    def restore(self, state: bytes, global_steps: int) -> None:
-        """Continue from the checkpoint of `global_steps`: take its counts and clocks, remove records of later steps.
+    def restore(self, state: bytes, global_steps: int, aside: SetAside) -> None:
+        """Continue from the checkpoint of `global_steps`: take its counts and clocks, move records of later steps away.
 
         It can be called again after a kill at any moment.
 
         Raises:
             ValueError: metrics.jsonl is damaged; the message names file and line.
-            OSError: a file cannot be read or removed.
+            OSError: a file cannot be read or moved.
         """
+        self._aside = aside
         self.counts = RunCounts(**json.loads(state))
         self._elapsed_before = self.counts.elapsed
-        for record in cut_metrics(self._run_dir / METRICS_FILE, global_steps):
+        if not (self._run_dir / METRICS_FILE).exists():
+            self.counts.recorded_since = max(0, global_steps)
+        for record in cut_metrics(self._run_dir / METRICS_FILE, global_steps, aside.write):
             if ACCURACY in record and not self.is_evaluated(record["step"]):  # it ended after the checkpoint was saved
                 self.counts.accuracies.append((record["step"], record[ACCURACY]))
-        for folder in (self._run_dir / TRAJECTORIES, self._run_dir / BAD_BATCHES):
-            for path in folder.glob("step_*"):
-                if int(path.name[5:].partition(".")[0]) > global_steps:
-                    path.unlink()
+        for name in STEP_FOLDERS:  # what was discarded after the checkpoint's step is drawn again, too
+            for step, path in step_files(self._run_dir / name):
+                if step > global_steps:
+                    aside.move(path)
 
     def is_evaluated(self, global_steps: int) -> bool:
         """Whether an evaluation of that version has been recorded, by this process or an earlier one."""
@@ -110,9 +132,7 @@ class RunRecorder:
         counts.training_seconds += metrics["timing_s/step"]
         if "weight_sync/pause_ms" in metrics:
             counts.pause_ms.append(metrics["weight_sync/pause_ms"])
-        with self._failed.tolerated(TRAJECTORIES):
-            path = self._run_dir / TRAJECTORIES / f"step_{global_steps:06d}.jsonl"
-            write_atomically(path, _trajectory_lines(groups, advantages).encode())
+        self._write_trajectories(global_steps, groups, advantages)
         more = {
             "timing_s/elapsed": counts.elapsed,
             "actor/skipped_steps": float(counts.skipped_steps),
@@ -120,10 +140,36 @@ class RunRecorder:
         }
         self._tracker.log(global_steps, metrics | more)
         self._console.step(global_steps, metrics | more)
+        self._flat_groups.watch(global_steps, metrics)
+
+    def _write_trajectories(
+        self, global_steps: int, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
+    ) -> None:
+        records = [
+            record
+            for group, of_group in zip(groups, advantages, strict=True)
+            for record in trajectory_records(group.prompt, group.trajectories, list(of_group))
+        ]
+        path = self._run_dir / TRAJECTORIES / f"step_{global_steps:06d}.jsonl"
+        with self._failed.tolerated(TRAJECTORIES):
+            if self._record_tokens:
+                write_atomically(path.with_suffix(".npz"), token_arrays(groups, advantages))
+            write_atomically(path, to_lines(records))
+
+    def record_discarded(self, group: DiscardedGroup) -> None:
+        """Record a group that will not be trained, under the step that comes next."""
+        path = self._run_dir / DISCARDED / f"step_{self.counts.steps + 1:06d}.jsonl"
+        with self._failed.tolerated(DISCARDED):
+            append_line(path, to_lines([discard_record(group, self.counts.steps)]))
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
         """Record an evaluation of the weights tagged `global_steps`."""
         self.counts.accuracies.append((global_steps, evaluation.accuracy))
+        with self._failed.tolerated(EVALUATIONS):
+            path = self._run_dir / EVALUATIONS / f"step_{global_steps:06d}.jsonl"
+            if self._aside is not None:  # of a run that is over, and evaluates its last version again
+                self._aside.move(path)
+            write_atomically(path, to_lines(sample_records(evaluation.prompts)))
         self._tracker.log(
             global_steps,
             {
@@ -146,7 +192,7 @@ class RunRecorder:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
     ) -> tuple[int, str]:
-        """Keep the batch of a skipped step in bad_batches/step_NNNNNN.npz (see `bad_batch`).
+        """Keep the batch of a skipped step in bad_batches/step_NNNNNN.npz (see `token_arrays`).
 
         Returns:
             The number of skipped steps of the run, and a sentence that names step, reason, file and prompts.
@@ -154,7 +200,7 @@ class RunRecorder:
         self.counts.skipped_steps += 1
         path = self._run_dir / BAD_BATCHES / f"step_{global_steps:06d}.npz"
         with self._failed.tolerated(BAD_BATCHES):
-            write_atomically(path, bad_batch(groups, advantages))
+            write_atomically(path, token_arrays(groups, advantages))
         ordinals = ", ".join(str(group.prompt.ordinal) for group in groups)
         sentence = f"step {global_steps} was skipped, {reason}; its batch is {path}, prompts {ordinals}"
         self._console.message(sentence)
@@ -176,31 +222,14 @@ class RunRecorder:
             "pause_ms_p50": round(float(np.percentile(counts.pause_ms, 50)), 3),
             "pause_ms_p99": round(float(np.percentile(counts.pause_ms, 99)), 3),
             "skipped_steps": counts.skipped_steps,
+            "recorded_since": counts.recorded_since,
             **more,
             "failed_writes": dict(self._failed.counts),
         }
-        with self._failed.tolerated("summary.json"):
-            write_atomically(self._run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        self.replace_summary(summary)
         return summary
 
-
-def _trajectory_lines(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> str:
-    records = [
-        {
-            "ordinal": group.prompt.ordinal,
-            "index": index,
-            "prompt": group.prompt.text,
-            "response": trajectory.text,
-            "ground_truth": group.prompt.ground_truth,
-            "reward": trajectory.reward,
-            "overlong_penalty": trajectory.overlong_penalty,
-            "error": trajectory.error,
-            "advantage": round(float(advantage), 6),
-            "versions": [[span.start, span.end, span.global_steps] for span in trajectory.spans],
-            "finish_reason": trajectory.finish_reason,
-            "replica": trajectory.replica,
-        }
-        for group, of_group in zip(groups, advantages, strict=True)
-        for index, (trajectory, advantage) in enumerate(zip(group.trajectories, of_group, strict=True))
-    ]
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    def replace_summary(self, summary: dict[str, Any]) -> None:
+        """Write another content of summary.json."""
+        with self._failed.tolerated(SUMMARY_FILE):
+            write_atomically(self._run_dir / SUMMARY_FILE, (json.dumps(summary, indent=2) + "\n").encode())

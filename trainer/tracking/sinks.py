@@ -58,22 +58,21 @@ class JsonlSink:
             OSError: the line cannot be written. No part of it stays in the file, and the next call tries again.
         """
         line = _line({"step": step, "time": time.time(), **{key: float(value) for key, value in metrics.items()}})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
-            end = file.tell()
-            if file.write(line) < len(line):
-                file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        append_line(self._path, line)
 
     def close(self, exit_code: int) -> None:
         """Do nothing: every line is written already."""
 
 
-def cut_metrics(path: Path, global_steps: int) -> list[dict[str, Any]]:
-    """Remove the records of steps after `global_steps`, atomically. Return the rest. Raises as `read_metrics` does."""
+def cut_metrics(path: Path, global_steps: int, keep: Callable[[Path, bytes], None]) -> list[dict[str, Any]]:
+    """Cut the records of steps after `global_steps` out of the file, atomically, after `keep(path, lines)` has taken
+    them. Return the rest. Raises as `read_metrics` does."""
     if not path.exists():
         return []
-    kept = [record for record in read_metrics(path) if record["step"] <= global_steps]
+    records = read_metrics(path)
+    kept = [record for record in records if record["step"] <= global_steps]
+    if len(kept) < len(records):
+        keep(path, b"".join(_line(record) for record in records if record["step"] > global_steps))
     write_atomically(path, b"".join(map(_line, kept)))
     return kept
 
@@ -89,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             records.append({key: _NON_FINITE.get(value, value) for key, value in dict(json.loads(line)).items()})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: torn or damaged record: {error}") from error
     return records
 
@@ -97,6 +96,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _line(record: Mapping[str, float]) -> bytes:
     finite = {key: value if math.isfinite(value) else json.dumps(value) for key, value in record.items()}
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append to a file, and make it and its folder. Raises OSError, and then no part of the line stays in the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 class FailedWrites:

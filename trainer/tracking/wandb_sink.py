@@ -14,11 +14,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from configs.schema import WandbConfig
 from trainer.tracking.sinks import write_atomically
 
 if TYPE_CHECKING:
     from wandb import Run
 
+STATE_FILE = Path("wandb", "slipstream.json")
+"""In the run folder: id and group of the wandb run, what it has, and which run it continues."""
 START_SECONDS = 30.0
 """Deadline of wandb.init, which waits for the server when online. A call that takes longer is reported."""
 FINISH_SECONDS = 120.0
@@ -32,6 +35,9 @@ class WandbError(OSError):
 class WandbSink:
     """Logs to wandb, with its files under `run_dir/wandb`. A resumed run continues there and logs each step once.
 
+    A run that continues another folder's is a wandb run of its own, because several may continue one: its
+    configuration names the other under `continues`, and it is in that one's group unless wandb.group names another.
+
     Steps are sent as the metric `global_steps`, which is the x axis, and not as wandb's own step: wandb silently drops
     records of a step lower than the latest, and evaluations come late. Callers wait for wandb only at the start and at
     the end. What is logged while a call hangs counts as lost, but is sent if it returns. After an error nothing is
@@ -40,15 +46,16 @@ class WandbSink:
 
     name = "wandb"
 
-    def __init__(self, run_dir: Path, mode: str, project: str, name: str | None, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, wandb: WandbConfig, config: Mapping[str, Any], continues: Path | None = None
+    ) -> None:
         """Start a wandb run or continue the one of this folder. The first call of `log` raises the error of a start.
 
         Args:
-            mode: "offline" or "online".
-            name: None lets wandb choose one.
             config: shown on the dashboard as the run's configuration.
+            continues: the folder of the run that this one goes on from, which may be `run_dir`.
         """
-        self._file = run_dir / "wandb" / "slipstream.json"
+        self._file = run_dir / STATE_FILE
         self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "step": -1, "evaluation": -1}  # the last that it has
         self._run: Run | None = None
         self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
@@ -56,8 +63,17 @@ class WandbSink:
         self._current: tuple[str, float] | None = None  # the call that runs, and when it began
         started = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(started,), daemon=True, name="wandb")
-        given = {"dir": run_dir, "mode": mode, "project": project, "name": name, "config": dict(config)}
-        self._calls.put(("starting", partial(self._start, given)))
+        given = {
+            "dir": run_dir,
+            "mode": wandb.mode.value,
+            "entity": wandb.entity,
+            "project": wandb.project,
+            "name": wandb.name or run_dir.name,
+            "group": wandb.group,
+            "tags": list(wandb.tags),
+            "config": dict(config),
+        }
+        self._calls.put(("starting", partial(self._start, given, continues)))
         self._thread.start()
         started.wait(START_SECONDS)
 
@@ -95,20 +111,29 @@ class WandbSink:
             self._current = (what, time.monotonic())
             try:
                 action()
-            # All errors: wandb raises its own, ConnectionResetError, ImportError and others.
-            except Exception as error:
+            # All errors: wandb raises its own, ConnectionResetError, ImportError, and KeyboardInterrupt for a login
+            # that a person breaks off.
+            except BaseException as error:
                 self._error = f"wandb failed while {what}: {type(error).__name__}: {error}"
                 return
             finally:
                 self._current = None
                 started.set()
 
-    def _start(self, given: Mapping[str, Any]) -> None:
+    def _start(self, given: Mapping[str, Any], continues: Path | None) -> None:
         import wandb  # here, because it is slow and not needed when disabled
 
         given["dir"].mkdir(parents=True, exist_ok=True)
         if self._file.exists():
             self._known = json.loads(self._file.read_text())
+        elif continues is not None and (continues / STATE_FILE).exists():
+            before = json.loads((continues / STATE_FILE).read_text())
+            self._known["continues"] = {"id": before["id"], "run_dir": str(continues)}
+            self._known["group"] = before.get("group")
+        config = dict(given["config"])
+        if "continues" in self._known:
+            config["continues"] = self._known["continues"]
+        group = self._known["group"] = given["group"] or self._known.get("group")
         settings = wandb.Settings(
             silent=True,
             console="off",  # wandb would otherwise wrap stdout under the live console
@@ -116,7 +141,8 @@ class WandbSink:
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
         )
-        run = wandb.init(**given, id=self._known["id"], resume="allow", settings=settings)
+        made = {**given, "config": config, "group": group, "id": self._known["id"], "resume": "allow"}
+        run = wandb.init(**made, settings=settings)
         run.define_metric("global_steps")
         run.define_metric("*", step_metric="global_steps")
         self._run = run

@@ -9,9 +9,11 @@ from tests.support.paths import ROOT
 OFFLINE_RUN = """
 import os, sys
 from pathlib import Path
+from configs.schema import WandbConfig
 from trainer.tracking.wandb_sink import WandbSink
 
-sink = WandbSink(Path(sys.argv[1]), "offline", "slipstream", "test", {"group_size": 8})
+named = WandbConfig(name="test", entity="us", group="ablation", tags=["first", "second"])
+sink = WandbSink(Path(sys.argv[1]), named, {"group_size": 8})
 assert os.waitpid(-1, os.WNOHANG) == (0, 0), "wandb started no helper, so the check below would show nothing"
 for step in (0, 1, 2):
     sink.log(step, {"critic/rewards/mean": 0.1 * step, "nan": float("nan")})
@@ -31,4 +33,4 @@ def test_wandb_offline_writes_under_the_run_folder_quietly_and_leaves_no_process
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     written = file.read_bytes()
     assert b"critic/rewards/mean" in written
-    assert b"group_size" in written
+    assert all(text in written for text in (b"group_size", b"ablation", b"second"))

@@ -1,5 +1,6 @@
 """Where a run goes on from, and what is refused."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rollout.snapshot import capture, encode
 from scripts.launch.resume import find_checkpoint, read
 from tests.support.rollouts import CheckpointedRun
 from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore
+from trainer.tracking.set_aside import SetAside
 
 
 def save(run_dir: Path, *steps: int) -> None:
@@ -39,7 +41,9 @@ def test_auto_goes_on_from_the_newest_that_is_good_or_starts(tmp_path: Path) -> 
     assert find(tmp_path, "auto") == (None, [])
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     found, told = find(tmp_path, "auto")
-    assert found is None and told == [f"{tmp_path} has no checkpoint: the run starts from the beginning"]
+    assert found is None and told == [
+        f"{tmp_path} has no checkpoint: the run starts from the beginning; set_aside/ keeps what was there"
+    ]
     save(tmp_path, 20, 40)
     found, told = find(tmp_path, "auto")
     assert found is not None and (found.global_steps, told) == (40, [])
@@ -49,6 +53,61 @@ def test_auto_goes_on_from_the_newest_that_is_good_or_starts(tmp_path: Path) -> 
     assert (
         len(told) == 1 and "step_000040 has no COMPLETE.json" in told[0] and "step_000020 is taken instead" in told[0]
     )
+
+
+def test_auto_starts_no_run_over_that_has_ended_or_whose_checkpoints_are_all_damaged(tmp_path: Path) -> None:
+    """It would train everything again, where the user expects that nothing or little is left to do."""
+    ended, damaged = tmp_path / "ended", tmp_path / "damaged"
+    for folder in (ended, damaged):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("{}\n")
+    (ended / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="ended holds a run that has ended and saved no checkpoint.*hydra.run.dir"):
+        find(ended, "auto")
+    save(damaged, 20)
+    (damaged / "checkpoints" / "step_000020" / "recorder.bin").write_bytes(b"{")
+    with pytest.raises(ConfigError, match="no checkpoint of .*damaged is good: .*recorder.bin is not what was written"):
+        find(damaged, "auto")
+
+
+def test_auto_starts_over_where_the_first_checkpoint_was_being_saved_when_the_run_was_killed(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    (tmp_path / "checkpoints" / "step_000020" / MARKER).unlink()
+    found, told = find(tmp_path, "auto")
+    assert found is None and "step_000020 has no COMPLETE.json" in told[0] and "from the beginning" in told[1]
+
+
+def test_a_run_that_went_on_from_another_and_saved_nothing_yet_may_do_so_again(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    save(old, 20)
+    (new / "metrics.jsonl").write_text("{}\n")
+    (new / "config.yaml").write_text(f"resume: {old}\n")
+    found, _ = find(new, str(old))
+    assert found is not None and found.global_steps == 20
+    with pytest.raises(ConfigError, match=f"resume=auto: .*new went on from resume={old} .*give resume={old} again"):
+        find(new, "auto")
+    save(new, 40)
+    with pytest.raises(ConfigError, match="new: holds another run than resume="):
+        find(new, str(old))
+    assert find(new, "auto")[0] is not None
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 20, 40)
+
+    def fails(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    for resume in ("auto", str(tmp_path)):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="step_000040.*Input/output.*resume="):
+            patch.setattr(Path, "read_bytes", fails)
+            find(tmp_path, resume)
+        found, _ = find(tmp_path, resume)
+        assert found is not None and found.global_steps == 40
 
 
 def test_a_path_is_a_run_folder_or_a_checkpoint_and_the_run_folder_a_new_one(tmp_path: Path) -> None:
@@ -90,8 +149,9 @@ def test_what_is_read_is_what_was_saved_or_an_error(tmp_path: Path) -> None:
     save(tmp_path, 20)
     found, _ = find(tmp_path, "auto")
     assert found is not None
-    resumed = read(found)
+    aside = SetAside(tmp_path, 20)
+    resumed = read(found, aside)
     assert (resumed.global_steps, resumed.recorder, resumed.rollouts.next_ordinal) == (20, b"{}", 0)
     (found.path / "rollouts.bin").write_bytes(b"of another version")
     with pytest.raises(CheckpointError, match="cannot be resumed by this version"):
-        read(found)
+        read(found, aside)

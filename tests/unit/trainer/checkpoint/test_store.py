@@ -1,6 +1,8 @@
 """Checkpoints on disk: whatever operation a crash interrupts, and whatever happens to a file, the newest good one is
 whole, and the one it should be."""
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -11,7 +13,14 @@ from typing import Any
 import pytest
 
 from trainer.checkpoint import store as store_module
-from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore, verified
+from trainer.checkpoint.store import (
+    MARKER,
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    UnreadableCheckpointError,
+    verified,
+)
 
 
 class CrashError(BaseException):
@@ -246,10 +255,44 @@ def test_what_an_interrupted_or_a_failed_save_left_is_removed(tmp_path: Path) ->
     assert names(store) == ["step_000020"]
 
 
-def test_what_a_run_left_behind_after_the_step_it_goes_on_from_is_removed(tmp_path: Path) -> None:
+def test_what_a_run_left_behind_after_the_step_it_goes_on_from_is_moved_away(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (10, 20, 30):
         save(store, step, keep_last=9)
     (tmp_path / "step_000030" / MARKER).unlink()
-    store.remove_after(10)
-    assert names(store) == ["step_000010"]
+    moved: list[str] = []
+    store.set_aside_after(10, lambda path: moved.append(path.name))
+    assert (moved, len(names(store))) == (["step_000030", "step_000020"], 3)
+
+
+def test_what_only_has_the_name_of_a_checkpoint_is_told_and_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 20)
+    (tmp_path / "step_000030").write_text("a file")
+    (tmp_path / "step_000040" / MARKER).mkdir(parents=True)
+    step, reports = good(store)
+    assert step == 20 and ["no COMPLETE.json" in report for report in reports] == [True, True]
+    save(store, 50, keep_last=1)
+    assert names(store) == ["step_000030", "step_000050"], "the folder without a marker is a save that did not end"
+
+
+@pytest.mark.parametrize("name", [MARKER, "train/0.distcp"])
+def test_a_disk_that_fails_for_a_moment_condemns_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (20, 40):
+        save(store, step)
+    read = Path.open
+
+    def fails(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == tmp_path / "step_000040" / name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        patch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
+        with pytest.raises(UnreadableCheckpointError, match=f"{name} cannot be read: .*Input/output error"):
+            store.newest_good([].append)
+    assert good(store) == (40, [])

@@ -2,14 +2,25 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rollout.types import DiscardedGroup, DiscardReason, EvaluatedPrompt, EvaluatedSample, VersionSpan
 from tests.support.recordings import Evaluated, Screen, example_advantages, example_groups
 from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.records import (
+    DiscardRecord,
+    SampleRecord,
+    TrajectoryRecord,
+    each_record,
+    read_records,
+    trajectory_records,
+)
+from trainer.tracking.set_aside import SET_ASIDE, SetAside
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
 
 
@@ -47,6 +58,7 @@ def test_summary_has_every_key(tmp_path: Path) -> None:
         "pause_ms_p99": 30.0,
         "skipped_steps": 0,
         "failed_writes": {},
+        "recorded_since": 0,
         "restarted": 0,
     }
 
@@ -79,18 +91,94 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
     assert lines[0] == {
         "ordinal": 30,
         "index": 0,
+        "data_source": "",
         "prompt": "prompt 30",
         "response": "7 8 9 10",
         "ground_truth": "30",
         "reward": 1.0,
+        "reward_metrics": {},
         "overlong_penalty": 0.0,
         "error": None,
         "advantage": 0.7,
         "versions": [[0, 1, 2], [1, 2, 4], [2, 4, 5]],
+        "turns": [[0, 4]],
+        "prompt_tokens": 3,
+        "response_tokens": 4,
+        "loss_tokens": 3,
         "finish_reason": "stop",
         "replica": "replica-0",
+        "began": 0.0,
+        "generate_s": 0.0,
+        "reward_s": 0.0,
     }
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
+
+
+def test_what_is_between_two_turns_is_an_environments(tmp_path: Path) -> None:
+    (group, _) = example_groups()
+    spans = (VersionSpan(0, 1, 2), VersionSpan(1, 2, 3), VersionSpan(3, 4, 3))
+    (record,) = trajectory_records(group.prompt, [replace(group.trajectories[0], spans=spans)], [None])
+    assert record.turns == [(0, 2), (3, 4)]
+    (unsampled,) = [replace(group.trajectories[0], spans=spans).token_versions()[2]]
+    assert unsampled == -1
+
+
+def test_text_that_utf8_cannot_hold_is_written_and_read_back(tmp_path: Path) -> None:
+    """Half of a surrogate pair, as JSON may hold it: in an answer, or in the error of a reward."""
+    group, *_ = example_groups()
+    broken = replace(
+        group,
+        prompt=replace(group.prompt, ground_truth="a \ud800 数 \\ud800"),
+        trajectories=tuple(replace(trajectory, error="\udfff") for trajectory in group.trajectories),
+    )
+    recorder = RunRecorder(tmp_path, Tracker([]), Screen())
+    metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
+    recorder.record_step(1, metrics, [broken], example_advantages()[:1])
+    path = tmp_path / "trajectories" / "step_000001.jsonl"
+    assert "数" in path.read_text(encoding="utf-8")
+    records, problems = read_records(path, TrajectoryRecord)
+    assert problems == []
+    assert {(record.ground_truth, record.error) for record in records} == {("a \ud800 数 \\ud800", "\udfff")}
+
+
+def test_the_tokens_of_a_step_are_kept_where_they_are_wanted(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, Tracker([]), Screen(), record_tokens=True)
+    metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
+    recorder.record_step(7, metrics, example_groups(), example_advantages())
+    tokens = np.load(tmp_path / "trajectories" / "step_000007.npz")  # the documented line
+    assert tokens["response_ids"].tolist() == [7, 8, 9, 10, 7, 8, 9, 9, 9, 9]
+    assert tokens["rollout_logprobs"].dtype == np.float32 and len(tokens["versions"]) == 10
+
+
+def test_samples_of_evaluations_and_discarded_groups_are_written_and_go_aside_with_their_steps(tmp_path: Path) -> None:
+    sample = EvaluatedSample(accuracy=1.0, answer="7", num_tokens=3, versions=frozenset({3, 2}), response="it is 7")
+    prompt = EvaluatedPrompt(ordinal=4, data_source="aime", samples=(sample,), text="3 + 4?", ground_truth="7")
+    process = Process(tmp_path)
+    group, *_ = example_groups()
+    for step in range(1, 4):
+        process.recorder.record_discarded(DiscardedGroup(prompt=group.prompt, reason=DiscardReason.failed, error="bad"))
+        process.steps(step, step)
+        process.recorder.record_evaluation(step, Evaluated(1.0, prompts=(prompt,)))
+    records, problems = read_records(tmp_path / "evaluations" / "step_000003.jsonl", SampleRecord)
+    assert problems == [] and asdict(records[0]) == {
+        **{"ordinal": 4, "index": 0, "data_source": "aime", "prompt": "3 + 4?", "response": "it is 7"},
+        **{"ground_truth": "7", "accuracy": 1.0, "answer": "7", "error": None, "versions": [2, 3]},
+        "response_tokens": 3,
+    }
+
+    def discarded(folder: Path) -> list[tuple[int, str, int, str | None]]:
+        records = [one for path in sorted((folder / "discarded").iterdir()) for one in each_record(path, DiscardRecord)]
+        return [(one.ordinal, one.reason, one.global_steps, one.error) for one in records if not isinstance(one, str)]
+
+    assert discarded(tmp_path) == [(30, "failed", step, "bad") for step in range(3)]
+    Process(tmp_path).restore(process.recorder.state(), 2)
+    again = Process(tmp_path)
+    again.restore(process.recorder.state(), 2)
+    again.recorder.record_evaluation(2, Evaluated(0.0, prompts=()))  # of a run that was at its end
+    first, aside = sorted((tmp_path / SET_ASIDE).iterdir())[::-1]
+    assert [path.name for path in (first / "evaluations").iterdir()] == names(2)
+    assert [one[2] for one in discarded(tmp_path)] == [0, 1] and [one[2] for one in discarded(aside)] == [2]
+    assert [path.name for path in (aside / "evaluations").iterdir()] == names(3)
 
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
@@ -131,6 +219,10 @@ class Process:
         self.said: list[str] = []
         tracker = Tracker([JsonlSink(run_dir / "metrics.jsonl")], FailedWrites(self.said.append))
         self.recorder = RunRecorder(run_dir, tracker, Screen())
+        self._run_dir = run_dir
+
+    def restore(self, state: bytes, global_steps: int) -> None:
+        self.recorder.restore(state, global_steps, SetAside(self._run_dir, global_steps))
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -181,7 +273,7 @@ def test_training_goes_on_without_a_disk_and_the_files_come_back_with_it(tmp_pat
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-def test_counts_and_clocks_go_on_and_what_came_after_the_checkpoint_is_gone(tmp_path: Path) -> None:
+def test_counts_and_clocks_go_on_and_what_came_after_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
     first = Process(tmp_path)
     first.recorder.record_evaluation(0, Evaluated(0.25))
     first.steps(1, 3)
@@ -193,11 +285,15 @@ def test_counts_and_clocks_go_on_and_what_came_after_the_checkpoint_is_gone(tmp_
     first.recorder.record_evaluation(6, Evaluated(0.75, versions=(6,)))
 
     second = Process(tmp_path)
-    second.recorder.restore(state, 3)
+    second.restore(state, 3)
     steps = [(record["step"], "eval/accuracy" in record) for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == [(0, True), (1, False), (2, False), (3, False), (2, True)]
     assert trajectories(tmp_path) == names(1, 2, 3)
     assert [path.name for path in (tmp_path / "bad_batches").iterdir()] == ["step_000003.npz"]
+    (aside,) = (tmp_path / SET_ASIDE).iterdir()
+    assert aside.name.endswith("-step_000003") and trajectories(aside) == names(4, 5, 6)
+    assert [record["step"] for record in read_metrics(aside / "metrics.jsonl")] == [4, 5, 6, 6]
+    assert [path.name for path in (aside / "bad_batches").iterdir()] == ["step_000005.npz"]
     second.steps(4, 5)
     second.recorder.record_evaluation(5, Evaluated(1.0, versions=(5,)))
     summary = second.recorder.write_summary({})
@@ -228,12 +324,12 @@ def test_an_evaluation_that_ended_after_the_checkpoint_was_saved_is_not_forgotte
     first.recorder.record_evaluation(3, Evaluated(0.75, versions=(3,)))
     for _ in range(2):
         resumed = Process(tmp_path)
-        resumed.recorder.restore(state, 2)
+        resumed.restore(state, 2)
         assert [resumed.recorder.is_evaluated(step) for step in range(4)] == [True, False, True, False]
         assert [accuracy for _, accuracy in resumed.recorder.counts.accuracies] == [0.25, 0.5]
         state = resumed.recorder.state()
     elsewhere = Process(tmp_path / "new folder")
-    elsewhere.recorder.restore(first.recorder.state(), 3)
+    elsewhere.restore(first.recorder.state(), 3)
     assert elsewhere.recorder.is_evaluated(3), "there are no metrics of before, but the state knows"
 
 
@@ -241,7 +337,7 @@ def test_the_seconds_of_all_processes_are_counted(tmp_path: Path) -> None:
     state = json.loads(Process(tmp_path).recorder.state()) | {"seconds": 1000.0}
     for _ in range(2):
         process = Process(tmp_path)
-        process.recorder.restore(json.dumps(state).encode(), 0)
+        process.restore(json.dumps(state).encode(), 0)
         state = json.loads(process.recorder.state())
         assert 1000 < state["seconds"] < 1060
 
@@ -265,7 +361,7 @@ def killed_at(call: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatc
         return run
 
     with monkeypatch.context() as patch:
-        for name in ("write_bytes", "replace", "unlink"):
+        for name in ("write_bytes", "replace", "rename"):
             patch.setattr(Path, name, counted(getattr(Path, name)))
         try:
             act()
@@ -289,12 +385,15 @@ def test_a_kill_at_any_moment_of_a_step_or_of_a_resume_leaves_nothing_half_after
             with (run_dir / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 5, "ti')  # and a line that was being written
             resumed = Process(run_dir)
-            is_cut = killed_at(of_resume, partial(resumed.recorder.restore, state, 2), monkeypatch)
+            is_cut = killed_at(of_resume, partial(resumed.restore, state, 2), monkeypatch)
             last = Process(run_dir)
-            last.recorder.restore(state, 2)
+            last.restore(state, 2)
             assert [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")] == [1, 2]
-            left = [path for path in run_dir.rglob("*") if path.is_file()]
-            assert sorted(path.name for path in left) == ["metrics.jsonl", *names(1, 2)]
+            files = {path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file()}
+            moved = {path for path in files if path.parts[0] == SET_ASIDE}
+            assert sorted(path.name for path in files - moved) == ["metrics.jsonl", *names(1, 2)]
+            of_step_3 = {Path("metrics.jsonl"), Path("trajectories", *names(3))}
+            assert of_step_3 <= {Path(*path.parts[2:]) for path in moved}, "history is moved, not deleted"
             moments += 1
             if not is_cut:
                 break

@@ -138,7 +138,9 @@ def test_cutting_leaves_the_records_of_steps_up_to_the_checkpoint_wherever_they_
     log_steps(path, 0, 1, 2, 3, 4, 2, 5)  # an evaluation of version 2 came late
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(path.read_bytes() + b'{"step": 1, "ti')
-    cut_metrics(path, 3)
+    cut: list[tuple[Path, bytes]] = []
+    cut_metrics(path, 3, lambda *given: cut.append(given))
     assert path.read_bytes() == b"".join([*whole[:4], whole[5]])
+    assert cut == [(path, b"".join([whole[4], whole[6]]))]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-    cut_metrics(tmp_path / "other.jsonl", 3)  # nothing was logged before the kill
+    cut_metrics(tmp_path / "other.jsonl", 3, lambda *given: cut.append(given))  # nothing was logged before the kill

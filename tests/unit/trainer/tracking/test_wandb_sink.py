@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from configs.schema import WandbConfig
 from trainer.tracking import wandb_sink
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
 from trainer.tracking.wandb_sink import WandbSink
@@ -52,7 +53,7 @@ class Scene:
         monkeypatch.setattr("wandb.teardown", lambda exit_code: None)
 
     def start(self, *steps: int) -> Tracker:
-        sinks = [WandbSink(self.run_dir, "offline", "p", None, {}), JsonlSink(self.run_dir / "metrics.jsonl")]
+        sinks = [WandbSink(self.run_dir, WandbConfig(), {}), JsonlSink(self.run_dir / "metrics.jsonl")]
         tracker = Tracker(sinks, FailedWrites(self.said.append))
         for step in steps:
             tracker.log(step, {"a": 1.0})
@@ -82,6 +83,17 @@ def test_wandb_failing_to_start_is_said_once_and_the_file_goes_on(scene: Scene) 
         "wandb cannot be written, the training goes on: wandb failed while starting: UsageError: no API key configured"
     ]
     assert tracker.failed.counts == {"wandb": 3}, "two records and the end"
+
+
+def test_a_login_that_a_person_breaks_off_loses_no_record_in_silence(scene: Scene) -> None:
+    def broken_off(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    scene.patch.setattr("wandb.init", broken_off)
+    tracker = scene.start(1, 2)
+    tracker.close(0)
+    assert scene.on_disk == [1, 2] and tracker.failed.counts == {"wandb": 3}
+    assert "wandb failed while starting: KeyboardInterrupt" in scene.said[0]
 
 
 def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(scene: Scene) -> None:
@@ -162,3 +174,27 @@ def test_a_resumed_run_goes_on_under_its_id_and_logs_no_step_twice(scene: Scene)
     assert len(set(ids)) == 1 and len(ids) == 4 and ids[0][1] == "allow" and scene.said == []
     sent = [(record["global_steps"], "eval/accuracy" in record) for record in scene.run.logged]
     assert sent == [(0, True), (1, False), (2, False), (3, False), (2, True), (4, False), (5, False), (4, True)]
+
+
+def test_a_run_that_continues_another_folder_names_it_and_is_in_its_group(tmp_path: Path, scene: Scene) -> None:
+    given: list[dict[str, Any]] = []
+    scene.patch.setattr("wandb.init", lambda **arguments: given.append(arguments) or FakeRun())
+
+    def run(folder: str, wandb: WandbConfig, continues: str | None = None) -> None:
+        before = None if continues is None else tmp_path / continues
+        sink = WandbSink(tmp_path / folder, wandb, {"seed": 3}, before)
+        sink.log(1, {"a": 1.0})
+        sink.close(0)
+
+    run("first", WandbConfig(group="lr", tags=["small"], entity="us", name="one"))
+    run("longer", WandbConfig(), "first")
+    run("longer", WandbConfig(), "longer")  # after a kill
+    run("other", WandbConfig(group="other"), "longer")
+    run("alone", WandbConfig(), "never_logged_to_wandb")
+    shown = [(one["name"], one["group"], one["tags"], one["entity"]) for one in given]
+    assert shown[0] == ("one", "lr", ["small"], "us")
+    assert [name for name, *_ in shown[1:]] == ["longer", "longer", "other", "alone"]
+    assert [group for _, group, *_ in shown[1:]] == ["lr", "lr", "other", None]
+    first, longer, again, other, alone = (one["config"].get("continues", {}).get("id") for one in given)
+    assert (first, longer, again, other, alone) == (None, given[0]["id"], given[0]["id"], given[1]["id"], None)
+    assert given[1]["id"] == given[2]["id"] != given[0]["id"]

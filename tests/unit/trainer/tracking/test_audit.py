@@ -1,0 +1,437 @@
+"""A recorded run that is as it must be, and each way in which its records can be wrong."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from configs.schema import (
+    AlgorithmConfig,
+    Config,
+    EvaluationConfig,
+    RolloutConfig,
+    StalePolicy,
+    TrainerConfig,
+    WeightSyncConfig,
+)
+from rollout.evaluation.evaluator import Evaluation
+from rollout.types import (
+    DiscardedGroup,
+    DiscardReason,
+    EvaluatedPrompt,
+    EvaluatedSample,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+from tests.support.fakes import make_group
+from tests.support.paths import ROOT
+from tests.support.recordings import Screen
+from trainer.tracking.audit import NoRunError, audit
+from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.set_aside import SetAside
+from trainer.tracking.sinks import JsonlSink, Tracker
+from trainer.tracking.step_metrics import group_metrics
+
+STEPS, PROMPTS, GROUP_SIZE, VAL_PROMPTS = 4, 2, 4, 3
+CONFIG = Config(
+    trainer=TrainerConfig(total_steps=STEPS, prompts_per_step=PROMPTS),
+    algorithm=AlgorithmConfig(group_size=GROUP_SIZE),
+    evaluation=EvaluationConfig(samples=2, temperature=1.0),
+)
+GroupsOf = Callable[[int], list[TrajectoryGroup]]
+DISCARDED = 3
+"""An ordinal."""
+
+
+def groups_of(step: int) -> list[TrajectoryGroup]:
+    """Half of the tokens are of the newest weights, the others of those before."""
+    ordinals = [ordinal for ordinal in range(2 * STEPS + 1) if ordinal != DISCARDED][2 * step - 2 : 2 * step]
+    groups = [make_group(ordinal, max(0, step - 2), step - 1, group_size=GROUP_SIZE) for ordinal in ordinals]
+    return [
+        replace(group, trajectories=tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(group.trajectories)))
+        for group in groups
+    ]
+
+
+def evaluation(version: int, num_samples: int = 2) -> Evaluation:
+    samples = tuple(
+        EvaluatedSample(accuracy=float(i % 2), answer="7", num_tokens=3, versions=frozenset({version}), response="7")
+        for i in range(num_samples)
+    )
+    prompts = (EvaluatedPrompt(ordinal=n, data_source="", samples=samples, text="?") for n in range(VAL_PROMPTS))
+    return Evaluation(prompts=tuple(prompts), pinned=True)
+
+
+def record(
+    run_dir: Path,
+    config: Config = CONFIG,
+    *,
+    finished: bool = True,
+    groups_of: GroupsOf = groups_of,
+    reason: DiscardReason = DiscardReason.filtered,
+) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
+    recorder = RunRecorder(run_dir, Tracker([JsonlSink(run_dir / "metrics.jsonl")]), Screen(), record_tokens=True)
+    recorder.record_evaluation(0, evaluation(0))
+    discarded = make_group(DISCARDED, 0, group_size=GROUP_SIZE)
+    recorder.record_discarded(
+        DiscardedGroup(prompt=discarded.prompt, reason=reason, trajectories=discarded.trajectories)
+    )
+    take_steps(recorder, 1, STEPS, groups_of, config.weight_sync.interval)
+    recorder.record_evaluation(STEPS, evaluation(STEPS))
+    if finished:
+        recorder.write_summary({f"{one.name}_groups": int(one is reason) for one in DiscardReason})
+
+
+def take_steps(
+    recorder: RunRecorder, first: int, last: int, groups_of: GroupsOf = groups_of, interval: int = 1
+) -> None:
+    for step in range(first, last + 1):
+        groups = groups_of(step)
+        advantages = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+        metrics = group_metrics(groups, advantages, step - 1, interval)
+        metrics |= {"timing_s/step": 1.0, "timing_s/elapsed": float(step), "weight_sync/pause_ms": 1.0}
+        recorder.record_step(step, metrics, groups, advantages)
+
+
+def test_of_a_whole_run_nothing_is_found(tmp_path: Path) -> None:
+    record(tmp_path)
+    found = audit(tmp_path)
+    assert found.findings == ()
+    assert (found.finished, found.steps, found.trajectories, found.prompts) == (True, 4, 32, 8)
+    assert (found.discarded, found.evaluations, found.lost, found.twice) == (1, 2, 0, 0)
+    assert (found.missing_steps, found.max_staleness) == (0, 1)
+
+
+# -- legitimate runs ---------------------------------------------------------------------------------------------------
+
+
+def changed_groups(change: Callable[[Trajectory, int], Trajectory]) -> GroupsOf:
+    """The groups of each step with `change(trajectory, step)` in place of each trajectory."""
+
+    def groups(step: int) -> list[TrajectoryGroup]:
+        return [replace(g, trajectories=tuple(change(t, step) for t in g.trajectories)) for g in groups_of(step)]
+
+    return groups
+
+
+def multi_turn(trajectory: Trajectory, step: int) -> Trajectory:
+    """A token, one of an environment, and another token."""
+    version = trajectory.spans[-1].global_steps
+    return replace(
+        trajectory,
+        response_ids=np.zeros(3, np.int32),
+        rollout_logprobs=np.zeros(3, np.float32),
+        loss_mask=np.array([True, False, True]),
+        spans=(VersionSpan(0, 1, version), VersionSpan(2, 3, version)),
+    )
+
+
+def first_masked(trajectory: Trajectory, step: int) -> Trajectory:
+    return replace(trajectory, loss_mask=np.array([False, True]))
+
+
+def stale_masked(trajectory: Trajectory, step: int) -> Trajectory:
+    stale = VersionSpan(0, 1, 0), VersionSpan(1, 2, step - 1)
+    return replace(trajectory, loss_mask=np.array([False, True]), spans=stale)
+
+
+def of_even_versions(trajectory: Trajectory, step: int) -> Trajectory:
+    return replace(trajectory, spans=(VersionSpan(0, 2, (step - 1) // 2 * 2),))
+
+
+def resumed(run_dir: Path, at: int, before: Config = CONFIG, *, in_new: bool = False) -> RunRecorder:
+    """A run of CONFIG that goes on from a step of another, after which the other was killed."""
+    old = run_dir / "old" if in_new else run_dir
+    record(old, before, finished=False)
+    first = RunRecorder(old, Tracker([]), Screen())
+    first.counts.steps, first.counts.trajectories = at, at * PROMPTS * GROUP_SIZE
+    first.counts.accuracies, first.counts.training_seconds, first.counts.pause_ms = [(0, 0.5)], 1.0, [1.0]
+    first.counts.max_token_staleness = 1.0 if at > 1 else 0.0
+    aside = SetAside(run_dir, at)
+    aside.move(run_dir / "config.yaml")
+    second = RunRecorder(run_dir, Tracker([JsonlSink(run_dir / "metrics.jsonl")]), Screen(), record_tokens=True)
+    second.restore(first.state(), at, aside)
+    OmegaConf.save(OmegaConf.structured(CONFIG), run_dir / "config.yaml")
+    return second
+
+
+def finish(recorder: RunRecorder, first: int) -> None:
+    take_steps(recorder, first, STEPS)
+    recorder.record_evaluation(STEPS, evaluation(STEPS))
+    recorder.write_summary({"filtered_groups": 1})
+
+
+def with_evaluation_made_up(run_dir: Path) -> None:
+    """The process before, whose config wants another number of samples, was killed while it evaluated version 2."""
+    second = resumed(run_dir, 2, replace(CONFIG, evaluation=EvaluationConfig(samples=3, temperature=1.0)))
+    second.counts.accuracies = []
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[1:]))
+    second.record_evaluation(0, evaluation(0, num_samples=3))
+    second.record_evaluation(2, evaluation(2))
+    finish(second, 3)
+
+
+def with_files_of_a_person(run_dir: Path) -> None:
+    """They are moved by no resume, and no finding."""
+    second = resumed(run_dir, 2)
+    for folder in ("trajectories", "discarded", "evaluations"):
+        (run_dir / folder / "step_000002.copy.jsonl").write_text("mine\n")
+    second.restore(second.state(), 2, SetAside(run_dir, 2))
+    (run_dir / "set_aside" / "mine").mkdir()
+    (run_dir / "set_aside" / "mine" / "config.yaml").write_text("mine")
+    finish(second, 3)
+
+
+def after_an_older_version(run_dir: Path) -> None:
+    second = resumed(run_dir, 2)
+    (earlier,) = (run_dir / "set_aside").glob("*/config.yaml")
+    config = OmegaConf.load(earlier)
+    del config.trainer["record_tokens"]
+    OmegaConf.save(config, earlier)
+    finish(second, 3)
+
+
+LEGITIMATE: dict[str, Callable[[Path], object]] = {
+    **{
+        reason.name: partial(record, reason=reason, config=replace(CONFIG, rollout=RolloutConfig(stale_policy=policy)))
+        for reason in DiscardReason
+        for policy in [StalePolicy.drop if reason is DiscardReason.stale else StalePolicy.wait]
+    },
+    "several turns": partial(record, groups_of=changed_groups(multi_turn)),
+    "an agent loop masks tokens of its own": partial(record, groups_of=changed_groups(first_masked)),
+    "stale tokens are masked": partial(
+        record,
+        config=replace(CONFIG, rollout=RolloutConfig(stale_policy=StalePolicy.mask)),
+        groups_of=changed_groups(stale_masked),
+    ),
+    "several steps per version": partial(
+        record,
+        config=replace(CONFIG, weight_sync=WeightSyncConfig(interval=2)),
+        groups_of=changed_groups(of_even_versions),
+    ),
+    "resumed": lambda run_dir: finish(resumed(run_dir, 2), 3),
+    "resumed at the last step in a new folder": lambda run_dir: finish(resumed(run_dir, STEPS, in_new=True), STEPS + 1),
+    "an evaluation was made up": with_evaluation_made_up,
+    "files of a person": with_files_of_a_person,
+    "begun by an older version": after_an_older_version,
+}
+
+
+@pytest.mark.parametrize("recorded", LEGITIMATE.values(), ids=LEGITIMATE)
+def test_a_legitimate_run_has_no_finding(recorded: Callable[[Path], object], tmp_path: Path) -> None:
+    recorded(tmp_path)
+    assert audit(tmp_path).findings == ()
+
+
+def test_an_earlier_config_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+    second = resumed(tmp_path, 2)
+    (earlier,) = (tmp_path / "set_aside").glob("*/config.yaml")
+    earlier.write_text("trainer: {total")
+    finish(second, 3)
+    (finding,) = audit(tmp_path).findings
+    assert finding.startswith("an earlier config: ") and str(earlier.parent) in finding
+
+
+def test_a_run_that_was_killed_is_audited_as_far_as_it_came(tmp_path: Path) -> None:
+    record(tmp_path, finished=False)
+    (tmp_path / "trajectories" / "step_000002.jsonl").unlink()
+    found = audit(tmp_path)
+    assert (found.finished, found.steps, found.missing_steps) == (False, 3, 1)
+    assert len(found.findings) == 1 and "step 2 has no records" in found.findings[0]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(step: int, run_dir: Path) -> tuple[Path, list[str]]:
+    path = run_dir / "trajectories" / f"step_{step:06d}.jsonl"
+    return path, path.read_text().splitlines(keepends=True)
+
+
+def change_lines(step: int, change: Callable[[list[str]], object]) -> Callable[[Path], None]:
+    def do(run_dir: Path) -> None:
+        path, lines = lines_of(step, run_dir)
+        change(lines)
+        path.write_text("".join(lines))
+
+    return do
+
+
+def change_record(step: int, **values: Any) -> Callable[[Path], None]:
+    """Change the first record of a step."""
+
+    def change(lines: list[str]) -> None:
+        lines[0] = json.dumps(json.loads(lines[0]) | values) + "\n"
+
+    return change_lines(step, change)
+
+
+def change_json(name: str, **values: Any) -> Callable[[Path], None]:
+    def do(run_dir: Path) -> None:
+        (run_dir / name).write_text(json.dumps(json.loads((run_dir / name).read_text()) | values))
+
+    return do
+
+
+def drop_line(name: str, number: int) -> Callable[[Path], None]:
+    def do(run_dir: Path) -> None:
+        lines = (run_dir / name).read_text().splitlines(keepends=True)
+        del lines[number]
+        (run_dir / name).write_text("".join(lines))
+
+    return do
+
+
+def move_record(run_dir: Path) -> None:
+    """A trajectory of step 1 appears in step 4 instead."""
+    first, lines = lines_of(1, run_dir)
+    moved = lines.pop()
+    first.write_text("".join(lines))
+    last, lines = lines_of(4, run_dir)
+    last.write_text("".join([*lines, moved]))
+
+
+def copy_step(run_dir: Path) -> None:
+    path, lines = lines_of(2, run_dir)
+    path.with_name("step_000003.jsonl").write_text("".join(lines))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the last step is empty": (change_lines(4, list.clear), "step 4 has 0 prompts"),
+    "three of four trajectories": (change_lines(2, lambda lines: lines.__delitem__(slice(3))), "trajectories [3]"),
+    "a whole group": (change_lines(2, lambda lines: lines.__delitem__(slice(4))), "step 2 has 1 prompts"),
+    "a line twice": (change_lines(2, lambda lines: lines.append(lines[-1])), "1 prompts were trained twice: 4"),
+    "a trajectory in another step": (move_record, "trained twice: 1"),
+    "a step that is a copy of another": (copy_step, "2 prompts were neither trained nor discarded: 5, 6"),
+    "the last line is cut": (change_lines(3, lambda lines: lines.append(lines.pop()[:-9])), "line 8 is cut"),
+    "a line is no record": (change_lines(3, lambda lines: lines.insert(0, "{}\n")), "line 1 is damaged"),
+    "a line nests deep": (change_lines(3, lambda lines: lines.insert(0, "[" * 99_999 + "\n")), "line 1 is damaged"),
+    "a step file": (lambda run_dir: lines_of(2, run_dir)[0].unlink(), "step 2 has no records"),
+    "the first step file": (lambda run_dir: lines_of(1, run_dir)[0].unlink(), "step 1 has no records"),
+    "a step too many": (
+        lambda run_dir: (run_dir / "trajectories" / "step_000005.jsonl").write_text(""),
+        "not taken: 5",
+    ),
+    "versions descend": (change_record(3, versions=[[0, 1, 2], [1, 2, 1]]), "the versions [2, 1] descend"),
+    "a version of the future": (change_record(3, versions=[[0, 1, 1], [1, 2, 3]]), "a token is of version 3"),
+    "an older version": (change_record(4, versions=[[0, 2, 0]]), "step 4: staleness/max was 1, is 3"),
+    "beyond the bound": (change_record(4, versions=[[0, 2, 0]]), "3 versions old, rollout.max_staleness=2"),
+    "spans beyond the tokens": (change_record(3, versions=[[0, 1, 1], [1, 9, 2]]), "do not fit 2 tokens"),
+    "spans that overlap": (change_record(3, versions=[[0, 2, 1], [1, 2, 2]]), "do not fit 2 tokens"),
+    "another reward": (change_record(3, reward=0.5), "critic/score/mean was 0.5, is 0.5625"),
+    "another length": (change_record(3, response_tokens=9), "response_length/mean was 2, is 2.875"),
+    "another group_size": (
+        lambda run_dir: OmegaConf.save(
+            OmegaConf.structured(replace(CONFIG, algorithm=AlgorithmConfig(group_size=8))), run_dir / "config.yaml"
+        ),
+        "algorithm.group_size=8",
+    ),
+    "no tokens": (lambda run_dir: (run_dir / "trajectories" / "step_000002.npz").unlink(), "step_000002.npz cannot"),
+    "half of the tokens": (
+        lambda run_dir: (run_dir / "trajectories" / "step_000002.npz").write_bytes(b"PK\3\4"),
+        "step_000002.npz cannot be read",
+    ),
+    "no metrics": (lambda run_dir: (run_dir / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
+    "a line of metrics": (drop_line("metrics.jsonl", 2), "step 2 has 0 lines in metrics.jsonl"),
+    "metrics that are cut": (
+        lambda run_dir: (run_dir / "metrics.jsonl").open("a").write('{"step": 5'),
+        "metrics.jsonl: the last line is cut",
+    ),
+    "a discarded group": (lambda run_dir: (run_dir / "discarded" / "step_000001.jsonl").unlink(), "discarded: 3"),
+    "samples of an evaluation": (drop_line("evaluations/step_000004.jsonl", 0), "has 5 samples, must be 6"),
+    "an evaluation": (
+        lambda run_dir: (run_dir / "evaluations" / "step_000000.jsonl").unlink(),
+        "the evaluation of version 0 has no records",
+    ),
+    "the number of steps": (change_json("summary.json", steps=3), "summary.json says steps=3, the records 4"),
+    "the accuracy": (change_json("summary.json", accuracy_after=0.9), "accuracy_after=0.9, the records 0.5"),
+    "the staleness": (change_json("summary.json", max_token_staleness=0), "max_token_staleness=0, the records 1"),
+    "half a summary": (lambda run_dir: (run_dir / "summary.json").write_text('{"st'), "summary.json is damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "finding"), DAMAGE.values(), ids=DAMAGE)
+def test_what_is_wrong_with_the_records_is_found(
+    damage: Callable[[Path], object], finding: str, tmp_path: Path
+) -> None:
+    record(tmp_path)
+    damage(tmp_path)
+    findings = audit(tmp_path).findings
+    assert any(finding in found for found in findings), findings
+
+
+# -- several processes, and no run -------------------------------------------------------------------------------------
+
+
+def test_steps_are_audited_by_the_config_under_which_they_were_taken(tmp_path: Path) -> None:
+    """The run goes on from step 2 with groups of another size."""
+    record(tmp_path, finished=False)
+    first = RunRecorder(tmp_path, Tracker([]), Screen())
+    first.counts.steps, first.counts.trajectories = 2, 2 * PROMPTS * GROUP_SIZE
+    aside = SetAside(tmp_path, 2)
+    aside.move(tmp_path / "config.yaml")
+    second = RunRecorder(tmp_path, Tracker([JsonlSink(tmp_path / "metrics.jsonl")]), Screen(), record_tokens=True)
+    second.restore(first.state(), 2, aside)
+    OmegaConf.save(
+        OmegaConf.structured(replace(CONFIG, algorithm=AlgorithmConfig(group_size=GROUP_SIZE + 1))),
+        tmp_path / "config.yaml",
+    )
+    take_steps(second, 3, 4)
+    assert sorted(audit(tmp_path).findings) == [
+        f"step {step}: prompt {ordinal} has trajectories [0, 1, 2, 3], algorithm.group_size=5"
+        for step, ordinal in ((3, 5), (3, 6), (4, 7), (4, 8))
+    ]
+
+
+def test_a_run_that_goes_on_in_a_new_folder_is_audited_from_there(tmp_path: Path) -> None:
+    record(tmp_path / "old", finished=False)
+    first = RunRecorder(tmp_path / "old", Tracker([]), Screen())
+    first.counts.steps, first.counts.trajectories = 2, 2 * PROMPTS * GROUP_SIZE
+    new = tmp_path / "new"
+    new.mkdir()
+    OmegaConf.save(OmegaConf.structured(CONFIG), new / "config.yaml")
+    second = RunRecorder(new, Tracker([JsonlSink(new / "metrics.jsonl")]), Screen(), record_tokens=True)
+    second.restore(first.state(), 2, SetAside(new, 2))
+    take_steps(second, 3, 4)
+    second.record_evaluation(4, evaluation(4))
+    second.counts.accuracies.insert(0, (0, 0.5))
+    second.write_summary({})
+    found = audit(new)
+    assert (found.findings, found.steps, found.lost) == ((), 2, 0)
+    lines_of(3, new)[0].unlink()
+    assert "step 3 has no records" in audit(new).findings[0]
+
+
+@pytest.mark.parametrize("config", [None, "- a list", "trainer: {total_steps: 3}", "trainer: ["])
+def test_a_folder_that_is_no_run_is_refused(config: str | None, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(config)
+    with pytest.raises(NoRunError, match="holds no training run of this version"):
+        audit(tmp_path)
+
+
+def test_the_command_exits_with_1_for_findings_and_for_what_is_no_run(tmp_path: Path) -> None:
+    def ended(run_dir: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "scripts.audit", str(run_dir)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    record(tmp_path / "run")
+    whole = ended(tmp_path / "run")
+    assert (whole.returncode, json.loads(whole.stdout)["findings"], whole.stderr) == (0, [], "")
+    (tmp_path / "run" / "summary.json").write_text("")
+    damaged = ended(tmp_path / "run")
+    assert damaged.returncode == 1 and damaged.stderr.startswith("audit: ") and json.loads(damaged.stdout)["findings"]
+    nothing = ended(tmp_path / "nothing")
+    assert nothing.returncode == 1 and "holds no training run" in nothing.stderr and "Traceback" not in nothing.stderr

@@ -1,0 +1,250 @@
+"""What a run writes about its trajectories. Each dataclass is a line of a JSONL file in the run folder:
+
+trajectories/step_000012.jsonl   TrajectoryRecord   what optimizer step 12 trained
+trajectories/step_000012.npz     `token_arrays`     the tokens and logprobs of the same, with trainer.record_tokens
+evaluations/step_000012.jsonl    SampleRecord       what an evaluation of version 12 got
+discarded/step_000012.jsonl      DiscardRecord      the groups that were discarded while step 12 was the next, and why
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from rollout.types import (
+    DiscardedGroup,
+    EvaluatedPrompt,
+    FloatArray,
+    Prompt,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+from trainer.tokens import join
+
+TRAJECTORIES = "trajectories"
+EVALUATIONS = "evaluations"
+DISCARDED = "discarded"
+_STEP_FILE = re.compile(r"step_(\d{6,})\.(jsonl|npz)(\.partial)?")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRecord:
+    """A trajectory of a group."""
+
+    ordinal: int
+    """The prompt's identity in the stream."""
+    index: int
+    """Place in the prompt's group."""
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    reward: float
+    reward_metrics: dict[str, float]
+    """What the reward reported besides: of a sum each term under its name."""
+    overlong_penalty: float
+    error: str | None
+    """Why there is no reward."""
+    advantage: float | None
+    """None in a group that was not trained."""
+    versions: list[tuple[int, int, int]]
+    """[start, end, global_steps] of the sampled response tokens."""
+    turns: list[tuple[int, int]]
+    """[start, end) of the response tokens that the policy sampled in one go; what lies between is an environment's."""
+    prompt_tokens: int
+    response_tokens: int
+    loss_tokens: int
+    """Response tokens that the loss mask selects."""
+    finish_reason: str
+    replica: str
+    began: float
+    """When the agent worker began the last attempt at the group, in seconds since the epoch."""
+    generate_s: float
+    """How long the episodes of the group took in that attempt, and `reward_s` their rewards."""
+    reward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """A sample of an evaluation."""
+
+    ordinal: int
+    """The prompt's place in the held-out set."""
+    index: int
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    accuracy: float
+    answer: str | None
+    """What the reward read out of the response."""
+    error: str | None
+    versions: list[int]
+    """`global_steps` of its tokens."""
+    response_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardRecord:
+    """A group that was not trained."""
+
+    ordinal: int
+    reason: str
+    """The name of a `DiscardReason`."""
+    error: str | None
+    global_steps: int
+    """Optimizer steps that had been recorded."""
+    time: float
+    """Seconds since the epoch."""
+    trajectories: list[TrajectoryRecord]
+    """Empty for a group that failed."""
+
+
+def trajectory_records(
+    prompt: Prompt, trajectories: Sequence[Trajectory], advantages: Sequence[float | None]
+) -> list[TrajectoryRecord]:
+    return [
+        TrajectoryRecord(
+            ordinal=prompt.ordinal,
+            index=index,
+            data_source=prompt.data_source,
+            prompt=prompt.text,
+            response=trajectory.text,
+            ground_truth=prompt.ground_truth,
+            reward=trajectory.reward,
+            reward_metrics=trajectory.reward_metrics,
+            overlong_penalty=trajectory.overlong_penalty,
+            error=trajectory.error,
+            advantage=None if advantage is None else round(float(advantage), 6),
+            versions=[(span.start, span.end, span.global_steps) for span in trajectory.spans],
+            turns=_turns(trajectory.spans),
+            prompt_tokens=len(trajectory.prompt_ids),
+            response_tokens=len(trajectory.response_ids),
+            loss_tokens=int(trajectory.loss_mask.sum()),
+            finish_reason=trajectory.finish_reason,
+            replica=trajectory.replica,
+            began=round(trajectory.began, 3),
+            generate_s=round(trajectory.generate_s, 3),
+            reward_s=round(trajectory.reward_s, 3),
+        )
+        for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True))
+    ]
+
+
+def sample_records(prompts: Iterable[EvaluatedPrompt]) -> list[SampleRecord]:
+    return [
+        SampleRecord(
+            ordinal=prompt.ordinal,
+            index=index,
+            data_source=prompt.data_source,
+            prompt=prompt.text,
+            response=sample.response,
+            ground_truth=prompt.ground_truth,
+            accuracy=sample.accuracy,
+            answer=sample.answer,
+            error=sample.error,
+            versions=sorted(sample.versions),
+            response_tokens=sample.num_tokens,
+        )
+        for prompt in prompts
+        for index, sample in enumerate(prompt.samples)
+    ]
+
+
+def discard_record(group: DiscardedGroup, global_steps: int) -> DiscardRecord:
+    return DiscardRecord(
+        ordinal=group.prompt.ordinal,
+        reason=group.reason.name,
+        error=group.error,
+        global_steps=global_steps,
+        time=round(time.time(), 3),
+        trajectories=trajectory_records(group.prompt, group.trajectories, [None] * len(group.trajectories)),
+    )
+
+
+def to_lines(records: Iterable[TrajectoryRecord | SampleRecord | DiscardRecord]) -> bytes:
+    """One line of JSON each. Half of a surrogate pair, which UTF-8 cannot hold, is written as JSON's own escape."""
+    return b"".join(_line(record) + b"\n" for record in records)
+
+
+def _line(record: TrajectoryRecord | SampleRecord | DiscardRecord) -> bytes:
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return json.dumps(asdict(record), ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def each_record(path: Path, kind: type[R]) -> Iterator[R | str]:
+    """The records of a file one by one; of a line that is no such record a sentence instead. Raises OSError."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                yield f"line {number} is cut"
+                continue
+            try:
+                yield msgspec.convert(json.loads(line), kind)
+            except (ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
+                yield f"line {number} is damaged: {error}"
+
+
+def read_records(path: Path, kind: type[R]) -> tuple[list[R], list[str]]:
+    """All records of a file, and what is wrong with it: a sentence for each line that is no such record.
+
+    Raises OSError.
+    """
+    records, problems = list[R](), list[str]()
+    for one in each_record(path, kind):
+        problems.append(one) if isinstance(one, str) else records.append(one)
+    return records, problems
+
+
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """The files of steps in a folder of records, each with its step, in order. Files of other names are a person's."""
+    if not folder.is_dir():
+        return []
+    named = ((_STEP_FILE.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(name[1]), path) for name, path in named if name is not None)
+
+
+def token_arrays(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> bytes:
+    """Return the groups' tokens as a file for `numpy.load`.
+
+    `ordinals`, `replicas`, `rewards`, `advantages`, `prompt_lengths` and `response_lengths` are [B].
+    The trajectories' tokens are concatenated: `prompt_ids` [sum of prompt lengths]; `response_ids`, `loss_mask`,
+    `rollout_logprobs` and `versions` [sum of response lengths].
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    file = BytesIO()
+    np.savez(
+        file,
+        ordinals=np.array([group.prompt.ordinal for group in groups for _ in group.trajectories]),
+        replicas=np.array([trajectory.replica for trajectory in trajectories]),
+        rewards=np.array([trajectory.reward for trajectory in trajectories]),
+        advantages=join(list(advantages), np.float32),
+        prompt_lengths=np.array([len(trajectory.prompt_ids) for trajectory in trajectories]),
+        response_lengths=np.array([len(trajectory.response_ids) for trajectory in trajectories]),
+        prompt_ids=join([trajectory.prompt_ids for trajectory in trajectories], np.int32),
+        response_ids=join([trajectory.response_ids for trajectory in trajectories], np.int32),
+        loss_mask=join([trajectory.loss_mask for trajectory in trajectories], np.bool_),
+        rollout_logprobs=join([trajectory.rollout_logprobs for trajectory in trajectories], np.float32),
+        versions=join([trajectory.token_versions() for trajectory in trajectories], np.int32),
+    )
+    return file.getvalue()
+
+
+def _turns(spans: Iterable[VersionSpan]) -> list[tuple[int, int]]:
+    """Join the spans that follow one another without a gap."""
+    turns: list[tuple[int, int]] = []
+    for span in spans:
+        start = turns.pop()[0] if turns and turns[-1][1] == span.start else span.start
+        turns.append((start, span.end))
+    return turns

@@ -1,0 +1,52 @@
+"""Keeps what a run writes anew when it starts again in its folder: history is moved, never deleted."""
+
+import time
+from itertools import count
+from pathlib import Path
+
+from trainer.tracking.sinks import write_atomically
+
+SET_ASIDE = "set_aside"
+"""Folder of the run folder."""
+
+
+class SetAside:
+    """Where one process of a run puts what the processes before it left behind and it replaces. The folder is made
+    when something comes, and is of this process alone.
+
+    Example:
+        aside = SetAside(run_dir, 20)                   # the run goes on from step 20
+        aside.move(run_dir / "config.yaml")             # to set_aside/2026-11-22_22-30-11-step_000020/config.yaml
+    """
+
+    def __init__(self, run_dir: Path, global_steps: int):
+        self._run_dir = run_dir
+        self._global_steps = global_steps
+        self._folder: Path | None = None
+
+    def move(self, path: Path) -> None:
+        """Move a file or folder of the run folder, if it is there. Raises OSError."""
+        if path.exists() or path.is_symlink():
+            path.rename(self._place_of(path))
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Keep `data`, which is about to be cut from the file at `path`. Raises OSError."""
+        write_atomically(self._place_of(path), data)
+
+    def _place_of(self, path: Path) -> Path:
+        if self._folder is None:
+            self._folder = self._new_folder()
+        place = self._folder / path.relative_to(self._run_dir)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def _new_folder(self) -> Path:
+        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-step_{self._global_steps:06d}"
+        for number in count(1):
+            folder = self._run_dir / SET_ASIDE / (name if number == 1 else f"{name}.{number}")
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+        return folder

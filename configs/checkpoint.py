@@ -5,6 +5,10 @@ from pathlib import Path
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in its run folder."""
+CONFIG_FILE = "config.yaml"
+"""In a run folder: the config that the command line resolved to."""
+OVERRIDES = "hydra"
+"""Folder of the run folder with the overrides of its command line."""
 MARKER = "COMPLETE.json"
 """File of a checkpoint that is written last."""
 

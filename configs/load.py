@@ -1,51 +1,72 @@
-"""Turns Hydra's composed config into one frozen, checked `Config`, and lists the keys for `--help`."""
+"""Turns Hydra's composed config into one frozen, checked `Config`, and knows what each key means."""
 
 import ast
-import difflib
 import inspect
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
-from pathlib import Path
+from typing import Any
 
-from hydra.conf import HelpConf
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from configs.checks.sections import TRAIN_AND_VAL
+from configs.data import DataConfig
 from configs.schema import Config
 from configs.validate import ConfigError, check
 
-HELP_TEMPLATE = """slipstream: fully-async reinforcement learning of language models
+SEARCH_PATH = "Config search path:"
+DETAILS = ("full_key:", "reference_type", "object_type", "See https:")
+"""How lines of Hydra's and OmegaConf's errors begin that say nothing to a user."""
 
-  make train ARGS="recipe=arithmetic trainer.lr=1e-4 rollout.num_replicas=2"
-  slipstream-train recipe=gsm8k dry_run=true
 
-Override a key with key=value, choose a recipe or a model with recipe=NAME or model=NAME.
---cfg job prints the whole config that a command line resolves to.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenData(DataConfig):
+    """The data as YAML and the command line may give it: files also as a list, as verl takes them."""
 
-== Choices ==
-$APP_CONFIG_GROUPS
-== Keys (the schema's defaults in brackets) ==
-"""
+    train_files: Any = None
+    val_files: Any = None
+
+    def normal(self) -> DataConfig:
+        values: dict[str, Any] = {name: getattr(self, name) for name in DataConfig.__dataclass_fields__}
+        files = {name: _joined(f"data.{name}", values[name]) for name in TRAIN_AND_VAL}
+        return DataConfig(**{**values, **files})
+
+
+def _joined(key: str, files: Any) -> str | None:
+    names = files if isinstance(files, list) else [files]
+    if files is None or all(isinstance(name, str) for name in names):
+        return None if files is None else ",".join(names)
+    raise ConfigError(f"{key}={files}: must be text, or a list of texts")
 
 
 def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Config:
     """Raises ConfigError for values that cannot work. `needed_files`: see `check`."""
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:  # ??? and interpolations that lead nowhere
+        raise ConfigError(one_line(error)) from error
+    assert isinstance(config, Config) and isinstance(config.data, _GivenData)
+    config = replace(config, data=config.data.normal())
     check(config, needed_files)
     return config
 
 
-def without_token(composed: DictConfig) -> DictConfig:
-    """A copy to write into files, without the value of serve.token."""
-    shown = composed.copy()
-    if shown.serve.token is not None:
-        OmegaConf.update(shown, "serve.token", "(not shown)")
-    return shown
+def one_line(error: Exception) -> str:
+    """What Hydra or OmegaConf says over several lines, beginning with the key or the override that it is about."""
+    lines = [line.strip() for cause in (error, error.__cause__) if cause for line in str(cause).splitlines()]
+    keys = [line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")]
+    told = itertools.takewhile(lambda line: not line.startswith(SEARCH_PATH), lines)
+    head, *rest = (line for line in told if line and not line.startswith(DETAILS))
+    head = head.removeprefix("Error merging override ").rstrip(":.")
+    if isinstance(error, MissingMandatoryValue):
+        head, rest = "has no value (???): give it one", []
+    is_named = not keys or keys[0] in head
+    return ": ".join(filter(None, ["" if is_named else keys[0], head, " ".join(rest)]))
 
 
 @cache
@@ -58,10 +79,11 @@ def _section_docs(section: type, defaults: DictConfig, prefix: str) -> Iterator[
     docs = literal_docs(section)
     for name, field in section.__dataclass_fields__.items():
         default = defaults[name]
-        if OmegaConf.is_dict(default):
+        if OmegaConf.is_dict(default) and default:  # not a free one, such as rollout.engine_args
             yield from _section_docs(field.type, default, f"{name}.")
         else:
-            shown = default.value if isinstance(default, Enum) else json.dumps(default)
+            plain = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+            shown = plain.value if isinstance(plain, Enum) else json.dumps(plain)
             yield prefix + name, (shown, docs.get(name, ""))
 
 
@@ -77,39 +99,18 @@ def literal_docs(section: type) -> dict[str, str]:
     return docs
 
 
-def check_overrides(arguments: list[str]) -> None:
-    """Raises ConfigError, with suggestions, for a `key=value` argument whose key does not exist."""
-    docs = key_docs()
-    groups = {path.parent.name for path in Path(__file__).parent.glob("*/*.yaml")}
-    for argument in arguments:
-        key, is_override, value = argument.partition("=")
-        key = key.lstrip("+~")
-        if argument.startswith("-") or not is_override or key in docs or key in groups or key.startswith("hydra"):
-            continue
-        near = difflib.get_close_matches(key, [*docs, *groups], n=3, cutoff=0.5)
-        near += [known for known in docs if known.split(".")[-1] == key.split(".")[-1] and known not in near]
-        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists the keys"
-        raise ConfigError(f"{key}={value}: there is no such key; {hint}")
-
-
 @cache
 def register() -> None:
-    """Registers the schema and the help text in Hydra's store, which is global: once per process is enough."""
+    """Registers the schema in Hydra's store, which is global: once per process is enough."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=_writable(OmegaConf.structured(Config)))
-    lines = [f"{key} [{default}]\n    {doc}" for key, (default, doc) in key_docs().items()]
-    # Hydra fills $NAME in the template, and OmegaConf interpolates ${...}.
-    escaped = "\n".join(lines).replace("$", "$$").replace("${", "\\${")
-    store.store(
-        group="hydra/help",
-        name="slipstream",
-        node=HelpConf(app_name="slipstream", header="", footer="", template=HELP_TEMPLATE + escaped + "\n"),
-    )
+    store.store(name="schema", node=_writable(OmegaConf.structured(Config(data=_GivenData()))))
 
 
 def _writable(node: DictConfig) -> DictConfig:
     """OmegaConf makes read-only nodes from frozen dataclasses, and Hydra could not merge a recipe into those."""
     OmegaConf.set_readonly(node, False)
+    if not node:
+        OmegaConf.set_struct(node, False)  # its keys are the user's
     for key in node:
         if OmegaConf.is_dict(node[key]):
             _writable(node[key])

@@ -1,7 +1,8 @@
 """Keys of the rollouts (engines, agents, rewards, failures) and of the evaluation, which runs on the same replicas."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from configs.model import DType
 
@@ -15,6 +16,18 @@ class StalePolicy(Enum):
     """It is trained late, without its stale tokens."""
     drop = "drop"
     """It is thrown away and counted, and another prompt takes its slot."""
+
+
+class RewardPlace(Enum):
+    """Where a synchronous reward runs. An async one is awaited on the event loop of its agent worker, and those of this
+    project that are known to be quick are called there."""
+
+    process = "process"
+    """In processes of its own. One that hangs is killed, whatever it does."""
+    thread = "thread"
+    """In threads of the agent worker. One that hangs is abandoned; one that holds the GIL costs the worker."""
+    loop = "loop"
+    """On the event loop of the agent worker: for what takes microseconds. One that hangs costs the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +49,12 @@ class RolloutConfig:
     """MiB of KV cache on each GPU, or on CPU of each engine; null takes what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = 0.85
     """Share of the GPU's memory that vLLM takes when kv_cache_mb is null."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """More arguments of vLLM's AsyncEngineArgs, by name: rollout.engine_args.max_num_batched_tokens=8192. Those that
+    another key says are refused."""
     start_timeout_s: float = 600.0
-    """Deadline in seconds for starting all replicas and train workers, warm-up included, and each later replica."""
+    """Deadline in seconds for starting all replicas and train workers, warm-up included, for each later replica, and
+    for encoding the prompts."""
 
     # -- sampling --
     max_response_tokens: int = 32
@@ -65,8 +82,15 @@ class RolloutConfig:
     """Number of Ray actors that run agent loops and rewards."""
     reward: str = "gsm8k"
     """gsm8k, gsm8k_flexible, dapo, math_verify, format, `package.module:function` of (prompt, text), or a sum."""
+    reward_runs_in: RewardPlace = RewardPlace.process
+    """Where a synchronous reward of your own runs: process (it can be killed), thread or loop. An async one is awaited
+    on the agent worker's event loop."""
+    reward_processes: int = 4
+    """With reward_runs_in=process: processes per agent worker and reward, started when all others are busy. Each scores
+    one response at a time."""
     reward_timeout_s: float = 60.0
-    """Deadline in seconds for all rewards of one group together; those that are not there by then have failed."""
+    """Deadline in seconds for a reward: for each response by itself with reward_runs_in=process, else for all of one
+    group together. Those that are not there by then have failed."""
     max_failed_rewards: float = 0.01
     """Share of the run's trajectories whose reward may fail, which are then not trained. One more ends the run."""
     format_pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"
@@ -83,6 +107,9 @@ class RolloutConfig:
     """How often a group is tried again after it raised, exceeded group_timeout_s, or crashed a process of its own."""
     max_failed_groups: float = 0.01
     """Share of the run's groups that may fail for good, each replaced by another prompt. One more ends the run."""
+    agent_worker_timeout_s: float = 120.0
+    """An agent worker that answers nothing for so many seconds is lost and replaced: an agent loop or a reward blocks
+    its event loop."""
     min_replicas: int = 1
     """The run ends when fewer replicas than this can serve and no replacement is starting."""
     max_replacements: int = 8

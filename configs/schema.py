@@ -2,7 +2,7 @@
 
 Recipes (`configs/recipe/*.yaml`) and the command line override these defaults; `configs.validate.check` refuses values
 that are out of range or contradict one another, before anything starts. The string under a key is its documentation:
-`--help` and docs/configuration.md show it.
+`--help SECTION` and docs/configuration.md show it.
 """
 
 from dataclasses import dataclass, field
@@ -39,7 +39,13 @@ class WandbConfig:
     project: str = "slipstream"
     """Project of the dashboard."""
     name: str | None = None
-    """Name of the run; null lets wandb choose."""
+    """Name of the run; null takes the name of the run folder."""
+    entity: str | None = None
+    """User or team that owns the project; null takes the account's own."""
+    group: str | None = None
+    """Runs of one group are shown together, for example those of one experiment."""
+    tags: list[str] = field(default_factory=list[str])
+    """Tags to filter runs by, in brackets: wandb.tags=[gsm8k,ablation]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,8 @@ class RayConfig:
     """A running cluster (`auto` or host:port), which needs device=cpu or cuda; null starts one on this machine."""
     start_timeout_s: float = 120.0
     """Deadline in seconds for starting Ray or connecting to it."""
+    placement_timeout_s: float = 60.0
+    """Deadline in seconds for reserving the GPUs and CPUs of train workers and replicas, before anything starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +74,26 @@ class Config:
     """Checkpoint to continue from: never; auto (the newest good one of the run folder, which hydra.run.dir must name);
     a run folder (its newest good one); or a checkpoint folder."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained, evaluated or served."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Prompts and reference answers, and how they become text."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantage, loss, KL, and corrections for stale rollouts."""
     critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model of algorithm.advantage=gae."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Replicas, engines, staleness, sampling, agents, rewards."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Steps, batches, optimizer, ranks and their memory."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """How held-out prompts are answered."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """How and how often weights travel to the replicas."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints on disk."""
     serve: ServeConfig = field(default_factory=ServeConfig)
+    """The HTTP server: address, access, limits."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    """The run on the dashboard of Weights & Biases."""
     ray: RayConfig = field(default_factory=RayConfig)
+    """The cluster of processes."""

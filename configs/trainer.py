@@ -41,8 +41,13 @@ class TrainerConfig:
     """Rows of a micro-batch: shared_prompt (one per group) or padded (one per trajectory)."""
     tokens_per_micro_batch: int = 2048
     """Padded tokens of one forward and backward pass, per rank. A longer single row still runs, alone."""
+    unsharded_gradients_mb: int = 8192
+    """A model (policy, critic) whose float32 gradients take more MiB reduces them over the ranks after every
+    micro-batch; a smaller one keeps them whole on each rank until the step's last. Without effect on the result."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, for long sequences on GPUs."""
+    record_tokens: bool = True
+    """Write token ids, logprobs and versions of what is trained, about 13 bytes per token, besides its text."""
     eval_every: int = 10
     """Steps between evaluations on the held-out set; 0 evaluates only before the first step and after the last."""
     max_skipped_steps: int = 3

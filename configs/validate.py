@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 from configs.checks import sections
 from configs.checks.algorithm import algorithm_problems
+from configs.checks.engine_args import engine_args_problems
+from configs.checks.problem import null_bytes
 from configs.checks.ranges import out_of_range
+from configs.checks.secrets import secret_problems
 from configs.checks.sections import TRAIN_AND_VAL
 from configs.schema import Config
 
@@ -15,18 +18,23 @@ class ConfigError(ValueError):
 
 def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
     """Raises ConfigError that lists every problem. `needed_files`: the keys of data.* whose files the command reads."""
-    problems = [
-        *out_of_range(config),
-        *sections.model_problems(config),
-        *sections.data_problems(config, needed_files),
-        *([] if config.dry_run else sections.missing_data(config, needed_files)),
-        *sections.serve_problems(config),
-        *sections.rollout_problems(config),
-        *sections.evaluation_problems(config),
-        *algorithm_problems(config),
-        *sections.trainer_problems(config),
-        *sections.weight_sync_problems(config),
-        *sections.sharing_problems(config),
-    ]
+    problems = (
+        list(null_bytes(config))
+        or list(secret_problems(config))
+        or [  # the other lines may show values
+            *out_of_range(config),
+            *sections.model_problems(config),
+            *sections.data_problems(config, needed_files),
+            *([] if config.dry_run else sections.missing_data(config, needed_files)),
+            *sections.serve_problems(config),
+            *sections.rollout_problems(config),
+            *engine_args_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
+            *sections.evaluation_problems(config),
+            *algorithm_problems(config),
+            *sections.trainer_problems(config),
+            *sections.weight_sync_problems(config),
+            *sections.sharing_problems(config),
+        ]
+    )
     if problems:
         raise ConfigError("\n".join(problem.line(config) for problem in problems))

@@ -1,39 +1,55 @@
 """Reports avg@k, pass@k and maj@k of a model on held-out data: `python -m scripts.evaluate`, `slipstream-evaluate`.
 
-model.path is a Hugging Face name or folder, a run folder or a checkpoint; data.val_files and evaluation.* say what is
-asked and how. The other keys mean what they do in training, where the same replicas and rewards evaluate. Writes
-evaluation.json into its run folder. Exit code: 0, 1 after an error, 130 after Ctrl-C or SIGTERM.
+Example: slipstream-evaluate runs/latest evaluation.samples=4 evaluation.temperature=1
+
+The first argument may be a run folder, or a checkpoint in one: the run's own model, data, reward and sizes are taken
+from its config.yaml, and what follows overrides them. Without it, model.path is a Hugging Face name or folder, a run
+folder or a checkpoint; data.val_files and evaluation.* say what is asked and how. The other keys mean what they do in
+training, where the same replicas and rewards evaluate. Writes evaluation.json into its run folder. Exit code: 0, 1
+after an error, 130 after Ctrl-C or SIGTERM.
 """
 
 import json
 import sys
 from collections.abc import Mapping
+from statistics import fmean
 
-from scripts.launch.command import Invocation, run_async, run_command
+from configs.cli.evaluated import of_folder
+from configs.validate import ConfigError
+from scripts.launch.command import Ended, Invocation, Main, run_async
 
 NEEDED_FILES = ("val_files",)
 
 
 def main() -> None:
-    run_command("evaluate", evaluate, NEEDED_FILES)
+    try:
+        arguments = of_folder(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"config error: {error}")
+    Main(name="evaluate", command=evaluate, needed_files=NEEDED_FILES).exit(arguments)
 
 
-def evaluate(given: Invocation) -> int:
+def evaluate(given: Invocation) -> Ended:
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.evaluation import evaluate_model
     from scripts.launch.plan import plan
+    from scripts.launch.resume import holds_run
+    from scripts.launch.run_folder import locked
 
     config = without_trainer(given.config)
     device = resolve_device(config)
     if config.dry_run:
         sys.stdout.write(plan("evaluate", config, device, given.run_dir, NEEDED_FILES))
-        return 0
-    given.save_config()
-    report = run_async(evaluate_model(config, device, given.run_dir))
-    file = given.run_dir / "evaluation.json"
-    file.write_text(json.dumps(report, indent=2) + "\n")
+        return Ended(exit_code=0)
+    with locked(given.run_dir):
+        if holds_run(given.run_dir):
+            raise ConfigError(f"hydra.run.dir={given.run_dir}: holds a training run; name another folder")
+        given.save_config()
+        report = run_async(evaluate_model(config, device, given.run_dir))
+        file = given.run_dir / "evaluation.json"
+        file.write_text(json.dumps(report, indent=2) + "\n")
     sys.stdout.write(f"{table(report['scores'])}\n{file}\n")
-    return 0
+    return Ended(exit_code=0, accuracy=fmean(fmean(prompt["accuracies"]) for prompt in report["prompts"]))
 
 
 def table(scores: Mapping[str, Mapping[str, float]]) -> str:

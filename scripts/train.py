@@ -1,7 +1,7 @@
 """Trains a model: `make train`, `python -m scripts.train`, `slipstream-train`.
 
-Arguments are key=value, as in configs/; --help lists the keys. Exit code: 0, 1 after an error, 130 after Ctrl-C or
-SIGTERM.
+Arguments are key=value, as in configs/; --help shows them. Exit code: 0, 1 after an error, 3 after a whole run in
+whose records the audit found something, 130 after Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import asyncio
@@ -10,107 +10,179 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, OVERRIDES
 from configs.checks.sections import TRAIN_AND_VAL
-from configs.load import without_token
 from configs.schema import WandbMode
-from scripts.launch.command import FAILED, STOPPED, Invocation, first_error, run_async, run_command
+from configs.validate import ConfigError
+from scripts.launch.command import (
+    FAILED,
+    STOPPED,
+    UNPROVEN,
+    Ended,
+    Invocation,
+    Main,
+    first_error,
+    interruptible,
+    run_async,
+)
 
 if TYPE_CHECKING:
+    from scripts.launch.ending import CommandLine
     from trainer.checkpoint.store import Checkpoint
+    from trainer.tracking.console import Console
+    from trainer.tracking.recorder import RunRecorder
+    from trainer.tracking.set_aside import SetAside
     from trainer.tracking.sinks import FailedWrites, Tracker
 
 logger = logging.getLogger(__name__)
 BEFORE_THE_FIRST = -1
+ERROR_FILE = "error.txt"
 
 
 def main() -> None:
-    run_command("train", train)
+    Main(name="train", command=train).exit(sys.argv[1:])
 
 
-def train(given: Invocation) -> int:
+def train(given: Invocation) -> Ended:
     from scripts.launch.cluster import resolve_device
     from scripts.launch.plan import plan
     from scripts.launch.resume import find_checkpoint
+    from scripts.launch.run_folder import locked
+    from trainer.tracking.recorder import STEP_FOLDERS, SUMMARY_FILE
+    from trainer.tracking.set_aside import SetAside
+    from trainer.tracking.sinks import METRICS_FILE
 
     device = resolve_device(given.config)
     refused: list[str] = []
-    checkpoint = find_checkpoint(given.config, given.run_dir, refused.append)
     if given.config.dry_run:
+        find_checkpoint(given.config, given.run_dir, refused.append)
         sys.stdout.write(plan("train", given.config, device, given.run_dir, TRAIN_AND_VAL))
-        return 0
-    given.save_config()
-    _point_latest_at(given.run_dir)
-    return _run(given, device, checkpoint, refused)
+        return Ended(exit_code=0)
+    with locked(given.run_dir):
+        checkpoint = find_checkpoint(given.config, given.run_dir, refused.append)
+        aside = SetAside(given.run_dir, 0 if checkpoint is None else checkpoint.global_steps)
+        names = [CONFIG_FILE, OVERRIDES, ERROR_FILE, SUMMARY_FILE]  # of earlier processes of the run
+        if checkpoint is not None and given.run_dir not in checkpoint.path.parents:
+            names += [METRICS_FILE, *STEP_FOLDERS, CHECKPOINTS]  # of one that went on from the same checkpoint
+        for name in names:
+            aside.move(given.run_dir / name)
+        given.save_config()
+        refused += _point_latest_at(given.run_dir, beside=given.sweep_dir or given.run_dir)
+        return _run(given, device, checkpoint, aside, refused)
 
 
-def _run(given: Invocation, device: str, checkpoint: "Checkpoint | None", messages: Sequence[str]) -> int:
+def _run(
+    given: Invocation, device: str, checkpoint: "Checkpoint | None", aside: "SetAside", messages: Sequence[str]
+) -> Ended:
     """Trains, with a console, a metrics file and W&B; an error is also left in error.txt."""
+    from scripts.launch.ending import CommandLine, stopped
     from scripts.launch.resume import read
     from scripts.launch.run import run
-    from scripts.plot_curve import CURVE_FILE, plot_curve
     from trainer.tracking.console import make_console
     from trainer.tracking.recorder import RunRecorder
     from trainer.tracking.sinks import FailedWrites
 
+    interruptible()  # W&B starts a process of its own
     config, run_dir = given.config, given.run_dir
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)
     failed = FailedWrites(console.message)
-    tracker = _make_tracker(given, failed)
-    recorder = RunRecorder(run_dir, tracker, console)
-    exit_code = FAILED
+    continues = None if checkpoint is None else checkpoint.path.parent.parent
+    tracker = _make_tracker(given, failed, continues)
+    recorder = RunRecorder(run_dir, tracker, console, record_tokens=config.trainer.record_tokens)
+    ended = Ended(exit_code=FAILED)
     try:
         for message in messages:
             console.message(message)
-        resumed = None if checkpoint is None else read(checkpoint)
+        resumed = None if checkpoint is None else read(checkpoint, aside)
         if resumed is None and config.resume == "auto":
-            recorder.restore(recorder.state(), BEFORE_THE_FIRST)  # remove what a run without a checkpoint left
+            recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
         summary = run_async(run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed))
-        with failed.tolerated(CURVE_FILE):
-            plot_curve(run_dir)
-        console.message(
-            f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} in "
-            f"{summary['seconds']:.0f} s; {run_dir / 'summary.json'}"
-        )
-        exit_code = 0
+        code = conclude(CommandLine.of(run_dir), summary, recorder, console)
+        error = "" if code != UNPROVEN else f"the audit: python -m scripts.audit {run_dir}"
+        ended = Ended(exit_code=code, accuracy=summary["accuracy_after"], error=error)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.message(f"stopped; what was logged is in {run_dir}")
-        exit_code = STOPPED
+        console.end("stopped", stopped(CommandLine.of(run_dir)))
+        ended = Ended(exit_code=STOPPED)
     except BaseException as error:  # SystemExit too: a user's data loader may raise it
         logger.error("the run failed", exc_info=error)
-        details = "".join(traceback.format_exception(first := first_error(error)))
-        with failed.tolerated("error.txt"):
-            (run_dir / "error.txt").write_text(details)
-        console.message(f"{details}\nfailed: {type(first).__name__}: {first}\nlogs are in {run_dir}")
-        if not isinstance(error, Exception | BaseExceptionGroup):
-            raise
+        ended, details = _failure(first_error(error))
+        with failed.tolerated(ERROR_FILE):
+            (run_dir / ERROR_FILE).write_text(details, errors="backslashreplace")
+        console.end("failed", f"{details}logs are in {run_dir}")
     finally:
         console.close()
-        tracker.close(exit_code)
-    return exit_code
+        tracker.close(ended.exit_code)
+    return ended
 
 
-def _make_tracker(given: Invocation, failed: "FailedWrites") -> "Tracker":
+def conclude(given: "CommandLine", summary: dict[str, Any], recorder: "RunRecorder", console: "Console") -> int:
+    """Draws the curve and audits the records of a run that has trained to its end, which no error here can undo.
+    Returns the exit code."""
+    from scripts.launch.ending import ending
+    from scripts.plot_curve import CURVE_FILE, plot_curve
+    from trainer.tracking.audit import audit
+
+    try:
+        try:
+            plot_curve(given.run_dir)
+        except Exception as error:
+            logger.warning("the curve cannot be drawn", exc_info=error)
+            console.message(f"{CURVE_FILE} cannot be drawn: {error}")
+        console.stage("auditing the records")
+        found = audit(given.run_dir, summary)
+        recorder.replace_summary(summary | {"audit": asdict(found)})
+        said, code = found.sentence, UNPROVEN if found.findings else 0
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        again = given.module("audit", given.shown(given.run_dir))
+        said, code = f"audit: stopped before its end; the training is whole. Again: {again}", STOPPED
+    except Exception as error:
+        logger.error("the audit failed", exc_info=error)
+        said, code = f"audit: failed: {type(error).__name__}: {error}", UNPROVEN
+    console.end("finished", f"{said}\n{ending(summary, given)}")
+    return code
+
+
+def _failure(error: BaseException) -> tuple[Ended, str]:
+    """Returns how the run ended, and what to say of it. Where the user's config or data is at fault, no traceback."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ConfigError):
+        return Ended(exit_code=FAILED, error=text), f"config error: {error}\n"
+    details = "".join(traceback.format_exception(error))
+    return Ended(exit_code=FAILED, error=text), f"{details}\nfailed: {text}\n"
+
+
+def _make_tracker(given: Invocation, failed: "FailedWrites", continues: Path | None) -> "Tracker":
+    """`continues`: the folder of the run whose checkpoint this one continues from."""
     from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Sink, Tracker
     from trainer.tracking.wandb_sink import WandbSink
 
     sinks: list[Sink] = [JsonlSink(given.run_dir / METRICS_FILE)]
     if (wandb := given.config.wandb).mode is not WandbMode.disabled:
-        shown: Any = OmegaConf.to_container(without_token(given.composed), resolve=True, enum_to_str=True)
-        sinks.append(WandbSink(given.run_dir, wandb.mode.value, wandb.project, wandb.name, shown))
+        shown: Any = OmegaConf.to_container(given.composed, resolve=True, enum_to_str=True)
+        sinks.append(WandbSink(given.run_dir, wandb, shown, continues))
     return Tracker(sinks, failed)
 
 
-def _point_latest_at(run_dir: Path) -> None:
-    """Points the link `latest`, next to the run folder, at it; replaced in one step, so that it is never missing."""
-    temporary = run_dir.parent / f".latest-{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(run_dir.name)
-    temporary.replace(run_dir.parent / "latest")
+def _point_latest_at(run_dir: Path, beside: Path) -> list[str]:
+    """Points the link `latest`, next to the folder `beside`, at the run folder; replaced in one step, so that it is
+    never missing. Returns what to tell the user: that there is a `latest` which is no link, and stays."""
+    latest = beside.parent / "latest"
+    if latest.exists() and not latest.is_symlink():
+        return [f"{latest} is no link, and stays as it is: it does not point at this run"]
+    temporary = latest.with_name(f".latest-{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(run_dir.relative_to(latest.parent))
+        temporary.replace(latest)
+    except OSError as error:
+        return [f"{latest} does not point at this run: {error}"]
+    return []
 
 
 if __name__ == "__main__":

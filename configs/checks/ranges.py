@@ -1,78 +1,95 @@
 """The smallest and largest value of every number."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 from configs.checks.problem import Problem
 from configs.schema import Config
 
-# (smallest, largest), both allowed; None: no bound. Every other number is at least 1: counts, sizes and deadlines.
-RANGES: dict[str, tuple[float, float | None]] = {
-    "seed": (0, None),
+NUM_ARITHMETIC = 29_168_384
+"""How many arithmetic problems there are to train on: rollout.data.arithmetic.num_problems() less the held-out ones."""
+COUNT, PROCESSES, SECONDS, WEIGHT = 1e9, 1e5, 1e7, 1e6
+"""Largest counts and sizes, numbers of processes, deadlines (116 days) and other numbers. More is a slip."""
+# (smallest, largest), both allowed. Every other number is a count or a size from 1 to COUNT, or a deadline to SECONDS.
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**32 - 1),
     "gpu_share": (0.01, 1),
-    "model.hidden_size": (32, None),
-    "model.warmup_steps": (0, None),
-    "algorithm.overlong_buffer_tokens": (0, None),
-    "algorithm.overlong_penalty": (0, None),
+    "data.num_train": (1, NUM_ARITHMETIC),
+    "model.hidden_size": (32, 65536),
+    "model.num_layers": (1, 1024),
+    "model.warmup_steps": (0, COUNT),
+    "algorithm.overlong_buffer_tokens": (0, COUNT),
+    "algorithm.overlong_penalty": (0, WEIGHT),
     "algorithm.clip_ratio_low": (0, 1),
-    "algorithm.clip_ratio_high": (0, None),
+    "algorithm.clip_ratio_high": (0, WEIGHT),
     "algorithm.gamma": (0, 1),
     "algorithm.gae_lambda": (0, 1),
-    "algorithm.sapo_tau_positive": (1e-6, None),
-    "algorithm.sapo_tau_negative": (1e-6, None),
+    "algorithm.sapo_tau_positive": (1e-6, WEIGHT),
+    "algorithm.sapo_tau_negative": (1e-6, WEIGHT),
     "algorithm.cov_ratio": (0, 1),
-    "algorithm.clip_cov_low": (0, None),
-    "algorithm.clip_cov_high": (0, None),
-    "algorithm.kl_cov_coef": (0, None),
-    "algorithm.entropy_coef": (0, None),
-    "algorithm.kl_loss_coef": (0, None),
-    "algorithm.kl_reward_coef": (0, None),
+    "algorithm.clip_cov_low": (0, WEIGHT),
+    "algorithm.clip_cov_high": (0, WEIGHT),
+    "algorithm.kl_cov_coef": (0, WEIGHT),
+    "algorithm.entropy_coef": (0, WEIGHT),
+    "algorithm.kl_loss_coef": (0, WEIGHT),
+    "algorithm.kl_reward_coef": (0, WEIGHT),
     "algorithm.icepop_low": (0, 1),
     "algorithm.rejection_low": (1e-9, 1),
-    "algorithm.rejection_high": (1e-9, None),
+    "algorithm.rejection_high": (1e-9, WEIGHT),
     "critic.lr": (0, 1),
-    "critic.value_clip": (1e-6, None),
-    "rollout.max_replacements": (0, None),
-    "rollout.progress_interval_s": (0.05, None),
-    "rollout.answer_timeout_s": (0.1, None),
-    "rollout.slow_factor": (2, None),
-    "rollout.max_staleness": (0, None),
-    "rollout.temperature": (0, None),
+    "critic.value_clip": (1e-6, WEIGHT),
+    **{f"rollout.{key}": (1, PROCESSES) for key in ("num_replicas", "min_replicas", "num_agent_workers")},
+    **{f"rollout.{key}": (1, 1024) for key in ("tensor_parallel_size", "data_parallel_size", "verify_processes")},
+    "rollout.max_replacements": (0, COUNT),
+    "rollout.progress_interval_s": (0.05, SECONDS),
+    "rollout.answer_timeout_s": (0.1, SECONDS),
+    "rollout.slow_factor": (2, WEIGHT),
+    "rollout.max_staleness": (0, COUNT),
+    "rollout.temperature": (0, 100),
     "rollout.top_p": (1e-6, 1),
-    "rollout.top_k": (-1, None),
+    "rollout.top_k": (-1, COUNT),
     "rollout.max_failed_rewards": (0, 1),
-    "rollout.max_group_retries": (0, None),
+    "rollout.max_group_retries": (0, COUNT),
     "rollout.max_failed_groups": (0, 1),
     "rollout.gpu_memory_utilization": (0.05, 1),
-    "rollout.verify_timeout_s": (0.1, None),
+    "rollout.verify_timeout_s": (0.1, SECONDS),
+    "trainer.num_ranks": (1, PROCESSES),
     "trainer.lr": (0, 1),
-    "trainer.lr_warmup_steps": (0, None),
-    "trainer.weight_decay": (0, None),
+    "trainer.lr_warmup_steps": (0, COUNT),
+    "trainer.weight_decay": (0, WEIGHT),
     "trainer.adam_beta1": (0, 0.9999),
     "trainer.adam_beta2": (0, 0.99999),
-    "trainer.max_grad_norm": (1e-9, None),
-    "trainer.eval_every": (0, None),
-    "trainer.max_skipped_steps": (0, None),
-    "trainer.max_restarts": (0, None),
-    "evaluation.replicas": (0, None),
-    "evaluation.temperature": (0, None),
+    "trainer.max_grad_norm": (1e-9, WEIGHT),
+    "trainer.unsharded_gradients_mb": (0, COUNT),
+    "trainer.eval_every": (0, COUNT),
+    "trainer.max_skipped_steps": (0, COUNT),
+    "trainer.max_restarts": (0, COUNT),
+    "evaluation.replicas": (0, PROCESSES),
+    "evaluation.temperature": (0, 100),
     "evaluation.top_p": (1e-6, 1),
-    "weight_sync.stage_timeout_s": (0.1, None),
-    "weight_sync.pause_timeout_s": (10, None),
-    "weight_sync.prefill_grace_s": (0, None),
-    "weight_sync.swap_timeout_s": (0.1, None),
-    "checkpoint.every": (0, None),
+    "weight_sync.stage_timeout_s": (0.1, SECONDS),
+    "weight_sync.pause_timeout_s": (10, SECONDS),
+    "weight_sync.prefill_grace_s": (0, SECONDS),
+    "weight_sync.swap_timeout_s": (0.1, SECONDS),
+    "checkpoint.every": (0, COUNT),
     "serve.port": (0, 65535),
-    "serve.route_timeout_s": (0.1, None),
+    "serve.max_header_bytes": (1024, COUNT),
+    "serve.header_timeout_s": (0.1, SECONDS),
+    "serve.body_timeout_s": (0.1, SECONDS),
+    "serve.route_timeout_s": (0.1, SECONDS),
 }
 
 
 def out_of_range(config: Config) -> Iterator[Problem]:
     for key, value in _numbers(config):
-        low, high = RANGES.get(key, (1, None))
-        if value < low or (high is not None and value > high) or math.isnan(value):
-            yield Problem(key, f"must be at least {low:g}" if high is None else f"must be between {low:g} and {high:g}")
+        low, high = bounds(key)
+        if not low <= value <= high:  # nan, too
+            yield Problem(key, f"must be between {low:.12g} and {high:.12g}")
+
+
+def bounds(key: str) -> tuple[float, float]:
+    """The smallest and the largest value, both allowed."""
+    return RANGES.get(key, (1, SECONDS if key.endswith("_s") else COUNT))
 
 
 def _numbers(section: object, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -1,6 +1,8 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
+import ipaddress
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from configs.checks.problem import Problem, dotted_problems
 from configs.data import parse_sources
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
+from configs.serve import TOKEN_ENV, host_names
 
 TRAIN_AND_VAL = ("train_files", "val_files")
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
@@ -71,6 +74,9 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
         re.compile(rollout.format_pattern)
     except re.error as error:
         yield Problem("rollout.format_pattern", f"must be a regular expression: {error}", repr(rollout.format_pattern))
+    if rollout.agent_worker_timeout_s >= rollout.group_timeout_s:
+        allowed = f"must be less than rollout.group_timeout_s={rollout.group_timeout_s:g}, or no loss is ever noticed"
+        yield Problem("rollout.agent_worker_timeout_s", allowed)
     if rollout.min_replicas > rollout.num_replicas:
         yield Problem("rollout.min_replicas", f"at most rollout.num_replicas={rollout.num_replicas}")
     if config.device is Device.cpu and rollout.kv_cache_mb is None:
@@ -136,8 +142,19 @@ def sharing_problems(config: Config) -> Iterator[Problem]:
 
 def serve_problems(config: Config) -> Iterator[Problem]:
     serve = config.serve
-    if serve.token is not None:
-        if not (serve.token.strip() and serve.token.isascii() and serve.token.isprintable()):
-            yield Problem("serve.token", "must be printable ASCII, and not empty", "(not shown)")
-    elif not serve.is_loopback:
-        yield Problem("serve.token", f"serve.host={serve.host} is not a loopback address: control routes need a token")
+    if not serve.is_loopback and serve.token_file is None and TOKEN_ENV not in os.environ:
+        yield Problem("serve.host", f"is not a loopback address: needs a token, in {TOKEN_ENV} or serve.token_file")
+    if serve.token_file is not None and not Path(serve.token_file).expanduser().is_file():
+        yield Problem("serve.token_file", "no such file")
+    if wrong := sorted(name for name in host_names(serve.allowed_hosts) if not _is_host(name)):
+        yield Problem("serve.allowed_hosts", f"{wrong[0]!r} must be a name or an address: no scheme, port or brackets")
+    if not serve.is_loopback and not serve.require_token:
+        yield Problem("serve.require_token", f"serve.host={serve.host} is not a loopback address: must be true")
+
+
+def _is_host(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return re.fullmatch(r"[\w.-]+", name) is not None
+    return True

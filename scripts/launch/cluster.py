@@ -4,13 +4,16 @@ import asyncio
 import math
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import ray
 
 from configs.runtime.deadline import within
@@ -77,8 +80,7 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
         **local,
     )
     try:
-        async with within(config.ray.start_timeout_s, "ray.start_timeout_s", "starting Ray"):
-            await asyncio.to_thread(connect)
+        await _connected(connect, config.ray.start_timeout_s)
         offered = ray.cluster_resources()
         for resource, count in needed.items():
             if offered.get(resource, 0) < count:
@@ -89,10 +91,74 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
                     f"{count} {resource}s with gpu_share={config.gpu_share:g}; "
                     f"the cluster has {offered.get(resource, 0):g}"
                 )
-        yield
+        async with _lives(_raylets() if config.ray.address is None else []):
+            yield
     finally:
         manifest_ref.cache_clear()
         await asyncio.shield(asyncio.to_thread(ray.shutdown))
+
+
+class RayDiedError(RuntimeError):
+    """The process of Ray that runs everything on this machine has ended."""
+
+
+def _raylets() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+
+
+@asynccontextmanager
+async def _lives(processes: Sequence[psutil.Process]) -> AsyncIterator[None]:
+    """Run the block while the processes live. Raises RayDiedError when one has ended: Ray itself would end this process
+    some two seconds later, without a word and with everything left behind. Once the block is being cancelled, by a
+    signal that all processes of its group may have got, their end is no error, and hurries that of the block."""
+    loop, block, ended = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
+    was_stopped = False
+    assert block is not None
+    descriptors = {os.pidfd_open(process.pid): process.pid for process in processes}
+
+    def end(descriptor: int) -> None:
+        nonlocal was_stopped
+        loop.remove_reader(descriptor)
+        ended.append(descriptors[descriptor])
+        if len(ended) == 1:
+            was_stopped = block.cancelling() > 0
+            block.cancel()
+
+    for descriptor in descriptors:
+        loop.add_reader(descriptor, end, descriptor)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not ended or was_stopped:
+            raise
+        block.uncancel()
+        raise RayDiedError(f"Ray's raylet, process {ended[0]}, has ended: killed, or out of memory") from None
+    finally:
+        for descriptor in descriptors:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+async def _connected(connect: Callable[[], object], timeout_s: float) -> None:
+    """Call `connect` in a thread. When cancelled, wait for its end all the same: a shutdown beside it would take away
+    the processes that it waits for, which it then does for a minute, and ends this process."""
+    connecting = asyncio.create_task(asyncio.to_thread(connect))
+    try:
+        async with within(timeout_s, "ray.start_timeout_s", "starting Ray"):
+            await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        await asyncio.wait([connecting], timeout=timeout_s)
+        raise
+    finally:
+        _take_sigterm_back()
+
+
+def _take_sigterm_back() -> None:
+    """Puts Python's handler back where Ray has put its own, under Python: that one prints a stack, calls Python's, and
+    aborts the process when it is still shutting down three seconds later (`alarm_on_failure_secs` of abseil)."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        signal.siginterrupt(signal.SIGTERM, False)  # as asyncio has it
 
 
 def output_to(run_dir: Path) -> Callable[[str], Callable[[], None]]:

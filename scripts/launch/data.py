@@ -4,6 +4,7 @@ from configs.data import OverlongPrompts
 from configs.schema import Config
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.data import rows
+from rollout.data.sources import DataError
 from rollout.prompts import Row
 from rollout.types import Prompt
 from scripts.launch.models import arithmetic_problems
@@ -23,15 +24,15 @@ def held_out_rows(config: Config) -> list[Row]:
 async def encode_rows(
     config: Config, encoder: AgentWorkerGroup, name: str, rows: list[Row], console: Console
 ) -> list[Prompt]:
-    """Reports how many prompts are too long. Raises ValueError if one is and may not be, or if none is left."""
+    """Reports how many prompts are too long. Raises DataError if one is and may not be, or if none is left."""
     data = config.data
     kept = await encoder.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
     num_too_long, limit = len(rows) - len(kept), f"data.max_prompt_tokens={data.max_prompt_tokens}"
     if num_too_long and data.overlong_prompts is OverlongPrompts.refuse:
-        raise ValueError(f"data.overlong_prompts=refuse: {num_too_long} of {len(rows)} {name} prompts exceed {limit}")
+        raise DataError(f"data.overlong_prompts=refuse: {num_too_long} of {len(rows)} {name} prompts exceed {limit}")
     console.message(f"{name}: {len(kept)} prompts, {num_too_long} left out ({limit})")
     if not kept:
-        raise ValueError(f"no {name} prompt has at most {limit} tokens")
+        raise DataError(f"no {name} prompt has at most {limit} tokens")
     return kept
 
 

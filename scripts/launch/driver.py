@@ -8,6 +8,7 @@ from rollout.buffer import make_buffer
 from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
 from rollout.failures import FailureBudget
 from rollout.fleet.control import FleetControl
+from rollout.fleet.events import Report
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.member import FleetMember
@@ -19,9 +20,7 @@ from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import Prompt, SamplingParams
 
 
-def make_fleet(
-    config: Config, replicas: Sequence[FleetMember], report: Callable[[str], None]
-) -> tuple[ReplicaFleet, FleetControl]:
+def make_fleet(config: Config, replicas: Sequence[FleetMember], report: Report) -> tuple[ReplicaFleet, FleetControl]:
     """The fleet of a training run, whose replicas wait for their first weights."""
     rollout = config.rollout
     inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
@@ -71,15 +70,15 @@ def make_rollouter(
     runner: GroupRunner,
     fleet: ReplicaFleet,
     global_steps: int,
-    publishing: asyncio.Lock,
+    updating: asyncio.Lock,
 ) -> Rollouter:
-    """`global_steps`: optimizer steps taken before. `publishing` is held while replicas change their version."""
+    """`global_steps`: optimizer steps taken before. `updating` is held while replicas change their version."""
     return Rollouter(
         stream=PromptStream(rows, config.seed),
         buffer=make_buffer(config, global_steps),
         fleet=fleet,
         runner=runner,
-        publishing=publishing,
+        updating=updating,
         sampling=training_sampling(config),
         group_size=config.algorithm.group_size,
         group_timeout_s=config.rollout.group_timeout_s,

@@ -17,6 +17,10 @@ from scripts.launch.data import encode_rows, held_out_rows
 from scripts.launch.driver import make_evaluator
 from scripts.launch.serving import start_replicas
 from trainer.tracking.console import PlainConsole
+from trainer.tracking.records import sample_records, to_lines
+from trainer.tracking.sinks import write_atomically
+
+SAMPLES_FILE = "samples.jsonl"
 
 
 async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str, Any]:
@@ -45,6 +49,7 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str
         started = time.perf_counter()
         evaluation = await evaluator.evaluate()
         seconds = time.perf_counter() - started
+        write_atomically(run_dir / SAMPLES_FILE, to_lines(sample_records(evaluation.prompts)))
         return make_report(config, model_path, evaluation, failures.failed_rewards, seconds)
 
 
@@ -60,6 +65,7 @@ def make_report(
         "mean_response_tokens": evaluation.mean_response_tokens,
         "failed_rewards": num_failed,
         "seconds": round(seconds, 3),
+        "samples": SAMPLES_FILE,
         "scores": scores_by_source(evaluation.prompts, powers_of_two(config.evaluation.samples)),
         "prompts": [
             {

@@ -6,11 +6,12 @@ Models are made and exported in Ray tasks, so that the driver needs no torch.
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from configs.checkpoint import is_checkpoint
+from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.schema import Config, ModelKind, Staging
 from configs.validate import ConfigError
@@ -51,20 +52,22 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         enforce_eager=rollout.enforce_eager,
         staging_on_device=config.weight_sync.staging is Staging.device,
         prefill_grace_s=config.weight_sync.prefill_grace_s,
+        engine_args=rollout.engine_args,
     )
 
 
 async def boot_model(config: Config, run_dir: Path) -> str:
     """The folder or hub name that engines load: the policy, or for the tiny model an untrained one of its shape."""
-    make, path = ray.remote(num_cpus=1)(untrained_tiny_model), run_dir / "untrained_model"
+    make, path = untrained_tiny_model, run_dir / "untrained_model"
     if config.model.kind is ModelKind.hf:
         assert config.model.path is not None
         if not is_checkpoint(Path(config.model.path).expanduser()):
             return config.model.path
-        make, path = ray.remote(num_cpus=1)(_exported_model), run_dir / "exported_model"
+        make, path = _exported_model, run_dir / "exported_model"
     shutil.rmtree(path, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
     async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {path.name}"):
-        return await make.remote(config, path)
+        task: Any = ray.remote(num_cpus=1)(carries_errors(make))
+        return await as_raised(task.remote(config, path), f"the task that makes {path.name}")
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:
@@ -72,12 +75,13 @@ async def policy_model(config: Config, boot_path: str, console: Console) -> str:
     if config.model.kind is ModelKind.hf or config.model.warmup_steps == 0:
         return boot_path
     warm_up, path = ray.remote(num_cpus=1, num_returns="streaming")(warm_tiny_model), boot_path
-    async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
-        event = await reference
-        if isinstance(event, str):
-            path = event
-        else:
-            console.stage(f"warm-up {event[0]}/{config.model.warmup_steps} loss {event[1]:.2f}")
+    with console.during("warm-up of the tiny model") as show:
+        async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
+            event = await reference
+            if isinstance(event, str):
+                path = event
+            else:
+                show(f"{event[0]}/{config.model.warmup_steps} steps, loss {event[1]:.2f}")
     return path
 
 

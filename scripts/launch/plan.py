@@ -5,22 +5,34 @@ from pathlib import Path
 
 from configs.checks.sections import missing_data
 from configs.schema import Config
+from scripts.launch import budget
 from scripts.launch.cluster import has_gpu, needed_resources
+from scripts.launch.preview import check_agent_loop, count_rows
 
 PARTS = {
-    "train": "model prompts held_out cluster claims replicas trainer agents advantage training staleness run_folder",
+    "train": "model prompts held_out cluster claims replicas trainer agents advantage loss optimizer training step "
+    "epochs staleness memory per_rank per_worker shared run_folder",
     "evaluate": "model held_out samples replicas",
     "serve": "model replicas gateway",
 }
 
 
 def plan(command: str, config: Config, device: str, run_dir: Path, needed_files: Sequence[str]) -> str:
-    """One line per part of the command, and a warning for each thing that this machine lacks."""
+    """One line per part of the command, and a warning for each thing that this machine lacks. Raises ConfigError for
+    data that is there and malformed, and for an agent loop that is none."""
+    num_rows, num_held_out = count_rows(config, needed_files)
     parts = training_parts(config, device) | served_parts(config, device) | {"run_folder": str(run_dir)}
-    lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split()]
+    warnings = [check_agent_loop(config)] if needed_files else []
+    if command == "train":
+        known = budget.num_parameters(config)
+        parts |= budget.work_parts(config, num_rows) | budget.memory_parts(config, known)
+        warnings.append(budget.memory_problem(config, known))
+    parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
+    lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
     missing = [problem.line(config) for problem in missing_data(config, needed_files)]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")
+    missing += [warning for warning in warnings if warning is not None]
     return "\n".join([*lines, *(f"    warning: {line}" for line in missing)]) + "\n"
 
 
@@ -38,7 +50,7 @@ def served_parts(config: Config, device: str) -> dict[str, str]:
         "samples": f"{evaluation.samples} per prompt, {how}, reward {rollout.reward}",
         "replicas": f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {per_replica}, "
         f"{rollout.max_num_seqs} trajectories at once each",
-        "gateway": f"http://{serve.host}:{serve.port}, {'with' if serve.token else 'without'} a token",
+        "gateway": f"http://{serve.host}:{serve.port}, control {'with' if serve.require_token else 'without'} a token",
     }
 
 

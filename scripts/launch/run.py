@@ -10,10 +10,14 @@ from configs.runtime.tasks import run_with_background
 from configs.schema import Config
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.fleet.app import fleet_app
+from rollout.fleet.pause_limit import PauseLimit
+from rollout.http.access import Access
 from rollout.http.gateway import gateway_app
 from rollout.http.server import linked_socket, listen, served, url_of
+from rollout.http.token import control_token, usage
 from rollout.snapshot import OtherPromptsError, capture, encode, restore
 from scripts.fleet import SOCKET_FILE
+from scripts.launch import budget
 from scripts.launch.cluster import cluster
 from scripts.launch.data import load_rows
 from scripts.launch.driver import make_evaluator, make_rollouter
@@ -39,16 +43,20 @@ async def run(
     rows = load_rows(config)  # malformed data is an error before anything starts
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     release_all(config.weight_sync, owner(run_dir))  # weights that a killed process of this run left behind
+    budget.refuse_without_memory(config)
     console.stage("starting Ray")
     async with cluster(config, device), AsyncExitStack() as stack:
         stack.callback(release_all, config.weight_sync, owner(run_dir))
         started = await start(config, device, run_dir, rows=rows, console=console, resumed=resumed)
+        console.watch(started.views)
         socket = stack.enter_context(linked_socket(run_dir / SOCKET_FILE))
         await stack.enter_async_context(served(fleet_app(started.operator), socket))
         if listener is not None:
-            control = gateway_app(started.control, None, config.serve.token)
-            await stack.enter_async_context(served(control, listener))
+            token = stack.enter_context(control_token(config.serve, run_dir))
+            access = Access.of(config.serve, token, on_loopback=config.serve.is_loopback)
+            await stack.enter_async_context(served(gateway_app(started.control, None), listener, config.serve, access))
             console.message(f"control routes: {url_of(listener)}")
+            console.message(usage(token, config.serve, run_dir))
         return await train(config, started, console=console, recorder=recorder, resumed=resumed)
 
 
@@ -57,7 +65,9 @@ async def train(
 ) -> dict[str, Any]:
     """Trains on what is started, from the first step or from a checkpoint. Returns the summary."""
     training = Training(config=config, started=started, console=console, recorder=recorder, resumed=resumed)
-    await run_with_background(training.run(), background=[started.monitor.run(), started.operator.run()])
+    limit = PauseLimit(control=started.control, max_pause_s=config.serve.max_pause_s)
+    background = [started.monitor.run(), started.operator.run(), limit.run()]
+    await run_with_background(training.run(), background=background)
     return recorder.write_summary(await training.summary())
 
 
@@ -86,7 +96,7 @@ class Training:
             runner=started.agents,
             fleet=started.fleet,
             global_steps=self.first_step,
-            publishing=started.manager.publishing,
+            updating=started.manager.updating,
         )
         self.evaluator = make_evaluator(
             config,
@@ -96,6 +106,7 @@ class Training:
             failures=self.rollouter.buffer.failures,
             on_lost=started.fleet.lose,
         )
+        self.rollouter.buffer.on_discard = self.recorder.record_discarded
         if self.resumed is not None:
             self._restore(self.resumed)
 
@@ -118,7 +129,7 @@ class Training:
             held_out=PinnedEvaluator(
                 evaluator=self.evaluator,
                 fleet=started.fleet,
-                publishing=started.manager.publishing,
+                updating=started.manager.updating,
                 catch_up=started.manager.catch_up,
                 num_replicas=config.evaluation.replicas,
                 report=console.message,
@@ -127,6 +138,7 @@ class Training:
             recorder=recorder,
             checkpointer=checkpointer,
         )
+        console.stage("giving the replicas the weights")
         await started.manager.update_weights(self.first_step)
         if self.first_step == 0:
             console.stage("evaluating before the first step")
@@ -136,6 +148,8 @@ class Training:
         async with checkpointer:
             steps = loop.run(self.first_step, is_evaluated=is_evaluated)
             await run_with_background(steps, background=[self.rollouter.run()])
+        for group in self.rollouter.left_over():
+            recorder.record_discarded(group)
         console.stage("evaluating after the last step")
         recorder.record_evaluation(config.trainer.total_steps, await self.evaluator.evaluate())
 
@@ -143,6 +157,7 @@ class Training:
         """What only the driver knows. Counters of engines are of this process, those of rollouts of the whole run."""
         totals = await self.started.control.totals()
         rollouter, num_evaluated = self.rollouter, self.evaluator.num_requests
+        buffer = rollouter.buffer
         return {
             "resumed_from": self.first_step,
             "trajectories_started": rollouter.counters["trajectories_started"],
@@ -151,7 +166,10 @@ class Training:
             "aborted": int(totals["aborted"]),
             "restarted": int(totals["restarted_requests"]) + rollouter.counters["restarted"],
             "moved": rollouter.counters["moved"],
-            "failed_groups": len(rollouter.buffer.failures.failed_groups),
+            "failed_groups": len(buffer.failures.failed_groups),
+            "filtered_groups": buffer.num_filtered,
+            "aborted_groups": buffer.num_aborted,
+            "stale_groups": buffer.ledger.num_dropped,
             "continued": int(totals["continued"]),
             "max_staleness": self.config.rollout.max_staleness,
         }
@@ -166,9 +184,10 @@ class Training:
             given_back = restore(resumed.rollouts, self.rollouter)
         except OtherPromptsError as error:
             raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self.config.seed})") from error
-        # What the run did after the checkpoint is removed only now that the checkpoint has proved usable.
-        self.recorder.restore(resumed.recorder, resumed.global_steps)
-        self.started.store.remove_after(resumed.global_steps)
+        # What the run did after the checkpoint is moved away only now that the checkpoint has proved usable.
+        self.recorder.restore(resumed.recorder, resumed.global_steps, resumed.aside)
+        self.console.resumed(resumed.global_steps, self.recorder.counts.accuracies)
+        self.started.store.set_aside_after(resumed.global_steps, resumed.aside.move)
         under_way, ready = len(self.rollouter.under_way), len(self.rollouter.buffer.ready)
         given_up = f", {given_back} do not fit and start again" if given_back else ""
         what = f"{ready} groups are ready, {under_way} go on{given_up}"

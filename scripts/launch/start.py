@@ -3,10 +3,12 @@
 import asyncio
 import hashlib
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from ray.util.placement_group import PlacementGroup
 
 from configs.checkpoint import CHECKPOINTS
 from configs.runtime.deadline import within
@@ -16,7 +18,9 @@ from rollout.agents.loop import AgentLoop
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
 from rollout.fleet.control import FleetControl
+from rollout.fleet.events import EVENTS_FILE, FleetEvent, FleetEventKind, FleetEventLog, Report
 from rollout.fleet.fleet import ReplicaFleet
+from rollout.fleet.lifecycle import ReplicaState
 from rollout.fleet.monitor import FleetMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.prompts import Row
@@ -26,10 +30,12 @@ from scripts.launch.cluster import output_to
 from scripts.launch.data import encode_rows
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
 from scripts.launch.models import boot_model, engine_spec, policy_model
+from scripts.launch.placement import Placement, reserve
 from scripts.launch.resume import Resumed
 from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.console import Console
-from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers
+from trainer.tracking.live_console import ReplicaView
+from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers, WeightUpdater
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.cleanup import release_all
@@ -47,10 +53,23 @@ class StartedRun:
     operator: FleetOperator
     agents: AgentWorkerGroup
     workers: RecoveringWorkers
-    manager: RecoveringUpdater
+    manager: WeightUpdater
     store: CheckpointStore
     train_rows: list[Prompt]
     val_rows: list[Prompt]
+
+    def views(self) -> list[ReplicaView]:
+        """The replicas as the console shows them."""
+        is_paused = self.control.paused is not None
+        return [
+            ReplicaView(
+                name=life.name,
+                state="PAUSED" if is_paused and life.state is ReplicaState.READY else life.state.value,
+                global_steps=life.global_steps,
+                is_dead=life.state is ReplicaState.DEAD,
+            )
+            for life in list(self.fleet.lives.values())  # at once, because the panel is drawn by another thread
+        ]
 
 
 async def start(
@@ -70,29 +89,32 @@ async def start(
     shape, and receive the policy with the first weight update. `rows` are the training and the held-out ones.
     """
     on_start = output_to(run_dir)
+    placement = await reserve(config, device)
     boot_path = await boot_model(config, run_dir)
     spec = engine_spec(config, device, boot_path)
     create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class)
-    replicas = [create(f"replica-{index}") for index in range(config.rollout.num_replicas)]
+    replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
     clients = [replica.client for replica in replicas]
     agents = AgentWorkerGroup(
         config=config, tokenizer_path=boot_path, replicas=clients, on_start=on_start, agent_loop=agent_loop
     )
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    workers = make_workers(config, device, run_dir, store=store, report=console.message)
+    workers = make_workers(config, device, run_dir, store=store, report=console.message, placement=placement.trainer)
 
-    console.stage(f"starting {config.rollout.num_replicas} replica(s) and {config.trainer.num_ranks} train worker(s)")
+    console.stage("starting replicas and train workers")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
     async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
-            starting.create_task(replica.start(spec, config.weight_sync))
+            starting.create_task(_load_engine(replica, spec, config, console))
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
         train_rows = await encode_rows(config, agents, "train", rows[0], console)
         val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
-    fleet, control = make_fleet(config, replicas, console.message)
+    events = FleetEventLog(run_dir / EVENTS_FILE, console.message)
+    fleet, control = make_fleet(config, replicas, events)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
-    start_one = partial(start_replica, create=create, config=config, spec=spec, agents=agents, report=console.message)
+    create_later = partial(_create_later, create=create, placement=placement)
+    start_one = partial(start_replica, create=create_later, config=config, spec=spec, agents=agents, report=events)
     monitor, operator = make_monitor_and_operator(
         config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one
     )
@@ -111,34 +133,49 @@ async def start(
     )
 
 
+async def _load_engine(replica: ReplicaHandle, spec: EngineSpec, config: Config, console: Console) -> None:
+    with console.during(f"loading vLLM in {replica.name}"):
+        await replica.start(spec, config.weight_sync)
+
+
 async def _load_policy(
     config: Config, workers: RecoveringWorkers, boot_path: str, console: Console, resumed: Resumed | None
 ) -> int:
     """Returns the number of parameters."""
-    num_parameters = await workers.setup(await policy_model(config, boot_path, console))
-    if resumed is not None:
-        await workers.resume(resumed.checkpoint)
+    path = await policy_model(config, boot_path, console)
+    with console.during(f"loading the policy in {config.trainer.num_ranks} train worker(s)"):
+        num_parameters = await workers.setup(path)
+        if resumed is not None:
+            await workers.resume(resumed.checkpoint)
     return num_parameters
+
+
+async def _create_later(name: str, *, create: Callable[..., ReplicaHandle], placement: Placement) -> ReplicaHandle:
+    return create(name, group=await placement.reserve_replica())
 
 
 async def start_replica(
     name: str,
     *,
-    create: Callable[[str], ReplicaHandle],
+    create: Callable[[str], Awaitable[ReplicaHandle]],
     config: Config,
     spec: EngineSpec,
     agents: AgentWorkerGroup,
-    report: Callable[[str], None],
+    report: Report,
 ) -> ReplicaHandle:
     """Waits without a deadline until Ray has placed the actor, because a node may have to join first."""
+
+    def tell(text: str) -> None:
+        report(FleetEvent(FleetEventKind.STARTING, name, f"{name} {text}"))
+
     replica = await placed(
         lambda: create(name),
         ReplicaHandle.placed,
         ReplicaHandle.kill,
-        lambda text: report(f"{name} {text}"),
+        tell,
     )
     try:
-        report(f"{name} starts on {replica.node}")
+        tell(f"starts on {replica.node}")
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
             await replica.start(spec, config.weight_sync)
             agents.connect(replica.client)
@@ -149,15 +186,22 @@ async def start_replica(
 
 
 def make_workers(
-    config: Config, device: str, run_dir: Path, *, store: CheckpointStore, report: Callable[[str], None]
+    config: Config,
+    device: str,
+    run_dir: Path,
+    *,
+    store: CheckpointStore,
+    report: Callable[[str], None],
+    placement: PlacementGroup | None = None,
 ) -> RecoveringWorkers:
-    """Train workers that restart from the newest checkpoint in `store` when one dies."""
+    """Train workers that restart from the newest checkpoint in `store` when one dies. `placement`: one bundle each."""
     group = TrainWorkerGroup(
         config=config,
         device=device,
         make_sender=partial(make_sender, config.weight_sync, owner(run_dir)),
         on_start=output_to(run_dir),
         release=partial(release_all, config.weight_sync, owner(run_dir)),
+        placement=placement,
     )
     return RecoveringWorkers(group=group, store=store, config=config, report=report)
 

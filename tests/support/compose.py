@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from configs import load
+from configs.cli.compose import compose_job
 from configs.schema import Config
 from scripts.launch.command import Invocation
 
@@ -16,9 +16,8 @@ RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
 
 
 def resolve(*overrides: str) -> Config:
-    load.register()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return load.load(compose("train", overrides=list(overrides)))
+    composed, _ = compose_job("train", overrides)
+    return load.load(composed)
 
 
 def invocation(config: Config, run_dir: Path) -> Invocation:

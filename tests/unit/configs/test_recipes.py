@@ -50,6 +50,7 @@ def test_the_dapo_recipe_has_the_published_values() -> None:
     assert (trainer.lr, trainer.lr_warmup_steps, trainer.weight_decay, trainer.max_grad_norm) == (1e-6, 10, 0.1, 1)
     assert (rollout.num_replicas, trainer.num_ranks, rollout.reward) == (4, 4, "dapo")
     assert (config.evaluation.samples, config.evaluation.temperature, config.evaluation.top_p) == (32, 1, 0.7)
+    assert rollout.num_agent_workers == 8, "as many as verl's: 512 rewards come at once"
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     assert longest <= (config.model.max_position_embeddings or 0)
 

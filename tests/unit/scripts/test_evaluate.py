@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from configs.schema import Config, DataConfig, EvaluationConfig
 from rollout.evaluation.evaluator import Evaluation
-from rollout.evaluation.scores import EvaluatedPrompt, EvaluatedSample
+from rollout.types import EvaluatedPrompt, EvaluatedSample
 from scripts.evaluate import evaluate, table
 from scripts.launch.evaluation import make_report
 from tests.support.compose import CONFIGS, changed, invocation
@@ -37,7 +37,7 @@ def test_a_report_has_scores_by_source_and_what_every_prompt_got() -> None:
     }
     assert (report["model"], report["val_files"], report["reward"]) == ("org/model", "aime.parquet", "gsm8k")
     assert (report["num_prompts"], report["mean_response_tokens"], report["seconds"]) == (2, 10, 1.25)
-    assert report["failed_rewards"] == 1
+    assert (report["failed_rewards"], report["samples"]) == (1, "samples.jsonl")
     assert report["evaluation"]["top_p"] == 0.7
 
 
@@ -54,7 +54,7 @@ def test_a_dry_run_tells_the_plan_and_what_is_missing(capsys: pytest.CaptureFixt
     config = changed(
         Config(dry_run=True), data__val_files="/no/x.parquet", evaluation__samples=4, evaluation__temperature=0.5
     )
-    assert evaluate(invocation(config, tmp_path)) == 0
+    assert evaluate(invocation(config, tmp_path)).exit_code == 0
     output = capsys.readouterr().out
     assert "samples: 4 per prompt, temperature 0.5, top-p 1, reward gsm8k" in output
     assert "warning: data.val_files=/no/x.parquet: no such file" in output
@@ -64,6 +64,7 @@ def test_a_dry_run_tells_the_plan_and_what_is_missing(capsys: pytest.CaptureFixt
 def test_evaluation_composes_its_config_as_training_does() -> None:
     train: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "train.yaml"))
     evaluation: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "evaluate.yaml"))
-    assert train["hydra"].pop("run") != evaluation["hydra"].pop("run")
+    for part in ("run", "sweep"):
+        assert train["hydra"].pop(part) != evaluation["hydra"].pop(part)
     assert train["hydra"]["job"].pop("name") != evaluation["hydra"]["job"].pop("name")
     assert train == evaluation

@@ -1,0 +1,90 @@
+"""rollout.engine_args: what vLLM knows, and what this project says itself.
+
+vLLM is read and not imported, which takes seconds: a wrong name is refused as soon as any other key.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from configs.checks.problem import Problem
+from configs.schema import Config
+
+SECTION = "rollout.engine_args"
+SIZES = "the GPUs of a replica are rollout.tensor_parallel_size x rollout.data_parallel_size"
+ON_ONE_MACHINE = "a replica is on one machine, in processes of its own"
+SAMPLED = "the recorded logprobs must be of the distribution that is sampled from"
+OURS = {
+    "model": "set model.path",
+    "model_weights": "set model.path",
+    "tokenizer": "set model.path",
+    "hf_config_path": "set model.path",
+    "dtype": "set rollout.dtype",
+    "seed": "set seed and rollout.seeded_sampling",
+    "max_model_len": "set data.max_prompt_tokens and rollout.max_response_tokens, whose sum it is",
+    "hf_overrides": "trainer and engine must have the same model: set model.max_position_embeddings",
+    "max_num_seqs": "set rollout.max_num_seqs",
+    "kv_cache_memory_bytes": "set rollout.kv_cache_mb",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "enforce_eager": "set rollout.enforce_eager",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    "data_parallel_size": "set rollout.data_parallel_size",
+    "data_parallel_size_local": "set rollout.data_parallel_size",
+    "pipeline_parallel_size": SIZES,
+    "prefill_context_parallel_size": SIZES,
+    "device_ids": SIZES,
+    "distributed_executor_backend": ON_ONE_MACHINE,
+    "data_parallel_backend": ON_ONE_MACHINE,
+    "data_parallel_address": ON_ONE_MACHINE,
+    "nnodes": ON_ONE_MACHINE,
+    "node_rank": ON_ONE_MACHINE,
+    "logprobs_mode": SAMPLED,
+    "logits_processors": SAMPLED,
+    "worker_extension_cls": "ours receives the weight updates",
+    "weight_transfer_config": "set weight_sync.transport",
+    "disable_log_stats": "only `make serve` needs the statistics, and has them",
+}
+"""Argument -> the key that says it, or why it cannot be given."""
+QUANTIZED = "the weights of a quantized engine cannot be updated; only serving and evaluating can have it"
+ONLY_WITHOUT_TRAINING = {"quantization": QUANTIZED, "quantization_config": QUANTIZED}
+
+
+def engine_args_problems(config: Config, trains: bool) -> Iterator[Problem]:
+    """Arguments that vLLM does not have, that contradict a key of ours, or that training cannot have."""
+    given = config.rollout.engine_args
+    known = known_arguments() if given else frozenset[str]()
+    for name, value in given.items():
+        if name in OURS:
+            allowed = OURS[name]
+        elif trains and name in ONLY_WITHOUT_TRAINING:
+            allowed = ONLY_WITHOUT_TRAINING[name]
+        elif known and name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else "its documentation of EngineArgs lists them"
+            allowed = f"vLLM has no such engine argument; {hint}"
+        else:
+            continue
+        yield Problem(f"{SECTION}.{name}", allowed, json.dumps(value))
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """The fields of the installed vLLM's AsyncEngineArgs; none where there is no vLLM."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
+        return frozenset()
+    source = Path(vllm.submodule_search_locations[0], "engine", "arg_utils.py")
+    if not source.is_file():
+        return frozenset()
+    classes = {node.name: node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)}
+    return frozenset(
+        field.target.id
+        for name in ("EngineArgs", "AsyncEngineArgs")
+        if name in classes
+        for field in classes[name].body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+    )

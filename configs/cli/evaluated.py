@@ -1,0 +1,49 @@
+"""The folder that `slipstream-evaluate FOLDER` names: a run is evaluated with its own model, data, reward and sizes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from configs.checkpoint import CONFIG_FILE, is_checkpoint
+from configs.validate import ConfigError
+
+TAKEN = ("seed", "device", "gpu_share", "model", "data", "rollout", "evaluation", "ray")
+"""What of a run's config its evaluation takes."""
+RECIPE = "run"
+
+
+def of_folder(arguments: Sequence[str]) -> list[str]:
+    """Replaces a folder, if it is the first argument, by overrides, which those after it precede. Raises ConfigError.
+
+    Example: of_folder(["runs/latest", "evaluation.samples=4"]) == ["recipe=run", "~sizes", "evaluation.samples=4"]
+    """
+    if not arguments or arguments[0].startswith(("-", "~", "+")) or "=" in arguments[0]:
+        return list(arguments)
+    folder = Path(arguments[0]).expanduser().resolve()
+    if not folder.is_dir():
+        allowed = "a run folder, a checkpoint in one or a Hugging Face folder, and then key=value"
+        raise ConfigError(f"{arguments[0]}: no such folder; slipstream-evaluate takes {allowed}")
+    if (folder / "config.json").is_file():
+        content = {"model": {"kind": "hf", "path": str(folder)}}
+    elif is_checkpoint(folder):
+        content = _content_of_run(folder)
+    else:
+        raise ConfigError(f"{arguments[0]}: neither a model nor a run with checkpoints (checkpoint.every=0 saves none)")
+    ConfigStore.instance().store(group="recipe", name=RECIPE, package="_global_", node=content)
+    sizes = "sizes=hf" if (folder / "config.json").is_file() else "~sizes"  # those of a run are in its config
+    return [f"recipe={RECIPE}", sizes, *arguments[1:]]
+
+
+def _content_of_run(folder: Path) -> dict[str, Any]:
+    """`folder`: a run, or one of its checkpoints, which lies two folders below."""
+    file = next((path for run in (folder, folder.parent.parent) if (path := run / CONFIG_FILE).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{folder}: its run has no {CONFIG_FILE}; set model=hf, model.path and the keys of the run")
+    config = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    assert isinstance(config, dict)
+    content: dict[str, Any] = {str(key): value for key, value in config.items() if key in TAKEN}
+    content["model"] = content.get("model", {}) | {"kind": "hf", "path": str(folder)}
+    return content

@@ -1,0 +1,66 @@
+"""What other frameworks call our keys. The error for an unknown key and the tables of docs/migrating.md say it.
+
+Names are those of current sources, as far as these were read; older names, such as OpenRLHF's flat ones, are as their
+users know them. They are the rows of peers.tsv, with blanks between the names of one key, the newest first.
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalent:
+    """Example: Equivalent(here="algorithm.group_size", trl=("num_generations",))"""
+
+    here: str
+    """Our key, with its value where the other has a name for the value; or what we do instead, as a sentence."""
+    verl: tuple[str, ...] = ()
+    skyrl: tuple[str, ...] = ()
+    prime_rl: tuple[str, ...] = ()
+    openrlhf: tuple[str, ...] = ()
+    trl: tuple[str, ...] = ()
+    differs: str = ""
+    """What is different in meaning."""
+
+    @property
+    def is_sentence(self) -> bool:
+        return " " in self.here
+
+    def named(self, framework: str) -> tuple[str, ...]:
+        return getattr(self, framework)
+
+
+FRAMEWORKS = {"verl": "verl", "skyrl": "SkyRL", "prime_rl": "prime-rl", "openrlhf": "OpenRLHF", "trl": "TRL"}
+
+
+def _rows() -> tuple[Equivalent, ...]:
+    """peers.tsv, whose columns are the fields of `Equivalent`."""
+    with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return tuple(
+        Equivalent(here=row["here"], differs=row["differs"], **{name: tuple(row[name].split()) for name in FRAMEWORKS})
+        for row in rows
+    )
+
+
+EQUIVALENTS = _rows()
+
+
+def equivalents(key: str) -> list[tuple[Equivalent, str, str]]:
+    """(equivalent, framework, its full key) of what other frameworks call `key`; also without its first parts
+    (`rollout.n` is verl's `actor_rollout_ref.rollout.n`), or under a section that the other has not. Of a single word
+    only where all who use it mean the same."""
+    named = [
+        (equivalent, shown, theirs)
+        for equivalent in EQUIVALENTS
+        for framework, shown in FRAMEWORKS.items()
+        for theirs in equivalent.named(framework)
+    ]
+    exact = [one for one in named if one[2] == key]
+    if exact:
+        return exact
+    ending = [one for one in named if one[2].endswith(f".{key}")]
+    if "." not in key:
+        return ending if len({equivalent.here for equivalent, _, _ in ending}) == 1 else []
+    return ending or [one for one in named if one[2] == key.rpartition(".")[2]]

@@ -1,0 +1,198 @@
+"""What a run reserves of the cluster before any of its processes starts, with Ray's placement groups.
+
+Train ranks are together: on one node if it has room, else on as few as possible. A replica's GPUs are on one node, and
+replicas are on as many nodes as possible, so that one that is lost takes few of them along. A group ends with the
+replica that it is for, or with the run.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from configs.runtime.deadline import within
+from configs.schema import Config, Transport
+from configs.validate import ConfigError
+
+Resources = Mapping[str, float]
+ON_ONE_MACHINE = (Transport.shared_memory, Transport.cuda_ipc)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a node has, and what this run holds of it."""
+
+    node_id: str
+    free: Resources
+    """What this run has not reserved. Others may have."""
+    num_replicas: int
+
+    def fits(self, bundle: Resources) -> bool:
+        return all(self.free.get(resource, 0) >= amount for resource, amount in bundle.items())
+
+
+async def reserve(config: Config, device: str) -> "Placement":
+    """The reservations with which a run begins. See `Placement.reserve`."""
+    placement = Placement(config, device)
+    await placement.reserve()
+    return placement
+
+
+def choose_node(nodes: Sequence[Node], bundle: Resources) -> str | None:
+    """The node for the next replica: the one with the fewest, of those the one with most to spare."""
+    fitting = [node for node in nodes if node.fits(bundle)]
+    if not fitting:
+        return None
+    spare = {node.node_id: (node.free.get("GPU", 0), node.free.get("CPU", 0)) for node in fitting}
+    best = min(fitting, key=lambda node: (node.num_replicas, *(-amount for amount in spare[node.node_id])))
+    return best.node_id
+
+
+class Placement:
+    """The reservations of a run.
+
+    Example:
+        placement = await reserve(config, "cuda")  # raises ConfigError when the cluster has no room
+        workers = TrainWorkerGroup(..., placement=placement.trainer)
+        replica = create_replica(name, spec, on_start, group=placement.replicas[0])
+        another = create_replica(name, spec, on_start, group=await placement.reserve_replica())
+    """
+
+    def __init__(self, config: Config, device: str):
+        rollout, trainer = config.rollout, config.trainer
+        self._config = config
+        self._rank = _bundle(config.gpu_share if device == "cuda" else 0)
+        self._num_ranks = trainer.num_ranks
+        num_gpus = config.gpu_share * rollout.tensor_parallel_size * rollout.data_parallel_size
+        self._replica = _bundle(num_gpus if device == "cuda" else 0)
+        self._is_on_one_machine = trainer.num_ranks > 0 and config.weight_sync.transport in ON_ONE_MACHINE
+        self.trainer: PlacementGroup | None = None
+        """A bundle per rank; None where nothing is trained."""
+        self.replicas: list[PlacementGroup] = []
+        """One for each replica that the run begins with, of one bundle."""
+        self._of_replicas: list[PlacementGroup] = []
+        """Of all replicas until now, also those that are gone."""
+
+    async def reserve(self) -> None:
+        """Raises ConfigError where a replica fits on no node, or after ray.placement_timeout_s."""
+        self._refuse_too_large()
+        steps = [self._reserve_trainer] if self._num_ranks else []
+        steps += [self._reserve_replicas]
+        if not self._is_on_one_machine and self._replica.get("GPU", 0) > self._num_ranks * self._rank.get("GPU", 0):
+            steps.reverse()  # what needs the larger part of a node first
+        timeout_s, reserved = self._config.ray.placement_timeout_s, False
+        try:
+            async with within(timeout_s, "ray.placement_timeout_s", "reserving"):
+                for step in steps:
+                    await step()
+            reserved = True
+        except TimeoutError as error:
+            raise ConfigError(self._no_room()) from error
+        finally:
+            if not reserved:
+                self.remove()
+
+    async def reserve_replica(self) -> PlacementGroup:
+        """Waits without a deadline until there is room, maybe because a node joins. Spreads replicas, unless weights
+        travel within one machine: ConfigError where the train workers' has no room."""
+        home = next(iter(node_ids(self.trainer)), None) if self._is_on_one_machine and self.trainer else None
+        # Ray's own strategies spread the bundles of one group. A group per replica can end with it; hence the hint,
+        # which Ray follows while that node has room.
+        target = home or choose_node(self._nodes(), self._replica)
+        group = placement_group([dict(self._replica)], "STRICT_PACK", _soft_target_node_id=target)
+        try:
+            await group.ready()
+            if home is not None and node_ids(group) != [home]:
+                transport = self._config.weight_sync.transport.value
+                raise ConfigError(
+                    f"weight_sync.transport={transport}: works within one machine, and that of the train workers has "
+                    f"no room for {_words(self._replica)} of a replica; collective and filesystem work between machines"
+                )
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        self._of_replicas.append(group)
+        return group
+
+    def remove(self) -> None:
+        """Also without this, groups end with the driver's connection to Ray."""
+        for group in self._groups():
+            remove_placement_group(group)
+
+    def _groups(self) -> list[PlacementGroup]:
+        return [*([] if self.trainer is None else [self.trainer]), *self._of_replicas]
+
+    async def _reserve_trainer(self) -> None:
+        strategy = "STRICT_PACK" if self._is_on_one_machine else "PACK"
+        self.trainer = placement_group([dict(self._rank)] * self._num_ranks, strategy)
+        await self.trainer.ready()
+
+    async def _reserve_replicas(self) -> None:
+        for _ in range(self._config.rollout.num_replicas):
+            self.replicas.append(await self.reserve_replica())
+
+    def _nodes(self) -> list[Node]:
+        """Those that are alive."""
+        held: dict[str, Counter[str]] = defaultdict(Counter)
+        num_replicas: Counter[str] = Counter()
+        for group in self._groups():
+            is_replica = group != self.trainer
+            for node_id in node_ids(group):
+                held[node_id].update(self._replica if is_replica else self._rank)  # pyright: ignore[reportArgumentType]
+                num_replicas[node_id] += is_replica
+        return [
+            Node(
+                node_id=node_id,
+                free={name: node["Resources"].get(name, 0) - held[node_id][name] for name in ("CPU", "GPU")},
+                num_replicas=num_replicas[node_id],
+            )
+            for node in ray.nodes()
+            if node["Alive"] and (node_id := node["NodeID"])
+        ]
+
+    def _refuse_too_large(self) -> None:
+        most = max((node.free["GPU"] for node in self._nodes()), default=0)
+        if self._replica.get("GPU", 0) > most:
+            rollout = self._config.rollout
+            raise ConfigError(
+                f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} x rollout.data_parallel_size="
+                f"{rollout.data_parallel_size}: a replica's GPUs are on one node, and the largest has {most:g}"
+            )
+
+    def _no_room(self) -> str:
+        config = self._config
+        free = ray.available_resources()
+        nodes = ", ".join(
+            f"{node['NodeManagerHostname']} ({node['Resources'].get('GPU', 0):g} GPU, "
+            f"{node['Resources'].get('CPU', 0):g} CPU)"
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+        return (
+            f"trainer.num_ranks={config.trainer.num_ranks} with {_words(self._rank)} each, rollout.num_replicas="
+            f"{config.rollout.num_replicas} with {_words(self._replica)} each, on one node each: Ray found no room "
+            f"within ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
+            f"and {free.get('CPU', 0):g} CPU of the nodes {nodes}"
+        )
+
+
+def node_ids(group: PlacementGroup) -> list[str]:
+    """By bundle; none of a removed group, and fewer while Ray moves some because a node was lost."""
+    table = placement_group_table(group)
+    of_bundle = {} if table["state"] == "REMOVED" else table["bundles_to_node_id"]
+    return [of_bundle[index] for index in sorted(of_bundle) if of_bundle[index]]
+
+
+def _bundle(num_gpus: float) -> Resources:
+    return {"CPU": 1, "GPU": num_gpus} if num_gpus else {"CPU": 1}
+
+
+def _words(bundle: Resources) -> str:
+    return " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())

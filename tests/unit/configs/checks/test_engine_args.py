@@ -1,0 +1,76 @@
+"""rollout.engine_args: what is passed on to vLLM, and what is refused before anything starts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.checks.engine_args import ONLY_WITHOUT_TRAINING, OURS, known_arguments
+from configs.cli.overrides import check_overrides
+from configs.schema import Config
+from configs.validate import ConfigError, check
+from scripts.launch.models import engine_spec
+from tests.support.compose import changed, resolve
+
+GIVEN = {"max_num_batched_tokens": 8192, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_they_come_from_the_command_line_as_any_other_key_and_reach_the_engine() -> None:
+    overrides = [
+        "rollout.engine_args.max_num_batched_tokens=8192",
+        "rollout.engine_args.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+    ]
+    check_overrides(overrides)
+    config = resolve(*overrides)
+    assert config.rollout.engine_args == GIVEN
+    assert engine_spec(config, "cpu", "model").engine_args == GIVEN
+    assert resolve().rollout.engine_args == {}, "what a command line gave stays its own"
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("rollout.engine_args.max_num_batched_token=8192")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("rollout.engine_args.max_num_batched_token=8192: vLLM has no such engine argument; did you")
+    assert "max_num_batched_tokens" in line
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_argument_that_a_key_of_ours_says_names_that_key(name: str) -> None:
+    line = refused(changed(Config(), rollout__engine_args={name: "x"}))
+    assert line == f'rollout.engine_args.{name}="x": {OURS[name]}'
+
+
+def test_every_refused_argument_is_one_of_vllm() -> None:
+    assert OURS.keys() | ONLY_WITHOUT_TRAINING.keys() <= known_arguments()
+
+
+def test_a_quantized_engine_serves_and_does_not_train() -> None:
+    config = changed(Config(), rollout__engine_args={"quantization": "fp8"})
+    assert "cannot be updated" in refused(config)
+    check(config, needed_files=())
+
+
+def test_a_secret_among_them_is_refused_and_not_shown() -> None:
+    secret = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
+    with pytest.raises(ConfigError):
+        check_overrides(["rollout.engine_args.hf_token=s3cret"])
+    line = refused(changed(Config(), rollout__engine_args={"additional_config": {"token": secret}}))
+    assert line.startswith("rollout.engine_args=(not shown): ") and secret not in line
+
+
+def test_without_vllm_only_names_of_ours_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan for another machine."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    known_arguments.cache_clear()
+    try:
+        check(replace(changed(Config(), rollout__engine_args={"anything": 1}), dry_run=True))
+        assert "set rollout.max_num_seqs" in refused(changed(Config(), rollout__engine_args={"max_num_seqs": 1}))
+    finally:
+        known_arguments.cache_clear()

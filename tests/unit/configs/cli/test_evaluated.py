@@ -1,0 +1,57 @@
+"""A run folder as the argument of an evaluation."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.cli.compose import compose_job
+from configs.cli.evaluated import of_folder
+from configs.load import load
+from configs.schema import Config, ModelKind
+from configs.validate import ConfigError
+from tests.support.compose import resolve
+
+OVERRIDES = ("model=small", "rollout.reward=0.5*gsm8k", "rollout.max_response_tokens=48")
+
+
+def evaluation_of(*arguments: object) -> Config:
+    composed, _ = compose_job("evaluate", of_folder([str(argument) for argument in arguments]))
+    return load(composed, ["val_files"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of the smallest model on CPU, as the command line made it."""
+    composed, _ = compose_job("train", OVERRIDES)
+    (tmp_path / "checkpoints" / "step_000020").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000020" / "COMPLETE.json").touch()
+    OmegaConf.save(composed, tmp_path / "config.yaml", resolve=True)
+    return tmp_path
+
+
+def test_a_run_is_evaluated_as_it_was_configured_and_overrides_go_first(run: Path) -> None:
+    trained = resolve(*OVERRIDES)
+    config = evaluation_of(run)
+    assert (config.data, config.rollout, config.evaluation) == (trained.data, trained.rollout, trained.evaluation)
+    assert (config.model.kind, config.model.path) == (ModelKind.hf, str(run))
+    assert config.rollout.kv_cache_mb == 256 and not config.data.chat_template, "the sizes of small, not of hf"
+    changed = evaluation_of(run, "rollout.max_response_tokens=64", "evaluation.samples=4", "evaluation.temperature=1")
+    assert (changed.rollout.max_response_tokens, changed.evaluation.samples) == (64, 4)
+    assert changed.rollout.reward == "0.5*gsm8k"
+
+
+def test_a_checkpoint_stands_for_itself_and_its_run(run: Path) -> None:
+    step = run / "checkpoints" / "step_000020"
+    config = evaluation_of(step)
+    assert (config.model.path, config.rollout.reward) == (str(step), "0.5*gsm8k")
+
+
+def test_what_is_no_run_is_refused_and_other_arguments_stay(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/no/such: no such folder; slipstream-evaluate takes a run folder"):
+        of_folder(["/no/such"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a model nor a run with checkpoints"):
+        of_folder([str(tmp_path / "empty")])
+    for arguments in ([], ["model=hf", "model.path=x"], ["--cfg", "job"]):
+        assert of_folder(arguments) == arguments

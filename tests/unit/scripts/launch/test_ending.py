@@ -1,0 +1,115 @@
+"""What a run says at its end, and that the commands it names are ones that would be accepted."""
+
+import importlib.util
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from configs import load
+from configs.checkpoint import MARKER
+from scripts.launch.ending import CommandLine, ending, stopped
+from tests.support.compose import CONFIGS
+
+SUMMARY = {"accuracy_before": 0.0979, "accuracy_after": 0.977, "steps": 60, "seconds": 198.4}
+GIVEN = (
+    "recipe=gsm8k",
+    "model=small",
+    "model.warmup_steps=60",
+    "trainer.lr=1e-4",
+    "trainer.total_steps=60",
+    "rollout.reward=gsm8k+0.1*format",
+    "evaluation.samples=4",
+    "evaluation.temperature=1.0",
+    "resume=runs/old",
+)
+
+
+def given(folder: Path, *overrides: str, run: str = "runs/first", checkpoints: tuple[int, ...] = ()) -> CommandLine:
+    for step in checkpoints:
+        saved = folder / run / "checkpoints" / f"step_{step:06d}"
+        saved.mkdir(parents=True)
+        (saved / MARKER).touch()
+    (folder / run / "checkpoints" / "step_000099").mkdir(parents=True)  # whose save did not end
+    (folder / run / "checkpoints" / ".step_000099.0123abcd").mkdir(parents=True)
+    return CommandLine(
+        run_dir=folder / run,
+        overrides=overrides,
+        sizes="small",
+        python=folder / ".venv/bin/python",
+        folder=folder,
+    )
+
+
+def rows(text: str) -> dict[str, str]:
+    """What is under the first line, by its name."""
+    return {line[2:16].strip(): line[16:] for line in text.splitlines()[1:]}
+
+
+def composed(command: str) -> tuple[str, list[str]]:
+    """The script of a command, and what its words come to as the run they ask for."""
+    python, dash_m, module, *words = shlex.split(command)
+    assert (python, dash_m) == (".venv/bin/python", "-m") and importlib.util.find_spec(module) is not None
+    name = module.removeprefix("scripts.")
+    if name in ("train", "serve"):
+        load.register()
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            compose(name, overrides=words)
+    return name, words
+
+
+def test_a_run_that_ends_names_what_it_reached_and_left_and_commands_that_work(tmp_path: Path) -> None:
+    text = ending(SUMMARY, given(tmp_path, *GIVEN, checkpoints=(20, 60)))
+    assert text.startswith("finished: held-out accuracy 0.098 -> 0.977 after 60 steps, in 198 s\n")
+    shown = rows(text)
+    assert shown["checkpoint"] == "runs/first/checkpoints/step_000060"
+    assert (shown["curve"], shown["all files"]) == ("runs/first/curve.png", "runs/first")
+    commands = {name: composed(shown[name]) for name in ("plot", "evaluate", "export", "serve", "train longer")}
+    model = ["model=hf", "sizes=small", "model.path=runs/first"]
+    task = ["recipe=gsm8k", "rollout.reward=gsm8k+0.1*format"]
+    assert commands == {
+        "plot": ("plot_curve", ["runs/first"]),
+        "evaluate": ("evaluate", ["runs/first"]),
+        "export": ("export_hf", ["runs/first", "runs/first/exported"]),
+        "serve": ("serve", [*task, *model]),
+        "train longer": (
+            "train",
+            [one for one in GIVEN if "total_steps" not in one and "resume" not in one]
+            + ["resume=runs/first", "trainer.total_steps=120"],
+        ),
+    }
+
+
+def test_without_a_checkpoint_no_command_needs_one(tmp_path: Path) -> None:
+    shown = rows(ending(SUMMARY, given(tmp_path)))
+    assert shown["checkpoint"] == "none was saved (checkpoint.every=0)"
+    assert set(shown) == {"checkpoint", "curve", "all files", "plot"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checkpoints", "says", "expected"),
+    [
+        (GIVEN, (20, 40), "to go on from step 40", [*GIVEN[:-1], "hydra.run.dir=runs/first", "resume=auto"]),
+        (GIVEN, (), "no checkpoint was saved yet", [*GIVEN]),
+        (("resume=auto",), (), "no checkpoint was saved yet", ["hydra.run.dir=runs/first", "resume=auto"]),
+    ],
+)
+def test_a_run_that_is_stopped_names_the_one_command_that_goes_on(
+    tmp_path: Path, overrides: tuple[str, ...], checkpoints: tuple[int, ...], says: str, expected: list[str]
+) -> None:
+    head, how, command = stopped(given(tmp_path, *overrides, checkpoints=checkpoints)).splitlines()
+    assert head == "stopped; what was logged is in runs/first" and says in how
+    assert composed(command) == ("train", expected)
+
+
+def test_a_folder_with_blanks_elsewhere_is_quoted_for_the_shell_and_for_hydra(tmp_path: Path) -> None:
+    there = given(tmp_path / "my runs", checkpoints=(3,))
+    line = CommandLine(
+        run_dir=there.run_dir, overrides=(), sizes="tiny", python=tmp_path / ".venv/bin/python", folder=tmp_path / "x"
+    )
+    _, _, _, *words = shlex.split(stopped(line).splitlines()[-1])
+    assert words == [f'hydra.run.dir="{there.run_dir}"', "resume=auto"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        found = compose("train", overrides=words, return_hydra_config=True)
+    assert found.hydra.run.dir == str(there.run_dir)

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install train serve test test-slow unit lint docs clean distclean FORCE
+.PHONY: help install train evaluate serve test test-slow unit gpu-check lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EX
 train: $(STAMP)  ## train: one command, one machine
 	@$(PY) -m scripts.train $(ARGS)
 
+evaluate: $(STAMP)  ## evaluate a model: make evaluate ARGS="runs/latest"
+	@$(PY) -m scripts.evaluate $(ARGS)
+
 serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
 	@$(PY) -m scripts.serve $(ARGS)
 
@@ -38,6 +41,9 @@ test-slow: $(STAMP)  ## the system tests that take minutes each: resume, faults,
 
 unit: $(STAMP)  ## unit tests only: seconds
 	@$(PYTEST) tests/unit -n 2 --dist worksteal $(ARGS)
+
+gpu-check: $(STAMP)  ## check everything on one GPU, in less than nine minutes a call
+	@$(PY) -m scripts.bench.gpu $(ARGS)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff check .

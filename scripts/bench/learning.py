@@ -34,8 +34,9 @@ from matplotlib.figure import Figure
 
 from configs.algorithm import Correction, Proximal
 from configs.checkpoint import CheckpointConfig
-from configs.schema import Config, PauseMode
+from configs.schema import Config
 from rollout.types import FloatArray, TrajectoryGroup
+from scripts.bench.another_run import another_run
 from scripts.bench.common import show_table, write_json
 from scripts.launch import models
 from scripts.launch.cluster import cluster, resolve_device
@@ -43,8 +44,6 @@ from scripts.launch.data import load_rows
 from scripts.launch.run import train
 from scripts.launch.start import StartedRun, make_workers, owner, start
 from trainer.tracking.console import PlainConsole
-from trainer.worker.recovery import RecoveringUpdater
-from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.cleanup import release_all
 
 logger = logging.getLogger(__name__)
@@ -104,14 +103,11 @@ def final(curve: Curve) -> tuple[float, float]:
 
 async def train_arm(config: Config, parts: StartedRun, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
     """Train with new train workers from the seed's warm model."""
-    await parts.control.pause(PauseMode.wait, clear_cache=True)  # no prefix of the arm before may be reused
-    await parts.control.resume()
     workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
     try:
         await workers.setup(policy_path)
         curve = Curve()
-        manager = RecoveringUpdater(CheckpointManager(workers, parts.fleet, config.weight_sync), workers)
-        started = replace(parts, workers=workers, manager=manager)
+        started = await another_run(config, parts, workers)
         await train(config, started, console=console, recorder=curve)  # pyright: ignore[reportArgumentType]
         return curve
     finally:

@@ -122,6 +122,9 @@ class SimulatedEngine:
             async with self._between_steps:
                 self._frozen_at = asyncio.get_running_loop().time()
 
+    async def flush(self) -> None:
+        await asyncio.sleep(0)  # a step wakes those who wait for its tokens, and they come first
+
     async def thaw(self) -> float:
         if self._may_step.is_set():
             return 0.0

@@ -3,7 +3,10 @@
 import asyncio
 from typing import Any
 
-from rollout.types import FloatArray, Prompt
+from configs.rewards import RewardTerm
+from rollout.rewards.places import Called
+from rollout.rewards.scoring import RewardScorer
+from rollout.types import FloatArray
 from scripts.bench.simulated_engine import simulated_manifest
 from trainer.batch import StepBatch
 from trainer.metrics import Last, Max, Metric
@@ -36,9 +39,8 @@ class SimulatedTrainer:
         return manifest.checksum
 
 
-async def no_reward(prompt: Prompt, text: str) -> float:
-    """An async reward: a thread would not wait for the virtual clock."""
-    return 0.0
+NO_REWARD = RewardScorer(((RewardTerm("no_reward", 1.0), Called(lambda prompt, text: 0.0, timeout_s=60.0)),))
+"""Called on the event loop: a thread would not wait for the virtual clock."""
 
 
 class NoTokenizer:

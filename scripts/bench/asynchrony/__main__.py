@@ -6,6 +6,8 @@ python -m scripts.bench.asynchrony [--quick] [--only PART ...]
   and 8, over equal and over long-tailed (log-normal, sigma 1) responses, and how close each comes to the limit that
   arithmetic sets (limits.py). Repeats exactly, whatever else the machine does.
 - `vllm`: whole trainings of the tiny model with Ray, vLLM and a train worker, max_staleness 0 against 2, interleaved.
+- `trainer`: trainings in which the trainer is the bottleneck: it goes on once its weights are published, against one
+  that waits until they are live, interleaved.
 - `framework`: tokens per second through rollouter, router, agent worker and replica actor, against vLLM's AsyncLLM
   alone in the same process with the same requests, interleaved. Nothing is trained meanwhile.
 
@@ -21,6 +23,8 @@ The last line of the output is JSON, with medians over repetitions; a part that 
     replica_idle                simulated, long-tailed lengths, max_staleness=2: share of time in which a replica has no
                                 request, mean over replicas
     framework_over_bare_engine  framework: tokens/s of the framework over those of the bare engine
+    trainer_going_on_over_waiting
+                                trainer: samples/s, median of ratios of neighbouring runs
     vllm_async_over_sync_equal, vllm_async_over_sync_longtail, vllm_trainer_idle, vllm_replica_idle
                                 vllm: as above without the prefix; medians of ratios of neighbouring runs
 """
@@ -32,7 +36,7 @@ import logging
 from scripts.bench.asynchrony.simulated import bench_simulated
 from scripts.bench.common import write_json
 
-PARTS = ("simulated", "vllm", "framework")
+PARTS = ("simulated", "vllm", "trainer", "framework")
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
     results: dict[str, float] = {}
     if "simulated" in options.only:
         results |= bench_simulated(num_steps=10 if options.quick else 60)
-    if {"vllm", "framework"} & set(options.only):
+    if {"vllm", "trainer", "framework"} & set(options.only):
         from scripts.bench.asynchrony.real import bench_vllm  # imports Ray
 
         results |= asyncio.run(bench_vllm(set(options.only), 2 if options.quick else options.repeats, options.quick))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import GenerationRequest, Prompt, SamplingParams
+from scripts.bench.another_run import another_run
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome, median_outcome
 from scripts.bench.common import (
     ForcedLengths,
@@ -40,6 +41,8 @@ from scripts.launch.start import StartedRun, owner, start
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
+from trainer.worker.recovery import WeightUpdater
+from weight_sync.protocol import UpdateReport
 from weight_sync.transports.cleanup import release_all
 
 logger = logging.getLogger(__name__)
@@ -48,12 +51,13 @@ MAX_RESPONSE_TOKENS = 384
 LENGTHS: Mapping[str, LengthOf] = {
     "equal": LogNormalLengths(mean=48, sigma=0.0, cap=MAX_RESPONSE_TOKENS),
     "longtail": LogNormalLengths(mean=48, sigma=1.0, cap=MAX_RESPONSE_TOKENS),
+    "short": LogNormalLengths(mean=16, sigma=0.0, cap=MAX_RESPONSE_TOKENS),
     "uniform": UniformLengths(low=64, high=200),
 }
 
 
 async def bench_vllm(parts_to_run: set[str], repeats: int, quick: bool) -> dict[str, float]:
-    """Show a table of each part, "vllm" and "framework". Returns the figures of the last line."""
+    """Show a table of each part, "vllm", "trainer" and "framework". Returns the figures of the last line."""
     config = vllm_config(num_steps=5 if quick else 16)
     run_dir = (Path("runs") / f"bench_async-{time.strftime('%Y-%m-%d_%H-%M-%S')}").resolve()
     results: dict[str, float] = {}
@@ -63,6 +67,8 @@ async def bench_vllm(parts_to_run: set[str], repeats: int, quick: bool) -> dict[
             results |= _show_throughputs(throughputs, repeats)
         if "vllm" in parts_to_run:
             results |= _show_trainings(await compare_staleness(config, parts, run_dir, repeats))
+        if "trainer" in parts_to_run:
+            results |= _show_updates(await compare_updates(config, parts, run_dir, repeats))
     return results
 
 
@@ -116,16 +122,56 @@ async def compare_staleness(config: Config, parts: StartedRun, run_dir: Path, re
     return await interleaved(arms, repeats)
 
 
+async def compare_updates(config: Config, parts: StartedRun, run_dir: Path, repeats: int) -> dict[str, list[Outcome]]:
+    """Run whole trainings whose responses are so short that the replica waits for the trainer, interleaved: "goes on"
+    once the weights are published, and "waits" until they are live."""
+    arms = {
+        name: partial(_train_once, config, parts, run_dir, "short", DEFAULT_STALENESS, waits=waits)
+        for name, waits in (("waits", True), ("goes on", False))
+    }
+    await interleaved(arms, 1)  # warms up
+    return await interleaved(arms, repeats)
+
+
+class WaitingUpdater:
+    """An updater that says that the weights are published when they are live on every replica."""
+
+    def __init__(self, updater: WeightUpdater):
+        self._updater = updater
+        self.publishing, self.updating = updater.publishing, updater.updating
+
+    async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
+        report = await self._updater.update_weights(global_steps)
+        if published is not None:
+            published.set()
+        return report
+
+    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = lambda: None) -> UpdateReport:
+        return await self._updater.catch_up(names, begins)
+
+
 async def _train_once(
-    config: Config, parts: StartedRun, run_dir: Path, lengths: str, max_staleness: int, repetition: int
+    config: Config,
+    parts: StartedRun,
+    run_dir: Path,
+    lengths: str,
+    max_staleness: int,
+    repetition: int,
+    *,
+    waits: bool = False,
 ) -> Outcome:
+    """`waits`: for the weights to be live, before the next step begins."""
     config = replace(config, rollout=replace(config.rollout, max_staleness=max_staleness))
-    arm_dir = run_dir / f"{lengths}-{max_staleness}-{repetition}"
+    arm_dir = run_dir / f"{lengths}-{max_staleness}-{repetition}{'-waits' if waits else ''}"
     sink = StepMetrics()
+    parts.workers.global_steps = 0
+    started = await another_run(config, parts, parts.workers)
+    if waits:
+        started = replace(started, manager=WaitingUpdater(started.manager))
     with (run_dir / "console.log").open("a") as log:
         console = PlainConsole(config.trainer.total_steps, log)
         recorder = RunRecorder(arm_dir, Tracker([sink]), console)
-        labelled = replace(parts, train_rows=_labelled(parts.train_rows, lengths))
+        labelled = replace(started, train_rows=_labelled(parts.train_rows, lengths))
         await train(config, labelled, console=console, recorder=recorder)
     outcome = sink.outcome(recorder.counts.trajectories)
     logger.info("%s: %.1f samples/s", arm_dir.name, outcome.samples_per_s)
@@ -172,6 +218,15 @@ def _show_trainings(outcomes: dict[str, list[Outcome]]) -> dict[str, float]:
     title = f"vLLM: trainings of 8 prompts x 8 responses of 48 tokens on average a step, {len(baseline)} repetitions"
     show_table(title, HEADER, rows)
     return results
+
+
+def _show_updates(outcomes: dict[str, list[Outcome]]) -> dict[str, float]:
+    rates = {name: [outcome.samples_per_s for outcome in arm] for name, arm in outcomes.items()}
+    ratio = median_ratio(rates["goes on"], rates["waits"])
+    rows = [[name, f"{median(values):.1f}"] for name, values in rates.items()]
+    title = f"vLLM: responses of 16 tokens, so that the trainer is the bottleneck, {len(rates['waits'])} repetitions"
+    show_table(title, ["while an update goes live, the trainer", "samples/s"], [*rows, ["ratio", f"{ratio:.2f}"]])
+    return {"trainer_going_on_over_waiting": ratio}
 
 
 # -- framework against bare engine -------------------------------------------------------------------------------------
@@ -249,7 +304,7 @@ async def _framework_throughput(config: Config, parts: StartedRun, num_groups: i
         buffer=buffer,
         fleet=parts.fleet,
         runner=parts.agents,
-        publishing=parts.manager.publishing,
+        updating=parts.manager.updating,
         sampling=SamplingParams(),
         group_size=config.algorithm.group_size,
         group_timeout_s=600,

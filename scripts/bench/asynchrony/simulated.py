@@ -22,7 +22,7 @@ from scripts.bench.asynchrony.limits import Job, group_lengths, limit_ratio
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome
 from scripts.bench.common import ForcedLengths, LogNormalLengths, show_table
 from scripts.bench.simulated_engine import SimulatedEngine
-from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
+from scripts.bench.stand_ins import NO_REWARD, NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer
 from scripts.bench.virtual_clock import run_virtual
 from trainer.loop import TrainLoop
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -78,7 +78,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         config=config,
         tokenizer=NoTokenizer(),
         loop=ForcedLengths({"": job.length_of}),
-        reward=no_reward,
+        scorer=NO_REWARD,
         replicas={replica.name: replica.generate_group for replica in replicas},
     )
     rollouter = Rollouter(
@@ -86,7 +86,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         buffer=buffer,
         fleet=fleet,
         runner=agents,
-        publishing=manager.publishing,
+        updating=manager.updating,
         sampling=SamplingParams(),
         group_size=job.group_size,
         group_timeout_s=1e6,

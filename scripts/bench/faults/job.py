@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from configs.checkpoint import CHECKPOINTS, CheckpointConfig
 from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
@@ -26,7 +28,7 @@ from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest, Prompt
 from scripts.bench.common import ForcedLengths, UniformLengths
 from scripts.bench.simulated_engine import SimulatedEngine
-from scripts.bench.stand_ins import NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer, no_reward
+from scripts.bench.stand_ins import NO_REWARD, NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer
 from scripts.launch.driver import make_fleet, make_monitor_and_operator, make_rollouter
 from scripts.launch.resume import ROLLOUTS, Resumed, read
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -34,6 +36,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.loop import TrainLoop
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import CommitReport, WeightTag
@@ -168,13 +171,13 @@ class Job:
         self.messages: list[str] = []
         self.workers: Any = SavedTrainer(train_s)
         self.workers.global_steps = self.first_step
-        self.fleet, self.control = make_fleet(config, self.replicas, self.messages.append)
+        self.fleet, self.control = make_fleet(config, self.replicas, lambda event: self.messages.append(event.text))
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
         self._agents = AgentWorker(
             config=config,
             tokenizer=NoTokenizer(),
             loop=self.loop,
-            reward=no_reward,
+            scorer=NO_REWARD,
             replicas={replica.name: replica.generate_group for replica in self.replicas},
         )
         self.monitor, self.operator = make_monitor_and_operator(
@@ -187,7 +190,7 @@ class Job:
             runner=self._agents,
             fleet=self.fleet,
             global_steps=self.first_step,
-            publishing=self.manager.publishing,
+            updating=self.manager.updating,
         )
         if resumed is not None:
             restore(resumed.rollouts, self.rollouter)
@@ -244,13 +247,15 @@ def main() -> None:
     run_dir = Path(sys.argv[1])
     run_dir.mkdir(parents=True, exist_ok=True)
     config = job_config(num_steps=int(sys.argv[2]))
+    OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")  # for the audit
     console = PlainConsole(config.trainer.total_steps, sys.stdout)
     recorder = RunRecorder(run_dir, Tracker([JsonlSink(run_dir / METRICS_FILE)]), console)
     store = CheckpointStore(run_dir / CHECKPOINTS)
     checkpoint = store.newest_good(console.message)
-    resumed = None if checkpoint is None else read(checkpoint)
+    aside = SetAside(run_dir, 0 if checkpoint is None else checkpoint.global_steps)
+    resumed = None if checkpoint is None else read(checkpoint, aside)
     state = recorder.state() if resumed is None else resumed.recorder
-    recorder.restore(state, -1 if resumed is None else resumed.global_steps)
+    recorder.restore(state, -1 if resumed is None else resumed.global_steps, aside)
     asyncio.run(_main(config, recorder, resumed, store))
 
 

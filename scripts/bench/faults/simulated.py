@@ -15,11 +15,11 @@ from configs.checkpoint import CHECKPOINTS
 from configs.runtime.environment import REPO_ROOT
 from configs.schema import Config
 from rollout.fleet.lifecycle import ReplicaState
-from scripts.audit import ascends, audit
 from scripts.bench.faults.job import FaultyReplica, Job, job_config
 from scripts.bench.faults.report import Row
 from scripts.bench.stand_ins import Nothing
 from scripts.bench.virtual_clock import run_virtual
+from trainer.tracking.audit import ascends, audit
 
 REPLICA_FAULTS = ("dies", "hangs", "silent", "slow")
 LOOP_FAULTS = ("raises", "tool hangs")

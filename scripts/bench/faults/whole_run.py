@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from configs.runtime.environment import REPO_ROOT
-from scripts.audit import audit, configured_interval
 from scripts.bench.faults.report import Row
+from trainer.tracking.audit import audit
 
 MAX_STALENESS = 2
 OVERRIDES = (
@@ -111,7 +111,7 @@ class WholeRun:
             return
         if self.process.returncode != 0:
             raise RuntimeError(f"the run ended with {self.process.returncode}; see {self._console}")
-        found = audit(self.run_dir, configured_interval(self.run_dir))
+        found = audit(self.run_dir)
         if found.newer_versions or found.max_staleness > MAX_STALENESS:
             raise RuntimeError(f"{self.run_dir} has broken rollout.max_staleness={MAX_STALENESS}: {found}")
         row.lost += found.lost + found.missing_steps + self._total_steps - found.steps

@@ -126,10 +126,12 @@ async def _updates(num_replicas: int) -> list[FleetOutcome]:
         )
         replicas.append(PickledReplica(f"replica-{index}", engine, config))
     fleet = ReplicaFleet(replicas, ReplicaRouter([replica.name for replica in replicas], 32), 1, [].append)
-    manager = CheckpointManager(ShardedTrainer(), fleet, config)
+    trainer = ShardedTrainer()
+    manager = CheckpointManager(trainer, fleet, config)
     await manager.update_weights(0)
     outcomes = []
     for version in range(1, UPDATES + 1):
+        trainer.global_steps = version
         cpu = time.process_time()
         report = await manager.update_weights(version)
         cpu_s = time.process_time() - cpu

@@ -97,10 +97,12 @@ class Arm:
         self.replica = RolloutReplica("replica", host.engine, config)
         fleet = ReplicaFleet([self.replica], ReplicaRouter(["replica"], NUM_REQUESTS + 1), 1, [].append)
         self._host = host
-        self._manager = CheckpointManager(host.publishers[transport], fleet, config)
+        self._publisher = host.publishers[transport]
+        self._manager = CheckpointManager(self._publisher, fleet, config)
 
     async def update(self) -> Update:
         version = self._host.next_version()
+        self._publisher.train(version)
         started = time.perf_counter()
         report = await self._manager.update_weights(version)
         ended = time.perf_counter()
@@ -149,13 +151,13 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
         }
         engine = start_engine(size, str(model_path), device, str(dtype).removeprefix("torch."))
         try:
-            memcpy = Memcpy(weights, "cpu")
+            memcpy = Memcpy(weights.pieces(), "cpu")
             yield Host(
                 engine=engine,
                 size=size,
                 nbytes=weights.flat.nbytes,
                 publishers=publishers,
-                floor=memcpy if device == "cpu" else Memcpy(weights, device),
+                floor=memcpy if device == "cpu" else Memcpy(weights.pieces(), device),
                 memcpy=memcpy,
                 settle_s=settle_s,
             )

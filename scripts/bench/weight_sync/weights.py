@@ -3,9 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -86,6 +87,15 @@ SIZES = {
 }
 
 
+class Weights(Protocol):
+    """What a trainer publishes."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def change(self, version: int) -> None:
+        """Change the weights to those of a version."""
+
+
 class TrainerWeights:
     """The trainer's weights in one contiguous piece of host memory."""
 
@@ -98,6 +108,10 @@ class TrainerWeights:
             name: place.view(parameter.shape).copy_(parameter.detach())
             for place, (name, parameter) in zip(places, parameters.items(), strict=True)
         }
+
+    def pieces(self) -> Sequence[torch.Tensor]:
+        """Their bytes, for `Memcpy`."""
+        return self.flat.view(torch.uint8).split(COPY_BYTES)
 
     def change(self, version: int) -> None:
         """Change one value, so that each version has a checksum of its own."""
@@ -128,15 +142,18 @@ def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> 
 class Publisher:
     """A weight source of one rank, which publishes in a thread."""
 
-    def __init__(self, weights: TrainerWeights, sender: Sender):
+    def __init__(self, weights: Weights, sender: Sender):
         self._weights = weights
         self._sender = sender
         self.global_steps = 0
         self._specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in weights.tensors.items()]
 
+    def train(self, global_steps: int) -> None:
+        """Change the weights to those of a version."""
+        self.global_steps = global_steps
+        self._weights.change(global_steps)
+
     async def publish(self, order: PublishOrder) -> Manifest:
-        self.global_steps = order.global_steps
-        self._weights.change(order.global_steps)
         return await asyncio.to_thread(self._publish, order)
 
     def _publish(self, order: PublishOrder) -> Manifest:
@@ -160,12 +177,11 @@ class Publisher:
 
 
 class Memcpy:
-    """Copies as many bytes as the weights have from host memory to a device, into memory that has been touched."""
+    """Copies pieces of bytes to a device, all into the same memory, which has been touched."""
 
-    def __init__(self, weights: TrainerWeights, device: str):
-        flat = weights.flat.view(torch.uint8)
-        self._sources = flat.split(COPY_BYTES)
-        self._target = torch.zeros(min(COPY_BYTES, len(flat)), dtype=torch.uint8, device=device)
+    def __init__(self, sources: Sequence[torch.Tensor], device: str):
+        self._sources = sources
+        self._target = torch.zeros(max(map(len, sources)), dtype=torch.uint8, device=device)
 
     def seconds(self) -> float:
         started = time.perf_counter()

@@ -1,0 +1,30 @@
+"""The check for one GPU, dry: every part's code runs on a CPU, with a real engine, a real trainer and whole runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+PARTS = ("tests", "updates_small", "shared_gpu", "trainer_0.5b", "trainer_7b", "asynchrony", "recipe")
+"""The other sizes are the same on a CPU."""
+
+
+@pytest.mark.timeout(900)
+def test_every_part_runs_and_leaves_its_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.bench.gpu", "--dry-run", "--folder", str(tmp_path / "check")]
+    command += ["--budget-s", "2000", "--only", *PARTS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["outcomes"] == dict.fromkeys(PARTS, "done") and found["errors"] == {}
+    assert found["tests.skipped"] >= 2
+    for staging in ("host", "device"):
+        assert found[f"updates_small.{staging}_shared_memory_pause_ms"] > 0
+    assert found["trainer_7b.tokens_per_s"] > 0 and found["recipe.steps"] == found["shared_gpu.steps"] == 2
+    assert found["asynchrony.async_over_sync"] > 0
+    assert done.stdout.count("| done |") == len(PARTS)

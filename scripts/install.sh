@@ -14,7 +14,8 @@ STAMP=.venv/.installed        # what is installed; written last
 UNFINISHED=.venv/.installing  # there while packages are being changed; holds the pid
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
-say() { printf 'install: %s\n' "$*"; }
+# What is said begins with the time since the start.
+say() { printf 'install: [%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 die() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
 
 # A step that fails by itself leaves the packages whole (pip rolls back), so the next install goes on from there.
@@ -27,7 +28,23 @@ failed() {
 
 pip_install() {
   printf '\n$ pip install %s\n' "$*" >>"$LOG"
-  .venv/bin/python -m pip install --progress-bar off --no-compile "$@" >>"$LOG" 2>&1
+  .venv/bin/python -m pip install --progress-bar off --no-compile "$@" 2>&1 | tee -a "$LOG" | show_pip
+}
+
+# Of what pip says: each large download, the sum of all, and what it does then.
+show_pip() {
+  local line kilobytes=0 size
+  while IFS= read -r line; do
+    if [[ $line =~ (Downloading|Using cached)\ ([^ ]+)\ \(([0-9]+)\.?([0-9]?)[0-9]*\ (kB|MB|GB)\) ]]; then
+      size=$((10#${BASH_REMATCH[3]}${BASH_REMATCH[4]:-0}))
+      case ${BASH_REMATCH[5]} in kB) size=$((size / 10)) ;; MB) size=$((size * 100)) ;; GB) size=$((size * 100000)) ;; esac
+      kilobytes=$((kilobytes + size))
+      if [ $size -ge 20000 ]; then say "    ${BASH_REMATCH[1],} ${BASH_REMATCH[2]%%-*}, $((size / 1000)) MB"; fi
+    elif [[ $line == "Installing collected packages: "* ]]; then
+      set -- $line
+      say "    $((kilobytes / 1000)) MB are here; unpacking $(($# - 3)) packages"
+    fi
+  done
 }
 
 # ---- what to install ----
@@ -47,7 +64,6 @@ if [ -e "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ]; then
 fi
 
 # ---- .venv ----
-start=$SECONDS
 if [ -e "$UNFINISHED" ]; then
   pid=$(cat "$UNFINISHED")
   if [ -n "$pid" ] && ps -p "$pid" -o args= 2>/dev/null | grep -q 'install\.sh'; then
@@ -74,7 +90,7 @@ echo $$ >"$UNFINISHED"
 rm -f "$STAMP"
 : >"$LOG"
 if [ ! -e .venv/bin/python ]; then
-  say "making .venv with Python $version"
+  say "1/4 making .venv with Python $version"
   "$base" -m venv .venv >>"$LOG" 2>&1 || failed "could not make .venv (on Debian and Ubuntu it needs the package python3-venv)"
 fi
 echo "$extra" >.venv/.extra
@@ -87,7 +103,7 @@ if [ "$extra" = cpu ]; then
   case "$(uname -s) $(uname -m)" in
     "Linux x86_64" | "Linux aarch64" | "Linux s390x") torch=$torch+cpu ;;
   esac
-  say "$torch"
+  say "2/4 $torch (about 200 MB)"
   if ! pip_install --no-deps "$torch"; then
     say "$torch is not on pip's own indexes: trying $CPU_TORCH_INDEX"
     pip_install --no-deps --retries 2 --timeout 20 --index-url "$CPU_TORCH_INDEX" "$torch" ||
@@ -100,7 +116,8 @@ if [ "$extra" = gpu ]; then
   constraints=.venv/constraints-gpu.txt
   sed '/# cpu only$/d' constraints.txt >"$constraints"
 fi
-say "slipstream[$extra,dev] and its dependencies (some minutes the first time; pip's log is $LOG)"
+if [ "$extra" = cpu ]; then size="about 1 GB to download, 4 GB on disk"; else size="some GB, CUDA libraries among them"; fi
+say "3/4 slipstream[$extra,dev] and what it needs ($size, some minutes; pip's log is $LOG)"
 pip_install -c "$constraints" -e ".[$extra,dev]" || failed "pip could not install slipstream[$extra,dev]"
 
 if [ "$extra" = cpu ]; then
@@ -112,10 +129,10 @@ fi
 
 # pip compiles one file at a time, and where PYTHONDONTWRITEBYTECODE is set nothing would be compiled later: then each of
 # a run's processes spends ten seconds and more on compiling vllm, torch and transformers again.
-say "compiling"
+say "4/4 compiling every module once (about a minute)"
 .venv/bin/python -m compileall -q -j 0 .venv/lib >>"$LOG" 2>&1 || true # a few packages ship files for other Pythons
 
-say "checking the imports"
+say "    checking the imports"
 .venv/bin/python -c 'import hydra, ray, torch, transformers, vllm' >>"$LOG" 2>&1 || failed "what was installed does not import"
 if [ "$extra" = gpu ]; then
   .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
@@ -124,4 +141,4 @@ fi
 
 echo "$wanted" >"$STAMP"
 rm -f "$UNFINISHED"
-say "done in $((SECONDS - start)) s ($extra, Python $version)"
+say "done ($extra, Python $version)"

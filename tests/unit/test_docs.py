@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from configs.load import check_overrides, key_docs
+from configs.cli.arguments import SWEEP_MODE, parse
+from configs.cli.overrides import check_overrides
+from configs.cli.peers import EQUIVALENTS, FRAMEWORKS
+from configs.load import key_docs
 from configs.schema import AlgorithmConfig, Config
 from rollout.agents.loop import EpisodeTask, load_agent_loop
 from rollout.data.rows import Columns, load_rows
 from rollout.request_ids import RequestId
-from rollout.rewards.registry import load_reward
-from rollout.rewards.scoring import RewardScorer
+from rollout.rewards.scoring import load_scorer
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
-from scripts.docs import PAGE, key_page
+from scripts.docs import TABLES, fresh
 from tests.support.compose import changed, resolve
 from tests.support.fakes import make_prompt
 from tests.support.losses import make_tokens
@@ -52,7 +54,8 @@ def own_text(page: Path) -> str:
     for line in text(page).splitlines():
         is_foreign = line.startswith("|") and (is_foreign or line.startswith("| here |"))
         lines.append(line.split(" | ")[0] if is_foreign else line)
-    return re.sub(r"^```mermaid\n.*?^```$", "", "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
+    known = re.sub(r"^Without an equivalent:\n.*?\n(?=<!--)", "", "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```mermaid\n.*?^```$", "", known, flags=re.MULTILINE | re.DOTALL)
 
 
 def code(page: Path) -> list[str]:
@@ -140,7 +143,7 @@ def overrides(words: list[str]) -> list[str]:
     if words[0] != "make":
         return [word for word in words if re.match(r"[a-z].*=", word)]
     assigned = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
-    return shlex.split(assigned.get("ARGS", ""))
+    return [word for word in shlex.split(assigned.get("ARGS", "")) if "=" in word]
 
 
 @each_page
@@ -162,7 +165,8 @@ TRAINING = {tuple(given) for page in PAGES for words in commands(page) if (given
 
 @pytest.mark.parametrize("given", [given for given in sorted(TRAINING) if "my_" not in str(given)], ids=" ".join)
 def test_commands_that_train_are_not_refused(given: tuple[str, ...]) -> None:
-    resolve(*given, "dry_run=true")
+    for job in parse([SWEEP_MODE, *given, "dry_run=true"]).jobs():  # one, unless it sweeps
+        resolve(*job)
 
 
 @each_page
@@ -229,9 +233,9 @@ async def says_five(requests: list[GenerationRequest]) -> list[Completion]:
 
 
 def try_reward(path: str) -> None:
-    reward = load_reward(changed(Config(), rollout__reward=path).rollout)
+    scorer = load_scorer(changed(Config(), rollout__reward=path).rollout)
     prompt = make_prompt(5)
-    right, wrong = asyncio.run(RewardScorer(reward, timeout_s=30).score([(prompt, "it is 5"), (prompt, "it is 4")]))
+    right, wrong = asyncio.run(scorer.score([(prompt, "it is 5"), (prompt, "it is 4")]))
     assert right.error is wrong.error is None and right.reward > wrong.reward
 
 
@@ -289,8 +293,16 @@ def test_code_runs_as_the_config_would_load_it(
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_keys_are_fresh() -> None:
-    assert text(PAGE) == key_page(), "run `make docs`"
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.name)
+def test_the_tables_of_keys_are_fresh(page: Path) -> None:
+    assert text(page) == fresh(page, TABLES[page]()), "run `make docs`"
+
+
+def test_what_the_table_of_equivalents_calls_ours_is_ours() -> None:
+    keys = {one.here.partition("=")[0] for one in EQUIVALENTS if not one.is_sentence}
+    assert {key for key in keys if key not in key_docs() and not key.startswith("hydra.")} == set()
+    theirs = [key for one in EQUIVALENTS for framework in FRAMEWORKS for key in one.named(framework)]
+    assert len(theirs) > 150 and all(re.fullmatch(r"[\w.]+", key) for key in theirs)
 
 
 def test_the_readme_is_read_in_one_sitting() -> None:

@@ -62,7 +62,7 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         dead = given_up(run, 1)
         (other,) = {"replica-0", "replica-1"} - {dead}
         assert fleet(run, "add").stdout == "starting replica-3; status tells when they serve\n"
-        assert fleet(run, "remove", dead).stderr == f"fleet error: {dead} is DEAD: it has ended already\n"
+        assert fleet(run, "remove", dead).stderr == f"fleet error: {dead} cannot be removed: it has ended already\n"
         assert fleet(run, "drain", other).stderr == (
             f"fleet error: {other} cannot go: 0 replicas would be left, rollout.min_replicas=1\n"
         )

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from scripts.audit import audit
 from scripts.bench.faults.simulated import job_kills
+from trainer.tracking.audit import audit
 
 
 def test_twenty_kills_cost_no_prompt_and_train_none_twice(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from scripts.audit import audit
 from scripts.launch.start import owner
 from tests.support.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, small, started
+from trainer.tracking.audit import audit
 from trainer.tracking.sinks import read_metrics
 from weight_sync.transports.cleanup import DIRECTORY
 

@@ -10,18 +10,24 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout.http.token import TOKEN_FILE
+from scripts.fleet import SOCKET_FILE
+from scripts.launch.start import owner
 from tests.support.whole_runs import END_DEADLINE_S, Run, find, small, started
 from trainer.tracking.sinks import read_metrics
+from weight_sync.transports.cleanup import DIRECTORY
 
 QUIET_S = 3.0
 """Many steps of this model, and longer than any of them."""
 CRASHES = {
     "reward": "this reward was made to fail",
     "replica actor": r"0 replicas are left in service, rollout.min_replicas=1: .*died",
+    "raylet": r"Ray's raylet, process \d+, has ended",
 }
+VICTIMS = {"replica actor": "ray::Replica", "raylet": "raylet/raylet"}
 
 
-@pytest.mark.parametrize("who", CRASHES)
+@pytest.mark.parametrize("who", ["reward", "replica actor", pytest.param("raylet", marks=pytest.mark.slow)])
 def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
     reward = "raises_after_200" if who == "reward" else "length_parity"
@@ -29,12 +35,14 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path, w
     overrides += ["rollout.max_replacements=0", "rollout.max_failed_rewards=0"]
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
-        if who == "replica actor":
-            find(run, "ray::Replica").send_signal(signal.SIGKILL)
+        if who in VICTIMS:
+            find(run, VICTIMS[who]).send_signal(signal.SIGKILL)
         assert run.wait_for_end(END_DEADLINE_S) == 1, run.output.read_text()
         assert re.search(CRASHES[who], run.output.read_text())
         assert re.search(CRASHES[who], (run.run_dir / "error.txt").read_text())
         assert run.survivors() == []
+        assert list(DIRECTORY.glob(f"slipstream-{owner(run.run_dir)}-*")) == [], "weights in memory"
+        assert not (run.run_dir / SOCKET_FILE).is_symlink()
         assert read_metrics(run.run_dir / "metrics.jsonl"), "what was logged is kept"
 
 
@@ -42,7 +50,7 @@ DAPO_WITH_A_TOOL = [
     "algorithm.filter_groups=true",
     "algorithm.overlong_buffer_tokens=16",
     "algorithm.mask_truncated=true",
-    "algorithm.advantage=trainer.advantages.estimators:reinforce_plus_plus",
+    "algorithm.advantage=trainer.advantages.estimators:reinforce_plus_plus_baseline",
     "rollout.agent_loop=rollout.agents.calculator:agent_loop",
 ]
 
@@ -60,7 +68,9 @@ def test_control_routes_pause_the_run_and_ctrl_c_ends_everything_and_keeps_what_
     with started(tmp_path, *overrides, "serve.enabled=true", "serve.port=0") as run:
         run.wait_for("step  ")
         (url,) = re.findall(r"control routes: (http://127.0.0.1:\S+)", run.output.read_text())
-        with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
+        assert httpx.post(f"{url}/pause").status_code == 401
+        headers = {"authorization": f"Bearer {(run.run_dir / TOKEN_FILE).read_text().strip()}"}
+        with httpx.Client(base_url=url, trust_env=False, timeout=30, headers=headers) as client:
 
             def answer(path: str) -> Any:
                 """Asked again while the replica has no core for long, which is an error that says so."""

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from configs.schema import Config
 from rollout.progress import Attempt
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
+from scripts.bench.another_run import another_run
 from scripts.launch.data import load_rows
 from scripts.launch.driver import training_sampling
 from scripts.launch.run import train
@@ -24,8 +24,6 @@ from trainer.tokens import sampled_tokens
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
-from trainer.worker.recovery import RecoveringUpdater
-from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.transports.cleanup import release_all
 
 STEPS = 4
@@ -65,8 +63,7 @@ async def with_new_workers(config: Config, parts: StartedRun, run_dir: Path, con
     """The same replicas, and workers that start from the first weights again."""
     workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
     await workers.setup(str(run_dir / "untrained_model"))
-    manager = CheckpointManager(workers, parts.fleet, config.weight_sync)
-    return replace(parts, workers=workers, manager=RecoveringUpdater(manager, workers))
+    return await another_run(config, parts, workers)
 
 
 async def synchronous_run(config: Config, parts: StartedRun) -> Steps:

@@ -76,20 +76,22 @@ def test_a_dry_run_tells_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert plan["staleness"] == f"at most 3 versions ({window.capacity} slots), then wait"
     assert plan["run folder"] == f"{tmp_path}/run"
     assert ended.imported == ["ray"]  # for the resources, not started
-    assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "run" / "logs").exists()
-    assert not (tmp_path / "latest").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_help_lists_the_keys_and_the_choices(tmp_path: Path) -> None:
+def test_an_output_that_is_not_utf8_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    ended = Ended(tmp_path, "dry_run=true", "device=cpu", "data.val_files='Größe.jsonl'", "data.train_files='a.jsonl'")
+    assert (ended.code, ended.errors) == (0, "")
+    assert "held out: Gr\\xf6\\xdfe.jsonl" in ended.output
+
+
+def test_help_lists_the_choices_and_the_sections(tmp_path: Path) -> None:
     ended = Ended(tmp_path, "--help")
     assert (ended.code, ended.imported) == (0, [])
-    for expected in (
-        "recipe: arithmetic, dapo_math, gsm8k",
-        "model: hf, small, tiny",
-        "rollout.max_staleness [2]",
-        "make train ARGS=",
-    ):
+    for expected in ("make train ARGS=", "  * arithmetic ", "    gsm8k ", "\n  weight_sync ", "--help SECTION"):
         assert expected in ended.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cfg_job_prints_what_a_command_line_resolves_to(tmp_path: Path) -> None:
@@ -105,7 +107,18 @@ def test_cfg_job_prints_what_a_command_line_resolves_to(tmp_path: Path) -> None:
 def test_latest_points_at_the_newest_run(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        _point_latest_at(tmp_path / name)
+        assert _point_latest_at(tmp_path / name, beside=tmp_path / name) == []
         assert (tmp_path / "latest").resolve() == tmp_path / name
     assert os.readlink(tmp_path / "latest") == "second"  # relative: runs/ can be moved
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "second"]
+
+
+def test_in_a_sweep_latest_stands_beside_the_sweep_and_a_folder_of_that_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "sweep" / "0").mkdir(parents=True)
+    assert _point_latest_at(tmp_path / "sweep" / "0", beside=tmp_path / "sweep") == []
+    assert os.readlink(tmp_path / "latest") == "sweep/0"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    (told,) = _point_latest_at(tmp_path / "sweep" / "0", beside=tmp_path / "sweep")
+    assert told.startswith(f"{tmp_path}/latest is no link, and stays as it is")
+    assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()

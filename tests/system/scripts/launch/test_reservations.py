@@ -1,0 +1,105 @@
+"""Placement groups on a Ray cluster of three nodes that say they have four GPUs each: where ranks and replicas are."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from configs.schema import Config, RayConfig, RolloutConfig, TrainerConfig, Transport, WeightSyncConfig
+from configs.validate import ConfigError
+from rollout.replica.replica_group import create_replica
+from scripts.launch.cluster import without_trainer
+from scripts.launch.placement import Placement, node_ids
+from tests.support.actors import SPEC, SimulatedActor, no_redirect
+from tests.support.compose import changed
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(3):
+            cluster.add_node(num_cpus=8, num_gpus=4)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def config(num_ranks: int, num_replicas: int, tensor_parallel_size: int = 1) -> Config:
+    return Config(
+        rollout=RolloutConfig(num_replicas=num_replicas, tensor_parallel_size=tensor_parallel_size),
+        trainer=TrainerConfig(num_ranks=num_ranks),
+        weight_sync=WeightSyncConfig(transport=Transport.collective),
+        ray=RayConfig(placement_timeout_s=2),
+    )
+
+
+def places(config: Config) -> tuple[list[str], list[str]]:
+    """Nodes of the ranks and of the replicas, while they are reserved."""
+    placement = Placement(config, "cuda")
+    asyncio.run(placement.reserve())
+    assert placement.trainer is not None
+    found = node_ids(placement.trainer), [node for group in placement.replicas for node in node_ids(group)]
+    placement.remove()
+    return found
+
+
+def test_ranks_are_together_and_replicas_apart() -> None:
+    ranks, replicas = places(config(num_ranks=4, num_replicas=4))
+    assert len(ranks) == 4 and len(set(ranks)) == 1
+    assert sorted(replicas.count(node) for node in set(replicas)) == [2, 2] and ranks[0] not in replicas
+
+
+def test_what_needs_most_of_a_node_gets_it_first() -> None:
+    ranks, replicas = places(config(num_ranks=2, num_replicas=2, tensor_parallel_size=4))
+    assert len(set(ranks)) == 1 and len({*ranks, *replicas}) == 3
+
+
+def test_weights_that_travel_within_a_machine_keep_all_on_one() -> None:
+    shared = changed(config(num_ranks=2, num_replicas=2), weight_sync__transport=Transport.shared_memory)
+    ranks, replicas = places(shared)
+    assert len({*ranks, *replicas}) == 1
+    with pytest.raises(ConfigError, match=r"^weight_sync\.transport=shared_memory: works within one machine, .* 1 GPU"):
+        places(changed(shared, rollout__num_replicas=3))
+
+
+def test_without_room_a_run_ends_before_it_starts_and_holds_nothing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        places(config(num_ranks=3, num_replicas=3, tensor_parallel_size=4))
+    message = str(caught.value)
+    assert message.startswith(
+        "trainer.num_ranks=3 with 1 CPU and 1 GPU each, rollout.num_replicas=3 with 1 CPU and 4 GPU"
+    )
+    assert "ray.placement_timeout_s=2; free are 0 GPU" in message and message.count("(4 GPU, 8 CPU)") == 3
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size=8 x .* on one node, and the largest has 4"):
+        places(config(num_ranks=1, num_replicas=1, tensor_parallel_size=8))
+    ends = time.monotonic() + 20
+    while ray.available_resources().get("GPU") != 12:
+        assert time.monotonic() < ends, "what was reserved is given back"
+        time.sleep(0.1)
+
+
+def test_a_replica_runs_where_it_was_reserved_and_gives_it_back() -> None:
+    spec = replace(SPEC, device="cuda", tensor_parallel_size=2)
+    alone = without_trainer(config(num_ranks=1, num_replicas=1, tensor_parallel_size=2))
+
+    async def scenario() -> None:
+        placement = Placement(alone, "cuda")
+        await placement.reserve()
+        replica = create_replica("replica-0", spec, no_redirect, SimulatedActor, placement.replicas[0])
+        await replica.placed()
+        assert [replica._node_id] == node_ids(placement.replicas[0])
+        replica.kill()
+        assert placement_group_table(placement.replicas[0])["state"] == "REMOVED"
+        assert node_ids(placement.replicas[0]) == []
+
+    asyncio.run(scenario())

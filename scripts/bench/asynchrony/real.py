@@ -51,23 +51,26 @@ MAX_RESPONSE_TOKENS = 384
 LENGTHS: Mapping[str, LengthOf] = {
     "equal": LogNormalLengths(mean=48, sigma=0.0, cap=MAX_RESPONSE_TOKENS),
     "longtail": LogNormalLengths(mean=48, sigma=1.0, cap=MAX_RESPONSE_TOKENS),
-    "short": LogNormalLengths(mean=16, sigma=0.0, cap=MAX_RESPONSE_TOKENS),
+    "short": LogNormalLengths(mean=4, sigma=0.0, cap=MAX_RESPONSE_TOKENS),
     "uniform": UniformLengths(low=64, high=200),
 }
 
 
 async def bench_vllm(parts_to_run: set[str], repeats: int, quick: bool) -> dict[str, float]:
     """Show a table of each part, "vllm", "trainer" and "framework". Returns the figures of the last line."""
-    config = vllm_config(num_steps=5 if quick else 16)
     run_dir = (Path("runs") / f"bench_async-{time.strftime('%Y-%m-%d_%H-%M-%S')}").resolve()
     results: dict[str, float] = {}
-    async with started(config, run_dir) as parts:
-        if "framework" in parts_to_run:
-            throughputs = await compare_with_bare_engine(config, parts, 16 if quick else 64, repeats)
-            results |= _show_throughputs(throughputs, repeats)
-        if "vllm" in parts_to_run:
-            results |= _show_trainings(await compare_staleness(config, parts, run_dir, repeats))
-        if "trainer" in parts_to_run:
+    if {"framework", "vllm"} & parts_to_run:
+        config = vllm_config(num_steps=5 if quick else 16)
+        async with started(config, run_dir) as parts:
+            if "framework" in parts_to_run:
+                throughputs = await compare_with_bare_engine(config, parts, 16 if quick else 64, repeats)
+                results |= _show_throughputs(throughputs, repeats)
+            if "vllm" in parts_to_run:
+                results |= _show_trainings(await compare_staleness(config, parts, run_dir, repeats))
+    if "trainer" in parts_to_run:
+        config, run_dir = trainer_bound_config(num_steps=5 if quick else 20), run_dir / "trainer"
+        async with started(config, run_dir) as parts:
             results |= _show_updates(await compare_updates(config, parts, run_dir, repeats))
     return results
 
@@ -81,6 +84,18 @@ def vllm_config(num_steps: int) -> Config:
         rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward=reward),
         checkpoint=CheckpointConfig(every=0),
         trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.padded),
+    )
+
+
+def trainer_bound_config(num_steps: int) -> Config:
+    """40M parameters and short responses: training a step takes longer than rolling it out, and an update of 160 MB is
+    a good part of it."""
+    config = vllm_config(num_steps)
+    return replace(
+        config,
+        model=replace(config.model, hidden_size=512, num_layers=12),
+        algorithm=replace(config.algorithm, group_size=4),
+        trainer=replace(config.trainer, prompts_per_step=1, layout=Layout.shared_prompt),
     )
 
 
@@ -123,8 +138,8 @@ async def compare_staleness(config: Config, parts: StartedRun, run_dir: Path, re
 
 
 async def compare_updates(config: Config, parts: StartedRun, run_dir: Path, repeats: int) -> dict[str, list[Outcome]]:
-    """Run whole trainings whose responses are so short that the replica waits for the trainer, interleaved: "goes on"
-    once the weights are published, and "waits" until they are live."""
+    """Run whole trainings in which the replica waits for the trainer, interleaved: "goes on" once the weights are
+    published, and "waits" until they are live."""
     arms = {
         name: partial(_train_once, config, parts, run_dir, "short", DEFAULT_STALENESS, waits=waits)
         for name, waits in (("waits", True), ("goes on", False))
@@ -224,7 +239,7 @@ def _show_updates(outcomes: dict[str, list[Outcome]]) -> dict[str, float]:
     rates = {name: [outcome.samples_per_s for outcome in arm] for name, arm in outcomes.items()}
     ratio = median_ratio(rates["goes on"], rates["waits"])
     rows = [[name, f"{median(values):.1f}"] for name, values in rates.items()]
-    title = f"vLLM: responses of 16 tokens, so that the trainer is the bottleneck, {len(rates['waits'])} repetitions"
+    title = f"vLLM: 40M parameters, 4 short responses a step, bound by the trainer; {len(rates['waits'])} repetitions"
     show_table(title, ["while an update goes live, the trainer", "samples/s"], [*rows, ["ratio", f"{ratio:.2f}"]])
     return {"trainer_going_on_over_waiting": ratio}
 

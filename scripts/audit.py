@@ -10,7 +10,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.tracking.audit import NoRunError, audit
+from trainer.tracking.audit import audit
+from trainer.tracking.plans import NoRunError
 
 
 def main() -> None:

@@ -1,14 +1,10 @@
 """Connections of a server: how many there are, and how long one may take to say what it wants."""
 
 import asyncio
-import errno
 import http
 import json
 import logging
-import os
 import resource
-import socket
-import time
 from dataclasses import dataclass, field
 
 import psutil
@@ -20,7 +16,6 @@ from configs.serve import ServeConfig
 logger = logging.getLogger(__name__)
 SPARE = 32
 """Connections beyond the limit that still get to send a request, so that it can be answered with 503."""
-WARN_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -167,47 +162,3 @@ def affordable(wanted: int) -> int:
     allowed = max(1, (soft - used) // 2)
     logger.warning("serve.max_connections=%d: only %d, since ulimit -n is %d", wanted, allowed, soft)
     return allowed
-
-
-class Listener(socket.socket):
-    """A listening socket that drops a connection when no file can be opened for it. asyncio would log the error and try
-    again, thousands of times a second."""
-
-    _reserve = -1
-    _warned = -WARN_EVERY_S
-
-    @classmethod
-    def of(cls, listening: socket.socket) -> "Listener":
-        listener = cls(fileno=listening.detach())
-        listener._reserve = os.open(os.devnull, os.O_RDONLY)
-        return listener
-
-    def accept(self) -> tuple[socket.socket, object]:
-        try:
-            return super().accept()
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            if time.monotonic() - self._warned >= WARN_EVERY_S:
-                self._warned = time.monotonic()
-                logger.warning("connections are dropped: %s (ulimit -n)", error)
-        self._drop_one()
-        raise BlockingIOError
-
-    def close(self) -> None:
-        self._close_reserve()
-        super().close()
-
-    def _drop_one(self) -> None:
-        """Give up the file that was kept for this, so that one connection can be taken and closed."""
-        self._close_reserve()
-        try:
-            super().accept()[0].close()
-            self._reserve = os.open(os.devnull, os.O_RDONLY)
-        except OSError as error:  # another thread took the file: it is tried again with the next connection
-            logger.debug("%r", error)
-
-    def _close_reserve(self) -> None:
-        if self._reserve >= 0:
-            os.close(self._reserve)
-            self._reserve = -1

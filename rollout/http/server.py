@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from configs.serve import ServeConfig
 from configs.validate import ConfigError
 from rollout.http.access import Access
-from rollout.http.connections import Connections, LimitedConfig, LimitedProtocol, Listener, affordable
+from rollout.http.connections import Connections, LimitedConfig, LimitedProtocol, affordable
 from rollout.http.guard import Guard
 
 BACKLOG = 2048
@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Port 0 takes a free port. Raises ConfigError when the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return Listener.of(socket.create_server((host, port), family=family, backlog=BACKLOG))
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"serve.host={host}, serve.port={port}: cannot listen there: {error.strerror}") from None
 

@@ -1,6 +1,7 @@
 """Replicas in Ray actors: where they are placed, and how the driver calls them."""
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -73,6 +74,8 @@ class ReplicaActor:
         end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
         self._engine = VllmEngine(spec, self._name)
         self._replica = RolloutReplica(self._name, self._engine, config)
+        gc.collect()
+        gc.freeze()  # what vLLM has loaded stays: to walk it again and again took a third of this event loop's time
         return self._replica.num_workers
 
     async def place(self) -> tuple[str, str, int]:

@@ -6,22 +6,17 @@ of them while it trained. The records of trajectories, evaluations and discarded
 
 import json
 import math
-import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from configs.checkpoint import CONFIG_FILE
-from configs.schema import StalePolicy
 from rollout.types import staleness
+from trainer.tracking.plans import Plans, read_plans
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.records import (
     DISCARDED,
@@ -33,15 +28,10 @@ from trainer.tracking.records import (
     read_records,
     step_files,
 )
-from trainer.tracking.set_aside import SET_ASIDE
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
 
 ROUNDING = 1e-4
 """Largest difference between a mean that the run logged and the mean of its records."""
-
-
-class NoRunError(ValueError):
-    """The folder holds no training run of this version. The message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,84 +69,6 @@ class Audit:
             f"audit: {self.steps} steps, {self.trajectories} trajectories of {self.prompts} prompts, {self.discarded} "
             f"discarded, {self.lost} lost, {self.twice} trained twice, staleness at most {self.max_staleness}; {found}"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a config says about the records."""
-
-    total_steps: int
-    prompts_per_step: int
-    group_size: int
-    interval: int
-    max_staleness: int
-    bounds_tokens: bool
-    """Whether no token may be staler than `max_staleness`: not under `mask`, which takes them only out of the loss."""
-    has_tokens: bool
-    num_samples: int
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Self:
-        trainer, rollout = config.trainer, config.rollout
-        return cls(
-            total_steps=trainer.total_steps,
-            prompts_per_step=trainer.prompts_per_step,
-            group_size=config.algorithm.group_size,
-            interval=config.weight_sync.interval,
-            max_staleness=rollout.max_staleness,
-            bounds_tokens=rollout.stale_policy != StalePolicy.mask.value,
-            has_tokens=trainer.get("record_tokens", False),
-            num_samples=config.evaluation.samples,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plans:
-    """The configs of all processes of a run: one that resumed may have had another than the one before it."""
-
-    earlier: Sequence[tuple[int, Plan]]
-    """(the step that the next process went on from, the config until then), in order of time."""
-    last: Plan
-    problems: tuple[str, ...] = ()
-    """A sentence for each earlier config that cannot be read; its steps count as taken under the next one."""
-
-    def of_step(self, step: int) -> Plan:
-        """The config under which a step was taken, which is that of the last process that began before it."""
-        plan = self.last
-        for resumed_at, before in reversed(self.earlier):
-            if resumed_at < step:
-                break
-            plan = before
-        return plan
-
-    def of_evaluation(self, version: int) -> set[int]:
-        """How many samples an evaluation may have of each prompt: one of the version that a process went on from was
-        made by the process before it, or made up by that one."""
-        resumed = (before for resumed_at, before in self.earlier if resumed_at == version)
-        return {plan.num_samples for plan in (*resumed, self.of_step(version), self.of_step(version + 1))}
-
-
-def read_plans(run_dir: Path) -> Plans:
-    """Raises NoRunError."""
-    earlier, problems = list[tuple[int, Plan]](), list[str]()
-    for path in sorted((run_dir / SET_ASIDE).glob(f"*/{CONFIG_FILE}")):
-        if (named := re.search(r"-step_(\d+)", path.parent.name)) is None:
-            continue  # a person's folder
-        try:
-            earlier.append((int(named[1]), _plan(path)))
-        except NoRunError as error:
-            problems.append(f"an earlier config: {error}")
-    return Plans(earlier=earlier, last=_plan(run_dir / CONFIG_FILE), problems=tuple(problems))
-
-
-def _plan(path: Path) -> Plan:
-    try:
-        config = OmegaConf.load(path)
-        if not isinstance(config, DictConfig):
-            raise NoRunError(f"{path} is no config")
-        return Plan.of(config)
-    except (OSError, AttributeError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
-        raise NoRunError(f"{path.parent} holds no training run of this version: {error}") from error
 
 
 def audit(run_dir: Path, summary: Mapping[str, Any] | None = None) -> Audit:

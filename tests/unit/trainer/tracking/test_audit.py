@@ -35,7 +35,8 @@ from rollout.types import (
 from tests.support.fakes import make_group
 from tests.support.paths import ROOT
 from tests.support.recordings import Screen
-from trainer.tracking.audit import NoRunError, audit
+from trainer.tracking.audit import audit
+from trainer.tracking.plans import NoRunError
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import JsonlSink, Tracker

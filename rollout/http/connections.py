@@ -14,8 +14,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from configs.serve import ServeConfig
 
 logger = logging.getLogger(__name__)
-SPARE = 32
-"""Connections beyond the limit that still get to send a request, so that it can be answered with 503."""
+SPARE = 128
+"""Connections beyond the limit that still get to send a request, so that it can be answered with 503. Also the backlog
+of a listener: asyncio accepts as many before it tells of the first."""
 
 
 @dataclass(slots=True)

@@ -14,10 +14,9 @@ from starlette.types import ASGIApp
 from configs.serve import ServeConfig
 from configs.validate import ConfigError
 from rollout.http.access import Access
-from rollout.http.connections import Connections, LimitedConfig, LimitedProtocol, affordable
+from rollout.http.connections import SPARE, Connections, LimitedConfig, LimitedProtocol, affordable
 from rollout.http.guard import Guard
 
-BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than clients keep one (httpx 5 s, aiohttp 15 s), so that
 they send no request on a connection that is being closed."""
@@ -36,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Port 0 takes a free port. Raises ConfigError when the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=SPARE)
     except OSError as error:
         raise ConfigError(f"serve.host={host}, serve.port={port}: cannot listen there: {error.strerror}") from None
 
@@ -60,6 +59,7 @@ async def serve(
         log_config=None,
         proxy_headers=False,
         access_log=False,
+        backlog=SPARE,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )

@@ -192,7 +192,7 @@ def test_where_all_connections_are_at_work_a_request_is_answered_with_503() -> N
 
 FEW_FILES = """
     import asyncio, resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
     from rollout.http.server import listen, served
     from starlette.responses import PlainTextResponse
 
@@ -220,7 +220,7 @@ def test_a_process_with_few_files_answers_under_a_flood(tmp_path: Path) -> None:
     host, port = "127.0.0.1", int(process.stdout.readline())
 
     async def flood() -> None:
-        half_open = [await asyncio.open_connection(host, port) for _ in range(200)]
+        half_open = [await asyncio.open_connection(host, port) for _ in range(600)]
         for _, writer in half_open:
             writer.write(b"GET / HT")
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:

@@ -41,9 +41,9 @@ class PauseMode(Enum):
     """What a pause does with requests in flight. Requests that arrive during the pause wait in every mode."""
 
     abort = "abort"
-    """They end at once, with the tokens they have."""
+    """They end at once, with the tokens they have. After an update they continue from there."""
     wait = "wait"
-    """They run to their end."""
+    """They run to their end. Only clients pause like that."""
     keep = "keep"
     """They freeze, and continue at the resume."""
 

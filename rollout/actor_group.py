@@ -23,6 +23,7 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "",
+    "VLLM_API_KEY": "",  # vLLM's app would refuse the gateway; rollout.http.guard stands in front of it
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }

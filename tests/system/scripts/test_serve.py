@@ -43,8 +43,10 @@ RUNNING, WAITING = "slipstream_running_requests", "slipstream_waiting_requests"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     overrides = ("device=cpu", "model.warmup_steps=0", "rollout.num_replicas=2", *LONG_ENOUGH)
-    with serving(tmp_path_factory.mktemp("serve"), *overrides, f"rollout.max_num_seqs={MAX_NUM_SEQS}") as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "of another server")
+        with serving(tmp_path_factory.mktemp("serve"), *overrides, f"rollout.max_num_seqs={MAX_NUM_SEQS}") as server:
+            yield server
 
 
 # -- pause through the gateway -----------------------------------------------------------------------------------------

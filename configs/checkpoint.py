@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in its run folder."""
@@ -23,6 +27,25 @@ class CheckpointConfig:
     """Checkpoints of steps that are multiples of this are kept for good; itself a multiple of `every`, null: none."""
     timeout_s: float = 1800.0
     """Deadline in seconds for staging a save, past which the train workers restart, and for writing it, which fails."""
+
+
+class UnreadableConfigError(ValueError):
+    """The message says why."""
+
+
+def read_config(path: Path) -> "DictConfig":
+    """Read the config of a run. Raises UnreadableConfigError."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        config = OmegaConf.load(path)
+    except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        raise UnreadableConfigError(f"{path}: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise UnreadableConfigError(f"{path} is no config")
+    return config
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -17,6 +17,7 @@ from statistics import fmean
 from configs.cli.evaluated import of_folder
 from configs.validate import ConfigError
 from scripts.launch.command import Ended, Invocation, Main, run_async
+from trainer.tracking.sinks import write_atomically
 
 NEEDED_FILES = ("val_files",)
 
@@ -47,7 +48,7 @@ def evaluate(given: Invocation) -> Ended:
         given.save_config()
         report = run_async(evaluate_model(config, device, given.run_dir))
         file = given.run_dir / "evaluation.json"
-        file.write_text(json.dumps(report, indent=2) + "\n")
+        write_atomically(file, (json.dumps(report, indent=2) + "\n").encode())
     sys.stdout.write(f"{table(report['scores'])}\n{file}\n")
     return Ended(exit_code=0, accuracy=fmean(fmean(prompt["accuracies"]) for prompt in report["prompts"]))
 

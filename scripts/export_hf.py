@@ -23,14 +23,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="float32 is what is trained, bit for bit")
     options = parser.parse_args()
     try:
-        checkpoint = find_checkpoint(options.checkpoint)
+        checkpoint = checkpoint_at(options.checkpoint)
         export(checkpoint, options.out_dir, options.dtype)
     except (CheckpointError, FileExistsError) as error:
         sys.exit(f"export_hf: {error}")
     sys.stdout.write(f"{options.out_dir}: the policy after {checkpoint.global_steps} steps, from {checkpoint.path}\n")
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def checkpoint_at(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest good one of that run folder. Raises CheckpointError."""
     folder = path / CHECKPOINTS
     if (path / MARKER).exists() or not folder.is_dir():

@@ -92,13 +92,13 @@ def _run(
     config, run_dir = given.config, given.run_dir
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)
     failed = FailedWrites(console.message)
-    continues = None if checkpoint is None else checkpoint.path.parent.parent
-    tracker = _make_tracker(given, failed, continues)
-    recorder = RunRecorder(run_dir, tracker, console, record_tokens=config.trainer.record_tokens)
-    ended = Ended(exit_code=FAILED)
+    tracker, ended = None, Ended(exit_code=FAILED)
     try:
         for message in messages:
             console.message(message)
+        continues = None if checkpoint is None else checkpoint.path.parent.parent
+        tracker = _make_tracker(given, failed, continues)  # up to half a minute
+        recorder = RunRecorder(run_dir, tracker, console, record_tokens=config.trainer.record_tokens)
         resumed = None if checkpoint is None else read(checkpoint, aside)
         if resumed is None and config.resume == "auto":
             recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
@@ -117,7 +117,8 @@ def _run(
         console.end("failed", f"{details}logs are in {run_dir}")
     finally:
         console.close()
-        tracker.close(ended.exit_code)
+        if tracker is not None:
+            tracker.close(ended.exit_code)
     return ended
 
 

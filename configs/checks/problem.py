@@ -22,13 +22,21 @@ class Problem(NamedTuple):
         return f"{self.key}={value.value if isinstance(value, Enum) else value}: {self.allowed}"
 
 
+def values(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every key of a config or a section of it, in full, with its value. A dict is one value."""
+    for field in fields(section):  # pyright: ignore[reportArgumentType]
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from values(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
 def null_bytes(config: Config) -> Iterator[Problem]:
     """Texts that no file, address or process can be called by."""
-    sections = [("", config), *((f"{field.name}.", getattr(config, field.name)) for field in fields(config))]
-    for prefix, section in sections:
-        for field in fields(section) if is_dataclass(section) else ():
-            if isinstance(value := getattr(section, field.name), str) and "\0" in value:
-                yield Problem(f"{prefix}{field.name}", "must not have a null byte", repr(value))
+    for key, value in values(config):
+        if isinstance(value, str) and "\0" in value:
+            yield Problem(key, "must not have a null byte", repr(value))
 
 
 def dotted_problems(key: str, path: str, known: Sequence[str], parameters: Sequence[str]) -> Iterator[Problem]:

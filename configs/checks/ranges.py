@@ -1,9 +1,8 @@
 """The smallest and largest value of every number."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 
-from configs.checks.problem import Problem
+from configs.checks.problem import Problem, values
 from configs.schema import Config
 
 NUM_ARITHMETIC = 29_168_384
@@ -81,7 +80,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def out_of_range(config: Config) -> Iterator[Problem]:
-    for key, value in _numbers(config):
+    for key, value in values(config):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
         low, high = bounds(key)
         if not low <= value <= high:  # nan, too
             yield Problem(key, f"must be between {low:.12g} and {high:.12g}")
@@ -90,12 +91,3 @@ def out_of_range(config: Config) -> Iterator[Problem]:
 def bounds(key: str) -> tuple[float, float]:
     """The smallest and the largest value, both allowed."""
     return RANGES.get(key, (1, SECONDS if key.endswith("_s") else COUNT))
-
-
-def _numbers(section: object, prefix: str = "") -> Iterator[tuple[str, float]]:
-    for field in fields(section):  # pyright: ignore[reportArgumentType]
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _numbers(value, f"{field.name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield prefix + field.name, value

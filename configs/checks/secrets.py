@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 
-from configs.checks.problem import Problem
+from configs.checks.problem import Problem, values
 from configs.schema import Config
 from configs.serve import TOKEN_ENV
 
@@ -33,17 +32,11 @@ def secret_in_argument(key: str, value: str, is_known: bool) -> str | None:
 
 
 def secret_problems(config: Config) -> Iterator[Problem]:
-    """Values that look like keys of services, or URLs with a password."""
-    for key, value in _texts(config):
-        if _SECRET_VALUE.search(value):
-            allowed = "holds a secret, which the run's files and W&B would show: give it in the environment"
+    """Values that look like keys of services, or URLs with a password, and what vLLM is given under a secret's name."""
+    allowed = "holds a secret, which the run's files and W&B would show: give it in the environment"
+    for key, value in values(config):
+        if isinstance(value, str | dict | list | tuple) and _SECRET_VALUE.search(str(value)):
             yield Problem(key, allowed, NOT_SHOWN)
-
-
-def _texts(section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for field in fields(section):  # pyright: ignore[reportArgumentType]
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _texts(value, f"{prefix}{field.name}.")
-        elif isinstance(value, str | dict):
-            yield prefix + field.name, str(value)
+    for name, value in config.rollout.engine_args.items():
+        if _SECRET_KEY.search(name) and isinstance(value, str):
+            yield Problem(f"rollout.engine_args.{name}", allowed, NOT_SHOWN)

@@ -1,11 +1,12 @@
 """A command line as Hydra reads it, told apart: options, overrides, and the jobs of a sweep."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from configs.validate import ConfigError
@@ -83,6 +84,12 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
         except HydraException as error:
             raise ConfigError(f"{override}: {str(error).splitlines()[0]}") from error
     return found
+
+
+def override(key: str, value: str) -> str:
+    """An override in Hydra's grammar, which wants quotes around what is no plain word."""
+    is_plain = re.fullmatch(r"[\w./:@+-]+", value)
+    return f"{key}={value if is_plain else QuotedString(value, Quote.double).with_quotes()}"
 
 
 def _choices(override: Override) -> list[str] | None:

@@ -6,8 +6,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from configs.checkpoint import CONFIG_FILE, is_checkpoint
+from configs.checkpoint import CONFIG_FILE, UnreadableConfigError, is_checkpoint, read_config
+from configs.load import one_line
 from configs.validate import ConfigError
 
 TAKEN = ("seed", "device", "gpu_share", "model", "data", "rollout", "evaluation", "ray")
@@ -42,7 +44,10 @@ def _content_of_run(folder: Path) -> dict[str, Any]:
     file = next((path for run in (folder, folder.parent.parent) if (path := run / CONFIG_FILE).is_file()), None)
     if file is None:
         raise ConfigError(f"{folder}: its run has no {CONFIG_FILE}; set model=hf, model.path and the keys of the run")
-    config = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    try:
+        config = OmegaConf.to_container(read_config(file), resolve=True)
+    except (UnreadableConfigError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{folder}: {one_line(error)}") from error
     assert isinstance(config, dict)
     content: dict[str, Any] = {str(key): value for key, value in config.items() if key in TAKEN}
     content["model"] = content.get("model", {}) | {"kind": "hf", "path": str(folder)}

@@ -1,11 +1,13 @@
 """Finds out that an agent worker hangs: a loop or a reward that blocks its event loop stops everything it runs."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rollout.errors import AgentWorkerLostError
 
+logger = logging.getLogger(__name__)
 PARTS = 4
 """The time to answer is waited for in so many parts. Where the driver itself stood still, only one of them is over."""
 MOST_NAMED = 8
@@ -43,7 +45,7 @@ class Heartbeat:
         """
         answer = asyncio.ensure_future(call)
         self._calls[answer] = ordinals
-        if self._watch is None:
+        if self._watch is None or (self._watch.done() and self._watch.exception() is None):  # it gave up asking
             self._watch = asyncio.create_task(self._keep_asking())
         watch = self._watch
         try:
@@ -66,7 +68,8 @@ class Heartbeat:
                 self._has_started = True
             while await self._answers():
                 await asyncio.sleep(self._timeout_s / PARTS)
-        except Exception:
+        except Exception as error:
+            logger.warning("%s cannot be asked whether it hangs: %r", self._name, error)
             return
         ordinals = sorted({ordinal for ordinals in self._calls.values() for ordinal in ordinals})
         named = ", ".join(map(str, ordinals[:MOST_NAMED])) + (", ..." if len(ordinals) > MOST_NAMED else "")

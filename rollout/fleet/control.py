@@ -170,11 +170,11 @@ class FleetControl:
     async def gauges(self) -> dict[str, float]:
         """Metrics of router, fleet and engines; `perf/replica_idle` and the throughput are since the last call."""
         totals = await self.totals()
-        now = time.monotonic()
-        seconds = now - self._last_time
+        read_at = time.monotonic()
+        seconds = read_at - self._last_time
         idle = 1 - (totals["busy_s"] - self._last_busy_s) / (seconds * max(1, len(self._fleet.running)))
         tokens = totals["tokens"] - self._last_tokens
-        self._last_time, self._last_busy_s, self._last_tokens = now, totals["busy_s"], totals["tokens"]
+        self._last_time, self._last_busy_s, self._last_tokens = read_at, totals["busy_s"], totals["tokens"]
         return {
             **self._fleet.router.gauges(),
             **self._fleet.gauges(),

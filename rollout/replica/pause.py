@@ -118,9 +118,11 @@ class PauseControl:
             raise
 
     async def resume(self) -> float:
-        """Returns for how many seconds the engine was frozen. Raises PauseConflictError on torn weights."""
+        """Returns for how many seconds the engine was frozen. Raises PauseConflictError on torn weights: the engine is
+        then opened by the update that makes them whole."""
         async with self._turn:
             if self.torn:
+                self.mode = None
                 raise PauseConflictError(f"{TORN} by a failed update: a whole update must come first")
             self._end_waits(PauseConflictError("a resume came while the pause waited for running requests"))
             before, self.mode = self.mode, None

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 from rollout.rewards.base import Reward
 from rollout.rewards.outcome import Raised
@@ -32,8 +32,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """Calls a reward that is known to be quick, as those of this project are, and no other task meanwhile runs. What it
-    returns may be awaitable."""
+    """Calls a reward that is async, or known to be quick, as those of this project are: no other task runs meanwhile.
+    Where it returns awaitables, all are awaited concurrently."""
 
     reward: Reward
     timeout_s: float
@@ -47,23 +47,10 @@ class Called:
             except BaseException as error:  # SystemExit too: a reward may execute code that a model wrote
                 outcomes.append(Raised(error))
         waiting = {index: outcome for index, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)}
-        calls = [_awaited(partial(_itself, outcome)) for outcome in waiting.values()]
+        calls = [_awaited(outcome) for outcome in waiting.values()]
         for index, outcome in zip(waiting, await _in_time(calls, self.timeout_s) if calls else [], strict=True):
             outcomes[index] = outcome
         return outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """Awaits an async reward, for all responses concurrently."""
-
-    reward: Reward
-    timeout_s: float
-    """rollout.reward_timeout_s."""
-
-    async def score(self, responses: Responses) -> list[object]:
-        calls = [partial(self.reward, prompt, text) for prompt, text in responses]
-        return await _in_time([_awaited(call) for call in calls], self.timeout_s) if calls else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +73,7 @@ class Threads:
 def place_in_worker(reward: Reward, timeout_s: float) -> Place:
     """Where a reward runs that gets no process of its own."""
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-    return Awaited(reward, timeout_s) if is_async else Threads(reward, timeout_s)
+    return Called(reward, timeout_s) if is_async else Threads(reward, timeout_s)
 
 
 async def _in_time(calls: Sequence[Coroutine[None, None, object]], timeout_s: float) -> list[object]:
@@ -116,15 +103,11 @@ async def _in_a_thread(call: Callable[[], object]) -> object:
     threading.Thread(target=work, name="reward", daemon=True).start()
     await ended.wait()
     [outcome] = outcomes
-    return await _awaited(partial(_itself, outcome)) if inspect.isawaitable(outcome) else outcome
+    return await _awaited(outcome) if inspect.isawaitable(outcome) else outcome
 
 
-def _itself(outcome: object) -> object:
-    return outcome
-
-
-async def _awaited(call: Callable[[], object]) -> object:
+async def _awaited(outcome: Awaitable[object]) -> object:
     try:
-        return await cast(Awaitable[object], call())
+        return await outcome
     except BaseException as error:
         return Raised(error)

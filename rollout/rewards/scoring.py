@@ -9,7 +9,7 @@ from configs.rollout import RewardPlace
 from configs.schema import RolloutConfig
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import settled
-from rollout.rewards.places import Awaited, Called, Place, Responses, place_in_worker
+from rollout.rewards.places import Called, Place, Responses, place_in_worker
 from rollout.rewards.processes import RewardProcesses
 from rollout.rewards.registry import find_reward
 
@@ -49,7 +49,7 @@ def load_scorer(rollout: RolloutConfig) -> RewardScorer:
 def _place(path: str, rollout: RolloutConfig) -> Place:
     reward = find_reward(path, rollout)
     in_worker = place_in_worker(reward, rollout.reward_timeout_s)
-    if isinstance(in_worker, Awaited):
+    if isinstance(in_worker, Called):
         return in_worker
     if path in QUICK_REWARDS or rollout.reward_runs_in is RewardPlace.loop:
         return Called(reward, rollout.reward_timeout_s)

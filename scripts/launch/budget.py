@@ -1,14 +1,13 @@
 """What a run takes, as far as it can be computed before it starts: tokens, epochs, memory by parts."""
 
-import json
 import shutil
-import struct
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from configs.schema import Config, DType, ModelKind, Staging, Transport
 from configs.validate import ConfigError
@@ -41,7 +40,7 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
 def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
     """Bytes that follow from the number of parameters. Activations and what libraries take are not among them."""
     if num_parameters is None:
-        return {"memory": "unknown: the model's weights are not on this machine yet"}
+        return {"memory": "unknown: no safetensors of the model are on this machine"}
     rollout = config.rollout
     weights = num_parameters * NUM_BYTES[rollout.dtype]
     per_worker = weights / rollout.tensor_parallel_size
@@ -109,15 +108,16 @@ def num_parameters(config: Config) -> int | None:
             folder = Path(snapshot_download(model.path or "", local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
             return None
-    return sum(map(_parameters_of, folder.glob("*.safetensors"))) or None
+    return sum(map(_parameters_of, folder.glob("model*.safetensors"))) or None  # what transformers loads
 
 
 def _parameters_of(file: Path) -> int:
-    """The header is JSON behind its length in 8 bytes (https://github.com/huggingface/safetensors#format)."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    """Raises ConfigError for a file that is damaged, or the pointer of git-lfs to one."""
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"model.path={file.parent}: {file.name} cannot be read: {error}") from error
 
 
 def shown(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,12 @@ class RayDiedError(RuntimeError):
 
 
 def _raylets() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if child.name() == "raylet":
+                found.append(child)
+    return found
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.checkpoint import CONFIG_FILE, OVERRIDES
 from configs.checks.sections import TRAIN_AND_VAL
-from configs.cli.arguments import Arguments, parse
+from configs.cli.arguments import Arguments, override, parse
 from configs.cli.compose import compose_job, folder, folder_pattern
 from configs.cli.help import Help
 from configs.cli.overrides import check_overrides
@@ -143,7 +143,8 @@ class Main:
         sweep_dir, pinned = None, ""
         if jobs:
             sweep_dir = jobs[0].sweep_dir
-            pinned = _pinned("run", jobs[0].run_dir) if sweep_dir is None else _pinned("sweep", sweep_dir)
+            part, path = ("run", jobs[0].run_dir) if sweep_dir is None else ("sweep", sweep_dir)
+            pinned = override(f"hydra.{part}.dir", str(path))
         ended: list[Ended] = []
         if sweep_dir is not None:
             sweep.remove_earlier(sweep_dir)
@@ -211,11 +212,6 @@ class Main:
             text = f"{type(first).__name__}: {first}"
             sys.stderr.write(f"failed: {text}\nlogs are in {given.run_dir}\n")
             return Ended(exit_code=FAILED, error=text)
-
-
-def _pinned(part: str, path: Path) -> str:
-    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'hydra.{part}.dir="{escaped}"'
 
 
 def _own(jobs: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -1,7 +1,6 @@
 """What a run says at its end: what it reached and left, and the commands that go on from there."""
 
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from configs.checkpoint import CHECKPOINTS
+from configs.cli.arguments import override
 from trainer.checkpoint.store import CheckpointStore
 
 SERVED = {"data", "rollout", "ray", "serve", "recipe", "device", "gpu_share"}
@@ -98,14 +98,6 @@ def stopped(given: CommandLine) -> str:
         return f"{head}\nto go on from step {int(checkpoint.name.removeprefix('step_'))}:\n  {in_place}"
     again = in_place if "resume=auto" in given.overrides else given.module("train", *given.overrides)
     return f"{head}\nno checkpoint was saved yet; to start again:\n  {again}"
-
-
-def override(key: str, value: str) -> str:
-    """An override in Hydra's grammar, which wants quotes around what is no plain word."""
-    if re.fullmatch(r"[\w./:@+-]+", value):
-        return f"{key}={value}"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}="{escaped}"'
 
 
 def _key(given: str) -> str:

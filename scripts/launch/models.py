@@ -17,7 +17,7 @@ from configs.schema import Config, ModelKind, Staging
 from configs.validate import ConfigError
 from rollout.data.arithmetic import Problem, demonstrations, split_problems
 from rollout.engines.base import EngineSpec
-from scripts.export_hf import export, find_checkpoint
+from scripts.export_hf import checkpoint_at, export
 from trainer.checkpoint.store import CheckpointError
 from trainer.tracking.console import Console
 
@@ -88,7 +88,7 @@ async def policy_model(config: Config, boot_path: str, console: Console) -> str:
 def _exported_model(config: Config, folder: Path) -> str:
     """Writes a checkpoint of this project in the form that transformers and vLLM load. Raises ConfigError."""
     try:
-        export(find_checkpoint(Path(config.model.path or "").expanduser()), folder, "float32")
+        export(checkpoint_at(Path(config.model.path or "").expanduser()), folder, "float32")
     except CheckpointError as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return str(folder)

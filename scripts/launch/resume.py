@@ -4,11 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from configs.checkpoint import CHECKPOINTS, CONFIG_FILE
+from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, UnreadableConfigError, read_config
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.snapshot import RolloutState, decode
@@ -117,10 +113,9 @@ def _unsaved(run_dir: Path) -> str | None:
     if CheckpointStore(run_dir / CHECKPOINTS).newest_saved() is not None or (run_dir / SUMMARY_FILE).exists():
         return None
     try:
-        config = OmegaConf.load(run_dir / CONFIG_FILE)
-    except (OSError, YAMLError, OmegaConfBaseException):
+        return str(read_config(run_dir / CONFIG_FILE).get("resume"))
+    except UnreadableConfigError:
         return None
-    return str(config.get("resume")) if isinstance(config, DictConfig) else None
 
 
 def _path(resume: str) -> Path:

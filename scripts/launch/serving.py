@@ -68,7 +68,8 @@ async def start_replicas(
 ) -> tuple[str, list[ReplicaHandle]]:
     """Starts replicas of the model, as version 0. Returns the model's path, too."""
     placement = await reserve(config, device)
-    model_path = await policy_model(config, await boot_model(config, run_dir), console)
+    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "warming the model up"):
+        model_path = await policy_model(config, await boot_model(config, run_dir), console)
     console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
     spec = replace(engine_spec(config, device, model_path), log_stats=log_stats)
     create = partial(create_replica, spec=spec, on_start=output_to(run_dir))

@@ -30,6 +30,8 @@ from trainer.tracking.records import (
 )
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
 
+DISCARD_REASONS = ("filtered", "aborted", "stale", "failed")
+"""Those that summary.json counts."""
 ROUNDING = 1e-4
 """Largest difference between a mean that the run logged and the mean of its records."""
 
@@ -142,10 +144,15 @@ class _Auditor:
         if not path.exists():
             return None
         try:
-            return dict(json.loads(path.read_bytes()))
+            summary = dict(json.loads(path.read_bytes()))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             self._find(f"{SUMMARY_FILE} is damaged: {error}")
             return {}
+        counts = {"recorded_since", *(f"{reason}_groups" for reason in DISCARD_REASONS)}
+        for key in counts & summary.keys():
+            if type(summary[key]) is not int:
+                self._find(f"{SUMMARY_FILE} says {key}={summary.pop(key)!r}, must be a whole number")
+        return summary
 
     def _read_metrics(self) -> list[dict[str, Any]]:
         path = self._run_dir / METRICS_FILE
@@ -291,7 +298,7 @@ class _Auditor:
             if summary.get(key) != found:
                 self._find(f"{SUMMARY_FILE} says {key}={summary.get(key)}, the records {found}")
         reasons = Counter(discarded.values())
-        for key in ("filtered", "aborted", "stale", "failed"):
+        for key in DISCARD_REASONS:
             said = summary.get(f"{key}_groups", 0)
             if first == 1 and reasons[key] < said:
                 self._find(f"{SUMMARY_FILE} says {key}_groups={said}, {DISCARDED}/ {reasons[key]}")

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from configs.checkpoint import CONFIG_FILE
+from configs.checkpoint import CONFIG_FILE, read_config
 from configs.schema import StalePolicy
 from trainer.tracking.set_aside import SET_ASIDE
 
@@ -89,9 +88,6 @@ def read_plans(run_dir: Path) -> Plans:
 
 def _plan(path: Path) -> Plan:
     try:
-        config = OmegaConf.load(path)
-        if not isinstance(config, DictConfig):
-            raise NoRunError(f"{path} is no config")
-        return Plan.of(config)
-    except (OSError, AttributeError, TypeError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        return Plan.of(read_config(path))
+    except (AttributeError, TypeError, ValueError, OmegaConfBaseException) as error:
         raise NoRunError(f"{path.parent} holds no training run of this version: {error}") from error

@@ -4,7 +4,7 @@ import pytest
 
 from configs.cli.overrides import check_overrides
 from configs.load import key_docs
-from configs.schema import Config, DataConfig, ModelConfig, ModelKind
+from configs.schema import Config, DataConfig, ModelConfig, ModelKind, RolloutConfig, WandbConfig
 from configs.validate import ConfigError, check
 
 HF = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
@@ -44,9 +44,10 @@ def test_a_secret_in_a_value_from_any_source_is_refused_and_not_shown() -> None:
     for config in (
         Config(model=ModelConfig(kind=ModelKind.hf, path="https://me:s3cret@models.example/policy")),
         Config(data=DataConfig(train_files="https://s3cret@data.example/a.jsonl", val_files="b.jsonl")),
+        Config(rollout=RolloutConfig(engine_args={"hf_token": "s3cret"})),
+        Config(wandb=WandbConfig(tags=[HF])),
     ):
-        with pytest.raises(
-            ConfigError, match=r"^(model\.path|data\.train_files)=\(not shown\): holds a secret"
-        ) as found:
+        key = r"(model\.path|data\.train_files|rollout\.engine_args\.hf_token|wandb\.tags)"
+        with pytest.raises(ConfigError, match=rf"^{key}=\(not shown\): holds a secret") as found:
             check(config)
-        assert "s3cret" not in str(found.value)
+        assert "s3cret" not in str(found.value) and HF not in str(found.value)

@@ -53,5 +53,9 @@ def test_what_is_no_run_is_refused_and_other_arguments_stay(tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither a model nor a run with checkpoints"):
         of_folder([str(tmp_path / "empty")])
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("model: [")
+    with pytest.raises(ConfigError, match="config.yaml: while parsing"):
+        of_folder([str(tmp_path)])
     for arguments in ([], ["model=hf", "model.path=x"], ["--cfg", "job"]):
         assert of_folder(arguments) == arguments

@@ -197,16 +197,19 @@ async def test_torn_weights_stay_frozen_until_an_update_is_whole(control: PauseC
 async def test_torn_weights_can_be_paused_and_then_both_must_end(
     control: PauseControl, engine: ClockedEngine, mode: PauseMode, tokens: tuple[int, str]
 ) -> None:
+    """In any order: a resume that is refused has ended the pause."""
     running = start(engine, "a", 4)
     await asyncio.sleep(0.5)
     await tear(control)
     await control.pause(mode)
-    with pytest.raises(PauseConflictError):
-        await control.resume()
     await update(control)
     assert not control.torn and control.mode is mode
     await assert_frozen(engine)
-    await control.resume()
+    await tear(control)
+    with pytest.raises(PauseConflictError):
+        await control.resume()
+    await assert_frozen(engine)
+    await update(control)
     await assert_open(control, engine)
     assert answer(await running) == tokens
 

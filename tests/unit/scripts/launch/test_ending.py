@@ -103,13 +103,13 @@ def test_a_run_that_is_stopped_names_the_one_command_that_goes_on(
     assert composed(command) == ("train", expected)
 
 
-def test_a_folder_with_blanks_elsewhere_is_quoted_for_the_shell_and_for_hydra(tmp_path: Path) -> None:
-    there = given(tmp_path / "my runs", checkpoints=(3,))
+def test_a_folder_with_blanks_and_backslashes_is_quoted_for_the_shell_and_for_hydra(tmp_path: Path) -> None:
+    there = given(tmp_path / "my \\ru ns\\", checkpoints=(3,))
     line = CommandLine(
         run_dir=there.run_dir, overrides=(), sizes="tiny", python=tmp_path / ".venv/bin/python", folder=tmp_path / "x"
     )
     _, _, _, *words = shlex.split(stopped(line).splitlines()[-1])
-    assert words == [f'hydra.run.dir="{there.run_dir}"', "resume=auto"]
+    assert words[0].startswith('hydra.run.dir="') and words[1:] == ["resume=auto"]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         found = compose("train", overrides=words, return_hydra_config=True)
     assert found.hydra.run.dir == str(there.run_dir)

@@ -44,11 +44,14 @@ def test_a_plan_reads_the_data_that_is_there(tmp_path: Path) -> None:
 
 
 def test_memory_follows_from_the_headers_of_the_weights(tmp_path: Path) -> None:
-    """One billion parameters, of which only the header is there."""
-    header = {"__metadata__": {}, "a": {"shape": [1000, 1000, 500]}, "b": {"shape": [500_000_000]}}
-    for name, entry in (("a", "a"), ("b", "b")):
-        text = json.dumps({"__metadata__": {}, entry: header[entry]}).encode()
-        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    """One billion parameters in files with a hole in the place of the data."""
+    for number, shape in enumerate(([1000, 1000, 500], [500_000_000])):
+        tensor = {"dtype": "I8", "shape": shape, "data_offsets": [0, 500_000_000]}
+        text = json.dumps({"a": tensor}).encode()
+        for name in (f"model-0000{number}-of-00002", "consolidated"):  # which transformers does not load
+            with (tmp_path / f"{name}.safetensors").open("wb") as file:
+                file.write(struct.pack("<Q", len(text)) + text)
+                file.truncate(file.tell() + 500_000_000)
     config = changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path), trainer__num_ranks=4)
     config = changed(config, rollout__dtype=DType.bfloat16, rollout__tensor_parallel_size=2)
     known = budget.num_parameters(config)
@@ -61,6 +64,9 @@ def test_memory_follows_from_the_headers_of_the_weights(tmp_path: Path) -> None:
     assert "gradients 953.7 MiB" in large["per_rank"]
     assert "shared" not in budget.memory_parts(changed(config, weight_sync__transport=Transport.collective), known)
     assert budget.num_parameters(changed(config, model__path="no/such-model-here")) is None
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match="model.safetensors cannot be read: "):
+        budget.num_parameters(config)
 
 
 def test_too_little_shared_memory_is_warned_of() -> None:

@@ -359,6 +359,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "the number of steps": (change_json("summary.json", steps=3), "summary.json says steps=3, the records 4"),
     "the accuracy": (change_json("summary.json", accuracy_after=0.9), "accuracy_after=0.9, the records 0.5"),
     "the staleness": (change_json("summary.json", max_token_staleness=0), "max_token_staleness=0, the records 1"),
+    "a count that is none": (change_json("summary.json", recorded_since="x"), "recorded_since='x', must be a whole"),
     "half a summary": (lambda run_dir: (run_dir / "summary.json").write_text('{"st'), "summary.json is damaged"),
 }
 

@@ -173,7 +173,7 @@ class ReplicaFleet:
         if (why := CANNOT_DRAIN.get(self.lives[name].state)) is not None:
             raise FleetRefusalError(f"{name} cannot be drained: {why}")
         self.lives[name].enter(ReplicaState.DRAINING)
-        self.reasons[name] = "it ends when it has finished what it has"
+        self.reasons[name] = "ends when its requests have"
         self._tell(FleetEventKind.DRAINING, name, f"{name} drains")
         await self.router.eject(name, RuntimeError("draining"))
 

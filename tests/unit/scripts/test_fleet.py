@@ -51,7 +51,7 @@ def test_status_add_drain_and_remove(tmp_path: Path) -> None:
         assert await call("drain", "replica-0") == "replica-0 drains"
         assert await call("status") == (
             f"name       state     version  running  tokens/s  {'node':{width}}  why\n"
-            f"replica-0  DRAINING  7        0        0.0       {node:{width}}  it ends when it has finished what it has\n"
+            f"replica-0  DRAINING  7        0        0.0       {node:{width}}  ends when its requests have\n"
             f"replica-1  READY     7        0        0.0       {node:{width}}  -\n"
             f"replica-2  DEAD      -1       0        0.0       {'-':{width}}  removed by the operator\n"
             f"replica-3  STARTING  -1       0        0.0       {'-':{width}}  -"

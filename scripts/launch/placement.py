@@ -101,20 +101,16 @@ class Placement:
 
     async def reserve_replica(self) -> PlacementGroup:
         """Waits without a deadline until there is room, maybe because a node joins. Spreads replicas, unless weights
-        travel within one machine: ConfigError where the train workers' has no room."""
+        travel within one machine: then on that of the train workers."""
         home = next(iter(node_ids(self.trainer)), None) if self._is_on_one_machine and self.trainer else None
         # Ray's own strategies spread the bundles of one group. A group per replica can end with it; hence the hint,
         # which Ray follows while that node has room.
-        target = home or choose_node(self._nodes(), self._replica)
-        group = placement_group([dict(self._replica)], "STRICT_PACK", _soft_target_node_id=target)
+        target = None if home else choose_node(self._nodes(), self._replica)
+        only = [{"ray.io/node-id": home} if home else {}]
+        bundles = [dict(self._replica)]
+        group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=target, bundle_label_selector=only)
         try:
             await group.ready()
-            if home is not None and node_ids(group) != [home]:
-                transport = self._config.weight_sync.transport.value
-                raise ConfigError(
-                    f"weight_sync.transport={transport}: works within one machine, and that of the train workers has "
-                    f"no room for {_words(self._replica)} of a replica; collective and filesystem work between machines"
-                )
         except BaseException:
             remove_placement_group(group)
             raise
@@ -175,10 +171,13 @@ class Placement:
             for node in ray.nodes()
             if node["Alive"]
         )
+        transport = config.weight_sync.transport.value
+        within_one = f", all on one machine for weight_sync.transport={transport} (collective and filesystem need not)"
         return (
             f"trainer.num_ranks={config.trainer.num_ranks} with {_words(self._rank)} each, rollout.num_replicas="
-            f"{config.rollout.num_replicas} with {_words(self._replica)} each, on one node each: Ray found no room "
-            f"within ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
+            f"{config.rollout.num_replicas} with {_words(self._replica)} each, on one node each"
+            f"{within_one if self._is_on_one_machine else ''}: Ray found no room within "
+            f"ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
             f"and {free.get('CPU', 0):g} CPU of the nodes {nodes}"
         )
 

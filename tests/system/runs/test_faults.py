@@ -70,8 +70,8 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         for name in ("replica-2", "replica-3"):
             run.wait_for(f"{name} is in service", RECOVERY_DEADLINE_S)
         assert num_steps(run) > steps + 2, "the trainer did not stop"
-        rows = [line.split()[:2] for line in fleet(run, "status").stdout.splitlines()[1:]]
-        assert rows == [[name, "READY"] for name in (other, "replica-2", "replica-3")]
+        states = dict(line.split()[:2] for line in fleet(run, "status").stdout.splitlines()[1:])
+        assert states == {dead: "DEAD", other: "READY", "replica-2": "READY", "replica-3": "READY"}
         find(run, "ray::Replica").send_signal(signal.SIGSTOP)
         stopped = given_up(run, 2)
         leaving = min({"replica-2", "replica-3"} - {stopped})

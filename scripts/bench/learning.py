@@ -23,7 +23,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -44,6 +44,8 @@ from scripts.launch.data import load_rows
 from scripts.launch.run import train
 from scripts.launch.start import StartedRun, make_workers, owner, start
 from trainer.tracking.console import PlainConsole
+from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.sinks import Tracker
 from weight_sync.transports.cleanup import release_all
 
 logger = logging.getLogger(__name__)
@@ -61,15 +63,16 @@ class Arm:
         return f"S={self.max_staleness} {'corrected' if self.corrected else 'uncorrected'}"
 
 
-@dataclass
-class Curve:
-    """A recorder that keeps the learning curve of one training, by optimizer steps taken."""
+class Curve(RunRecorder):
+    """A recorder that keeps the learning curve of one training too, by optimizer steps taken."""
 
-    samples: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """Trajectories trained."""
-    seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0})
-    accuracy: dict[int, float] = field(default_factory=dict)
-    """Held-out accuracy. A step that is due while another evaluation still runs is skipped, and is missing here."""
+    def __init__(self, run_dir: Path, console: PlainConsole):
+        super().__init__(run_dir, Tracker([]), console)
+        self.samples = {0: 0}
+        """Trajectories trained."""
+        self.seconds = {0: 0.0}
+        self.accuracy: dict[int, float] = {}
+        """Held-out accuracy. A step that is due while another evaluation runs is skipped, and is missing here."""
 
     def record_step(
         self,
@@ -78,21 +81,13 @@ class Curve:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
     ) -> None:
-        trained = sum(len(group.trajectories) for group in groups)
-        self.samples[global_steps] = self.samples[global_steps - 1] + trained
-        self.seconds[global_steps] = self.seconds[global_steps - 1] + metrics["timing_s/step"]
+        super().record_step(global_steps, metrics, groups, advantages)
+        self.samples[global_steps] = self.counts.trajectories
+        self.seconds[global_steps] = self.counts.training_seconds
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
+        super().record_evaluation(global_steps, evaluation)
         self.accuracy[global_steps] = evaluation.accuracy
-
-    def record_skipped_step(self, global_steps: int, reason: str, groups: Any, advantages: Any) -> tuple[int, str]:
-        raise RuntimeError(f"step {global_steps}: {reason}")
-
-    def snapshot(self) -> bytes:
-        return b""
-
-    def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
-        return more
 
 
 def final(curve: Curve) -> tuple[float, float]:
@@ -106,9 +101,9 @@ async def train_arm(config: Config, parts: StartedRun, run_dir: Path, policy_pat
     workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
     try:
         await workers.setup(policy_path)
-        curve = Curve()
+        curve = Curve(Path(tempfile.mkdtemp(dir=run_dir)), console)
         started = await another_run(config, parts, workers)
-        await train(config, started, console=console, recorder=curve)  # pyright: ignore[reportArgumentType]
+        await train(config, started, console=console, recorder=curve)
         return curve
     finally:
         workers.kill()
@@ -131,6 +126,7 @@ async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[d
                         policy_path = await warm_up.remote(config)
                         results.append({})
                         for arm in arms:
+                            console = PlainConsole(base.trainer.total_steps, log)
                             curve = await train_arm(with_arm(config, arm), parts, run_dir, policy_path, console)
                             results[-1][arm] = curve
                             logger.info("seed %d, %s: %.3f in %.1f s", seed, arm.name, *final(curve))

@@ -19,6 +19,7 @@ class Optimizer:
             lr=lr,
             betas=(trainer.adam_beta1, trainer.adam_beta2),
             weight_decay=trainer.weight_decay,
+            fused=True,
         )
 
     def clip(self) -> float:

@@ -33,6 +33,7 @@ class Result:
 def run_ours(config: Config, model: str, run_dir: Path) -> Result:
     """Run scripts.train. Its time is `timing_s/elapsed` of the last step: from the start of rollouts and trainer until
     the last update is live."""
+    saves_nothing = ["checkpoint.every=0", "trainer.record_tokens=false"]  # as TRL's arm
     quiet = ["plain_console=true", "wandb.mode=disabled", f"hydra.run.dir={run_dir}"]
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     command = [
@@ -40,6 +41,7 @@ def run_ours(config: Config, model: str, run_dir: Path) -> Result:
         "-m",
         "scripts.train",
         *overrides(config.trainer.total_steps, config.seed, model),
+        *saves_nothing,
         *quiet,
     ]
     run_logged(command, run_dir.with_suffix(".log"), os.environ | {"PYTHONPATH": str(REPO_ROOT)})

@@ -172,6 +172,9 @@ class AlgorithmConfig:
     """With gae: lambda, where 1 is the return minus the value and 0 the one-step temporal difference."""
     normalize_by_std: bool = True
     """With grpo and grpo_passk: divide advantages by the standard deviation of a group's rewards; false is Dr. GRPO."""
+    turn_credit: bool = True
+    """Where an environment rewards turns: give each turn an advantage of its own, by what came from it on (estimators
+    that compare a group); false gives all turns that of the whole trajectory."""
     filter_groups: bool = False
     """Leave out groups whose rewards are all equal, and sample other prompts in their places (DAPO)."""
     max_sample_batches: int = 30

@@ -9,7 +9,15 @@ from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
 from rollout.failures import FailureBudget, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
-from rollout.types import DiscardedGroup, DiscardReason, Prompt, TrainBatch, Trajectory, TrajectoryGroup
+from rollout.types import (
+    DiscardedGroup,
+    DiscardReason,
+    Prompt,
+    TokenSequence,
+    TrainBatch,
+    Trajectory,
+    TrajectoryGroup,
+)
 
 
 class TooFewGroupsError(RuntimeError):
@@ -163,7 +171,7 @@ class TrajectoryBuffer:
         is_fresh = partial(self.ledger.window.is_fresh, step=step)
         fresh = [replace(g, trajectories=tuple(mask_stale(t, is_fresh) for t in g.trajectories)) for g in groups]
         num_before, num_after = (
-            sum(int(trajectory.loss_mask.sum()) for group in some for trajectory in group.trajectories)
+            sum(trajectory.num_loss_tokens for group in some for trajectory in group.trajectories)
             for some in (groups, fresh)
         )
         return TrainBatch(groups=tuple(fresh), masked_tokens=num_before - num_after)
@@ -187,10 +195,14 @@ def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
 
 def mask_stale(trajectory: Trajectory, is_fresh: Callable[[int], bool]) -> Trajectory:
     """Take the tokens of stale versions out of the loss mask. Returns a copy where any are."""
-    stale = [span for span in trajectory.spans if not is_fresh(span.global_steps)]
-    if not stale:
+    if all(map(is_fresh, trajectory.versions)):
         return trajectory
-    loss_mask = trajectory.loss_mask.copy()
-    for span in stale:
-        loss_mask[span.start : span.end] = False
-    return replace(trajectory, loss_mask=loss_mask)
+    return replace(trajectory, sequences=tuple(_mask_stale(sequence, is_fresh) for sequence in trajectory.sequences))
+
+
+def _mask_stale(sequence: TokenSequence, is_fresh: Callable[[int], bool]) -> TokenSequence:
+    loss_mask = sequence.loss_mask.copy()
+    for span in sequence.spans:
+        if not is_fresh(span.global_steps):
+            loss_mask[span.start : span.end] = False
+    return replace(sequence, loss_mask=loss_mask)

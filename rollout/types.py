@@ -143,18 +143,68 @@ class GenerationRequest:
     """Whether an engine was at work on it before. Set by the replica: such a request takes a seat before new ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """The reward for what the policy did in a response up to token `end`, since the turn before.
+
+    Example: (TurnReward(12, 0.5), TurnReward(40, 1.0)): tokens [0, 12) and [12, 40) are two turns with a reward each.
+    """
+
+    end: int
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trajectory:
-    """A finished episode with its reward: one training sequence."""
+class TokenSequence:
+    """One sequence that the model read and wrote: a linear episode is one, an episode with branches several.
+
+    The prompt of a branch is all that precedes its own tokens, those of other sequences too, so that every sampled
+    token is in the response of exactly one sequence.
+
+    Example, a second turn that was sampled twice: (prompt=[p], response=[a o b]) and (prompt=[p a o], response=[c]).
+    """
 
     prompt_ids: IntArray  # [P]
-    response_ids: IntArray  # [R] sampled tokens, and tokens of an environment where there is one
+    response_ids: IntArray  # [R] sampled tokens, and between them tokens of the other side
     loss_mask: BoolArray  # [R] true where the policy sampled the token
-    rollout_logprobs: FloatArray  # [R] behaviour logprobs, 0 where loss_mask is false
+    rollout_logprobs: FloatArray  # [R] behaviour logprobs, 0 where the policy did not sample the token
     spans: tuple[VersionSpan, ...]
     """Version spans over the sampled tokens of [0, R)."""
+    turn_rewards: tuple[TurnReward, ...] = ()
+    """By `end`, ascending, for an episode that is rewarded by turns. The trajectory's reward contains them."""
+
+    @classmethod
+    def of(cls, prompt_ids: Iterable[int], response: Completion, loss_mask: BoolArray | None = None) -> Self:
+        """The sequence of a response. `loss_mask`: where the policy sampled it; everywhere if not given."""
+        return cls(
+            prompt_ids=np.fromiter(prompt_ids, np.int32),
+            response_ids=response.token_ids,
+            loss_mask=np.ones(response.num_tokens, np.bool_) if loss_mask is None else loss_mask,
+            rollout_logprobs=response.logprobs,
+            spans=response.spans,
+        )
+
+    @property
+    def token_ids(self) -> IntArray:
+        """[P + R]"""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    def token_versions(self) -> IntArray:
+        """[R] `global_steps` of every token, -1 where the policy did not sample it."""
+        versions = np.full(len(self.response_ids), -1, np.int32)
+        for span in self.spans:
+            versions[span.start : span.end] = span.global_steps
+        return versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """A finished episode with its reward."""
+
+    sequences: tuple[TokenSequence, ...]
+    """In the order in which they began; none if the policy was never asked."""
     reward: float
-    """What the reward function gave; 0 where there is an `error`."""
+    """What the reward function gave, or the sum of what the environment gave; 0 where there is an `error`."""
     finish_reason: str
     """"stop", "length" (the response reached its limit of tokens or turns) or "abort"."""
     text: str
@@ -185,12 +235,19 @@ class Trajectory:
         counts in no baseline."""
         return self.error is None and self.finish_reason != "abort"
 
-    def token_versions(self) -> IntArray:
-        """[R] `global_steps` of every token, -1 where the policy did not sample it."""
-        versions = np.full(len(self.response_ids), -1, np.int32)
-        for span in self.spans:
-            versions[span.start : span.end] = span.global_steps
-        return versions
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses."""
+        return sum(len(sequence.response_ids) for sequence in self.sequences)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """`global_steps` of its sampled tokens."""
+        return frozenset(span.global_steps for sequence in self.sequences for span in sequence.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -222,11 +279,11 @@ class TrajectoryGroup:
     @property
     def min_version(self) -> int:
         """`global_steps` of the oldest weights that sampled a token. ValueError where there is no token."""
-        return min(span.global_steps for trajectory in self.trajectories for span in trajectory.spans)
+        return min(version for trajectory in self.trajectories for version in trajectory.versions)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
 
 
 class DiscardReason(Enum):

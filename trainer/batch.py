@@ -2,17 +2,18 @@
 
 Pure numpy: the driver builds batches, the train workers only turn them into tensors. Layout, budget and number of ranks
 do not change loss or gradient, because each token carries everything it needs, its loss weight included, and no
-trajectory is split.
+sequence is split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Layout
-from rollout.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
+from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
 from trainer.tokens import TokenSignals, join
 
 PADDING = -1
@@ -22,7 +23,7 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One row of a micro-batch: a prompt with one response (padded layout) or with several (shared prompt).
+    """One row of a micro-batch: a sequence (padded layout), or a prompt with several responses (shared prompt).
 
     Example, prompt [p q] with responses [a b] and [x y z]; the last token of a response is a target only:
         input_ids    p q a x y
@@ -55,8 +56,8 @@ class MicroBatch:
     tokens: TokenSignals
 
     @property
-    def num_trajectories(self) -> int:
-        return int(self.tokens.trajectories.max(initial=-1)) + 1
+    def num_sequences(self) -> int:
+        return int(self.tokens.sequences.max(initial=-1)) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +83,13 @@ class StepBatch:
         return gathered
 
 
+class Placed(NamedTuple):
+    """A sequence, and the place of its first loss token in the step."""
+
+    sequence: TokenSequence
+    first_token: int
+
+
 def assemble(
     groups: Sequence[TrajectoryGroup],
     tokens: TokenSignals,
@@ -102,16 +110,18 @@ def assemble(
     rows: list[Row] = []
     number, first_token = 0, 0
     for group in groups:
-        learning: list[tuple[Trajectory, int]] = []
+        learning: list[Placed] = []
         for trajectory in group.trajectories:
-            if is_learning[number]:
-                learning.append((trajectory, first_token))
+            for sequence in trajectory.sequences:
+                num_tokens = int(sequence.loss_mask.sum())
+                if is_learning[number] and num_tokens:
+                    learning.append(Placed(sequence, first_token))
+                first_token += num_tokens
             number += 1
-            first_token += int(trajectory.loss_mask.sum())
         if layout is Layout.padded:
             rows += [_row([one]) for one in learning]
-        elif learning:
-            rows.append(_row(learning))
+        else:
+            rows += [_row(list(same)) for same in _by_prompt(learning)]
     if first_token != len(tokens.targets):
         raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     per_rank = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(rows, num_ranks)]
@@ -123,23 +133,31 @@ def assemble(
     return StepBatch(micro_batches=micro_batches, num_tokens=len(tokens.targets))
 
 
-def _row(learning: list[tuple[Trajectory, int]]) -> Row:
-    """Put trajectories of one prompt into one row. Each comes with the place of its first loss token in the step."""
-    prompt_ids = learning[0][0].prompt_ids
+def _by_prompt(placed: Sequence[Placed]) -> Iterable[list[Placed]]:
+    """Sequences with the same prompt together."""
+    prompts: dict[bytes, list[Placed]] = {}
+    for one in placed:
+        prompts.setdefault(one.sequence.prompt_ids.tobytes(), []).append(one)
+    return prompts.values()
+
+
+def _row(learning: Sequence[Placed]) -> Row:
+    """Put sequences of one prompt into one row."""
+    prompt_ids = learning[0].sequence.prompt_ids
     num_prompt = len(prompt_ids)
     ids, positions = [prompt_ids], [np.arange(num_prompt)]
     segments = [np.full(num_prompt, PROMPT)]
     sources, indices = [], []
     offset = num_prompt
-    for segment, (trajectory, first_token) in enumerate(learning, 1):
-        inputs = trajectory.response_ids[:-1]
+    for segment, (sequence, first_token) in enumerate(learning, 1):
+        inputs = sequence.response_ids[:-1]
         ids.append(inputs)
         positions.append(num_prompt + np.arange(len(inputs)))
         segments.append(np.full(len(inputs), segment))
         # The first response token is predicted at the prompt's end, every later one at the token before it.
         source = np.concatenate([[num_prompt - 1], offset + np.arange(len(inputs))])
-        sources.append(source[trajectory.loss_mask])
-        indices.append(first_token + np.arange(int(trajectory.loss_mask.sum())))
+        sources.append(source[sequence.loss_mask])
+        indices.append(first_token + np.arange(int(sequence.loss_mask.sum())))
         offset += len(inputs)
     return Row(
         input_ids=np.concatenate(ids).astype(np.int32),
@@ -194,5 +212,5 @@ def _collate(rows: list[Row], tokens: TokenSignals, layout: Layout) -> MicroBatc
         rows=join([np.full(len(row.index), number) for number, row in enumerate(rows)], np.int64),
         sources=join([row.sources for row in rows], np.int64),
         index=index,
-        tokens=replace(mine, trajectories=np.unique(mine.trajectories, return_inverse=True)[1].astype(np.int32)),
+        tokens=replace(mine, sequences=np.unique(mine.sequences, return_inverse=True)[1].astype(np.int32)),
     )

@@ -22,13 +22,16 @@ class TokenSignals:
     Example, trajectories [7 8] and [9] at step 6, sampled by version 5 and 6:
         targets       7 8 9
         trajectories  0 0 1
+        sequences     0 0 1
         staleness     1 1 0
     """
 
     targets: IntArray
     """The sampled tokens."""
     trajectories: IntArray
-    """Number of the token's trajectory in the step; in a micro-batch, 0 .. K - 1."""
+    """Number of the token's trajectory in the step."""
+    sequences: IntArray
+    """Number of its sequence in the step; in a micro-batch, 0 .. K - 1. Most trajectories are one sequence."""
     staleness: IntArray
     """Versions between the weights that sampled the token and those that it trains."""
     steps_behind: IntArray
@@ -61,15 +64,17 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
         interval: weight_sync.interval.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    masks = [trajectory.loss_mask for trajectory in trajectories]
-    versions = join([t.token_versions()[mask] for t, mask in zip(trajectories, masks, strict=True)], np.int32)
-    targets = join([t.response_ids[mask] for t, mask in zip(trajectories, masks, strict=True)], np.int32)
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    masks = [sequence.loss_mask for sequence in sequences]
+    versions = join([s.token_versions()[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
+    targets = join([s.response_ids[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
     return TokenSignals(
         targets=targets,
-        trajectories=np.repeat(np.arange(len(trajectories), dtype=np.int32), [int(mask.sum()) for mask in masks]),
+        trajectories=_numbers([trajectory.num_loss_tokens for trajectory in trajectories]),
+        sequences=_numbers([int(mask.sum()) for mask in masks]),
         staleness=staleness(versions, global_steps, interval),
         steps_behind=staleness(versions, global_steps, interval=1),
-        rollout_logprobs=join([t.rollout_logprobs[m] for t, m in zip(trajectories, masks, strict=True)], np.float32),
+        rollout_logprobs=join([s.rollout_logprobs[m] for s, m in zip(sequences, masks, strict=True)], np.float32),
         advantages=np.zeros(len(targets), np.float32),
         loss_weights=np.zeros(len(targets), np.float32),
     )
@@ -97,6 +102,11 @@ def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, ho
         LossAggregation.seq_mean_token_sum_norm: np.full(len(trajectories), num_trajectories * horizon),
     }[aggregation]
     return (1 / divisor).astype(np.float32)
+
+
+def _numbers(counts: Sequence[int]) -> IntArray:
+    """Example: [2, 0, 1] gives [0 0 2]."""
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
 def join(arrays: Sequence[NDArray], dtype: type) -> NDArray:

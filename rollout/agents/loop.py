@@ -4,21 +4,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from configs.runtime.dotted import find
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult
 from rollout.types import (
-    BoolArray,
     Completion,
-    FloatArray,
     GenerationRequest,
-    IntArray,
     Prompt,
     SamplingParams,
-    VersionSpan,
+    TokenSequence,
 )
 
 GenerateGroup = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
@@ -40,15 +35,17 @@ class EpisodeTask:
 class Episode:
     """A trajectory before its reward. Fields as in `Trajectory`."""
 
-    response_ids: IntArray  # [R]
-    loss_mask: BoolArray  # [R]
-    rollout_logprobs: FloatArray  # [R]
-    spans: tuple[VersionSpan, ...]
+    sequences: tuple[TokenSequence, ...]
     finish_reason: str
     cached_tokens: int
     result: RewardResult | None = None
     """From an environment that gives the reward itself, or that failed. None: the reward function scores the
     response."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses."""
+        return sum(len(sequence.response_ids) for sequence in self.sequences)
 
 
 @runtime_checkable
@@ -68,14 +65,11 @@ class SingleTurn:
         ]
         return [
             Episode(
-                response_ids=completion.token_ids,
-                loss_mask=np.ones(completion.num_tokens, np.bool_),
-                rollout_logprobs=completion.logprobs,
-                spans=completion.spans,
+                sequences=(TokenSequence.of(task.prompt.token_ids, completion),),
                 finish_reason=completion.finish_reason,
                 cached_tokens=completion.cached_tokens,
             )
-            for completion in await generate(requests)
+            for task, completion in zip(tasks, await generate(requests), strict=True)
         ]
 
 

@@ -13,14 +13,24 @@ from rollout.agents.environment import Environment
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import described
-from rollout.types import EMPTY, BoolArray, Completion, GenerationRequest, IntArray, Prompt
+from rollout.types import (
+    EMPTY,
+    BoolArray,
+    Completion,
+    GenerationRequest,
+    IntArray,
+    Prompt,
+    TokenSequence,
+    TurnReward,
+)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class MultiTurn:
-    """An agent loop. All open episodes take their turns together, one call of `generate` per turn.
+    """An agent loop. Every episode runs by itself, with one call of `generate` per turn: a slow environment holds up
+    its own episode only.
 
     An environment that raises, or takes too long, leaves its episode without a reward, which counts under
     rollout.max_failed_rewards like a reward that failed.
@@ -43,16 +53,18 @@ class MultiTurn:
             raise ValueError(f"max_turns={self.max_turns}: must be at least 1")
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        episodes = [_Episode(task) for task in tasks]
+        async with asyncio.TaskGroup() as group:  # a call of generate that fails ends them all
+            running = [group.create_task(self._run_episode(task, generate)) for task in tasks]
+        return [episode.result() for episode in running]
+
+    async def _run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        episode = _Episode(task)
         for turn in range(self.max_turns):
-            still_open = [episode for episode in episodes if not episode.finish_reason]
-            if not still_open:
+            (completion,) = await generate([episode.request(turn)])
+            await self._take_turn(episode, completion, is_last=turn + 1 == self.max_turns)
+            if episode.finish_reason:
                 break
-            completions = await generate([episode.request(turn) for episode in still_open])
-            is_last = turn + 1 == self.max_turns
-            pairs = zip(still_open, completions, strict=True)
-            await asyncio.gather(*(self._take_turn(episode, completion, is_last) for episode, completion in pairs))
-        return [episode.finished() for episode in episodes]
+        return episode.finished()
 
     async def _take_turn(self, episode: "_Episode", completion: Completion, is_last: bool) -> None:
         episode.add(completion, is_policy=True)
@@ -71,7 +83,7 @@ class MultiTurn:
             episode.finish_reason, episode.error = "stop", described(error)
             return
         if step.reward is not None:
-            episode.reward = (episode.reward or 0.0) + step.reward
+            episode.turn_rewards.append(TurnReward(episode.response.num_tokens, step.reward))
         if step.done:
             episode.finish_reason = "stop"
         elif is_last or episode.room <= len(observation):  # the policy could not answer
@@ -88,7 +100,7 @@ class _Episode:
     environment: Environment | None = None
     finish_reason: str = ""
     """"" while it is open."""
-    reward: float | None = None
+    turn_rewards: list[TurnReward] = field(default_factory=list)
     error: str | None = None
     response: Completion = EMPTY
     """All turns and observations."""
@@ -118,13 +130,12 @@ class _Episode:
         self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason=""), is_policy=False)
 
     def finished(self) -> Episode:
-        has_result = self.reward is not None or self.error is not None
+        sequence = TokenSequence.of(self.task.prompt.token_ids, self.response, np.concatenate(self.masks))
+        reward = sum(turn.reward for turn in self.turn_rewards)
+        has_result = bool(self.turn_rewards) or self.error is not None
         return Episode(
-            response_ids=self.response.token_ids,
-            loss_mask=np.concatenate(self.masks),
-            rollout_logprobs=self.response.logprobs,
-            spans=self.response.spans,
+            sequences=(replace(sequence, turn_rewards=tuple(self.turn_rewards)),),
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens,
-            result=RewardResult(reward=self.reward or 0.0, error=self.error) if has_result else None,
+            result=RewardResult(reward=reward, error=self.error) if has_result else None,
         )

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, resume_from
 from rollout.progress import Attempt
@@ -19,7 +17,6 @@ from rollout.rewards.scoring import RewardScorer
 from rollout.types import (
     EvaluatedPrompt,
     EvaluatedSample,
-    IntArray,
     Prompt,
     SamplingParams,
     Trajectory,
@@ -69,8 +66,7 @@ class AgentWorker:
         first = RequestId(ordinal=prompt.ordinal, attempt=attempt.number)
         generate = resume_from(attempt.partials, self.replicas[replica])
         scored, times = await self._run(_tasks(prompt, first, every), generate)
-        prompt_ids = np.asarray(prompt.token_ids, np.int32)
-        trajectories = tuple(self._trajectory(prompt_ids, replica, *some, times) for some in scored)
+        trajectories = tuple(self._trajectory(replica, *some, times) for some in scored)
         return TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
@@ -106,7 +102,7 @@ class AgentWorker:
         began, started = time.time(), time.perf_counter()
         episodes = await self.loop.run(tasks, generate)
         generated = time.perf_counter()
-        texts = [self.tokenizer.decode(episode.response_ids, skip_special_tokens=True) for episode in episodes]
+        texts = [self._text(episode) for episode in episodes]
         ran = list(zip(tasks, episodes, texts, strict=True))
         results = iter(
             await self.scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
@@ -117,16 +113,15 @@ class AgentWorker:
         ]
         return scored, _Times(began, generated - started, time.perf_counter() - generated)
 
-    def _trajectory(
-        self, prompt_ids: IntArray, replica: str, episode: Episode, text: str, result: RewardResult, times: _Times
-    ) -> Trajectory:
+    def _text(self, episode: Episode) -> str:
+        """The responses of all its sequences, decoded."""
+        responses = [sequence.response_ids for sequence in episode.sequences]
+        return "\n".join(self.tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in responses)
+
+    def _trajectory(self, replica: str, episode: Episode, text: str, result: RewardResult, times: _Times) -> Trajectory:
         algorithm = self.config.algorithm
         return Trajectory(
-            prompt_ids=prompt_ids,
-            response_ids=episode.response_ids,
-            loss_mask=episode.loss_mask,
-            rollout_logprobs=episode.rollout_logprobs,
-            spans=episode.spans,
+            sequences=episode.sequences,
             reward=result.reward,
             finish_reason=episode.finish_reason,
             text=text,
@@ -134,7 +129,7 @@ class AgentWorker:
             cached_tokens=episode.cached_tokens,
             reward_metrics=result.metrics,
             overlong_penalty=overlong_penalty(
-                len(episode.response_ids),
+                episode.num_tokens,
                 self.config.rollout.max_response_tokens,
                 algorithm.overlong_buffer_tokens,
                 algorithm.overlong_penalty,
@@ -169,8 +164,8 @@ def _evaluated(episode: Episode, text: str, result: RewardResult) -> EvaluatedSa
     return EvaluatedSample(
         accuracy=accuracy if result.error is None else 0.0,
         answer=result.answer if result.error is None else None,
-        num_tokens=len(episode.response_ids),
+        num_tokens=episode.num_tokens,
         response=text,
-        versions=frozenset(span.global_steps for span in episode.spans),
+        versions=frozenset(span.global_steps for sequence in episode.sequences for span in sequence.spans),
         error=result.error,
     )

@@ -18,6 +18,7 @@ from rollout.types import (
     GenerationRequest,
     Prompt,
     SamplingParams,
+    TokenSequence,
     Trajectory,
     TrajectoryGroup,
     VersionSpan,
@@ -73,12 +74,15 @@ def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
 
 def make_trajectory(*versions: int) -> Trajectory:
     """One token per version: make_trajectory(4, 4, 5) has the spans [0, 2) -> 4 and [2, 3) -> 5."""
-    return Trajectory(
+    sequence = TokenSequence(
         prompt_ids=np.array([1, 2], np.int32),
         response_ids=np.zeros(len(versions), np.int32),
         loss_mask=np.ones(len(versions), np.bool_),
         rollout_logprobs=np.zeros(len(versions), np.float32),
         spans=spans_of(versions),
+    )
+    return Trajectory(
+        sequences=(sequence,),
         reward=0.0,
         finish_reason="stop",
         text="",

@@ -10,6 +10,7 @@ import numpy as np
 
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
+from tests.support.sequences import with_sequence
 from tests.support.reference import make_group, make_trajectory
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop
@@ -71,7 +72,7 @@ class World:
         ]
         others = list(trajectories)
         if global_steps in self.broken_rollouts:
-            others[2] = replace(others[2], rollout_logprobs=np.array([0, -np.inf, 0], np.float32))
+            others[2] = with_sequence(others[2], rollout_logprobs=np.array([0, -np.inf, 0], np.float32))
         groups = make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)
         return TrainBatch(groups=groups, masked_tokens=3)
 

@@ -22,7 +22,7 @@ def make_tokens(
     rollout_logprobs: Tensor | None = None,
     selected: Sequence[bool] | None = None,
 ) -> LossTokens:
-    """`lengths`: tokens of each trajectory; by default every token is one of its own."""
+    """`lengths`: tokens of each sequence; by default every token is one of its own."""
     num_tokens = len(logprobs)
     lengths = [1] * num_tokens if lengths is None else lengths
     return LossTokens(
@@ -30,8 +30,8 @@ def make_tokens(
         old_logprobs=old_logprobs,
         rollout_logprobs=old_logprobs if rollout_logprobs is None else rollout_logprobs,
         advantages=float64(advantages),
-        trajectories=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
-        num_trajectories=len(lengths),
+        sequences=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+        num_sequences=len(lengths),
         staleness=torch.zeros(num_tokens, dtype=torch.int64),
         selected=torch.tensor([False] * num_tokens if selected is None else selected, dtype=torch.bool),
     )

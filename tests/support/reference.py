@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from configs.algorithm import AlgorithmConfig, Proximal
 from configs.schema import Config
-from rollout.types import BoolArray, FloatArray, Prompt, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.types import BoolArray, FloatArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
 
 VOCAB_SIZE = 64
 
@@ -33,12 +33,15 @@ def make_trajectory(  # noqa: PLR0913
     error: str | None = None,
 ) -> Trajectory:
     length = len(response_ids)
-    return Trajectory(
+    sequence = TokenSequence(
         prompt_ids=np.array(prompt_ids, np.int32),
         response_ids=np.array(response_ids, np.int32),
         loss_mask=np.ones(length, np.bool_) if loss_mask is None else np.array(loss_mask, np.bool_),
         rollout_logprobs=np.array([0.0] * length if rollout_logprobs is None else rollout_logprobs, np.float32),
         spans=(VersionSpan(0, length, 0),) if spans is None else spans,
+    )
+    return Trajectory(
+        sequences=(sequence,),
         reward=reward,
         finish_reason=finish_reason,
         text=" ".join(map(str, response_ids)),
@@ -50,7 +53,7 @@ def make_trajectory(  # noqa: PLR0913
 
 
 def make_group(ordinal: int, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
-    token_ids = tuple(int(token) for token in trajectories[0].prompt_ids)
+    token_ids = tuple(int(token) for token in trajectories[0].sequences[0].prompt_ids)
     prompt = Prompt(ordinal=ordinal, text=f"prompt {ordinal}", token_ids=token_ids, ground_truth=str(ordinal))
     return TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories))
 

@@ -158,5 +158,6 @@ def check_training(run: Run, num_steps: int) -> None:
     for global_steps, step in enumerate(steps):
         assert len({record["ordinal"] for record in step}) == PROMPTS_PER_STEP
         for record in step:
-            versions = [version for _, _, version in record["versions"]]
+            (sequence,) = record["sequences"]
+            versions = [version for _, _, version in sequence["versions"]]
             assert versions == sorted(versions) and global_steps - 2 <= versions[0] and versions[-1] <= global_steps

@@ -32,6 +32,7 @@ from tests.support.losses import make_tokens
 from tests.support.paths import ROOT
 from trainer.advantages.estimators import ScoredGroup, load_estimator
 from trainer.losses.objective import load_policy_loss
+from tests.support.sequences import only
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -259,7 +260,7 @@ def try_agent_loop(path: str) -> None:
     task = EpisodeTask(request_id=RequestId(ordinal=5), prompt=make_prompt(5), index=0, sampling=sampling)
     (episode,) = asyncio.run(loop.run([task], says_five))
     assert episode.result is not None and episode.result.reward == 1 and episode.result.error is None
-    assert episode.loss_mask.any()
+    assert only(episode).loss_mask.any()
 
 
 def try_loader(path: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from configs.algorithm import RETURN_ADVANTAGES
 from configs.schema import AlgorithmConfig, Config
-from rollout.types import BoolArray, FloatArray, Trajectory, TrajectoryGroup
+from rollout.types import BoolArray, FloatArray, IntArray, Trajectory, TrajectoryGroup
 from trainer.advantages.estimators import group_advantages, load_estimator
 from trainer.advantages.gae import gae, token_rewards, whiten
 from trainer.advantages.returns import return_advantages
@@ -59,7 +59,10 @@ def trainable(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[T
     def masked(trajectory: Trajectory) -> Trajectory:
         if is_trainable(trajectory, mask_truncated):
             return trajectory
-        return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
+        return replace(
+            trajectory,
+            sequences=tuple(replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.sequences),
+        )
 
     return [replace(group, trajectories=tuple(map(masked, group.trajectories))) for group in groups]
 
@@ -75,12 +78,13 @@ def assign_credit(
     algorithm = config.algorithm
     tokens = replace(tokens, reference_logprobs=scores.get("reference_logprobs"), values=scores.get("values"))
     kl = scores["kl"] if algorithm.kl_reward_coef else np.zeros_like(tokens.advantages)
-    penalties = algorithm.kl_reward_coef * kl
+    penalties = (algorithm.kl_reward_coef * kl).astype(np.float32)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     is_trained = np.array([is_trainable(trajectory, algorithm.mask_truncated) for trajectory in trajectories], np.bool_)
     trained = np.flatnonzero(is_trained[tokens.trajectories])
     if algorithm.needs_critic:
-        credit = _by_critic(groups, tokens.take(trained), penalties[trained], algorithm)
+        rewards = token_rewards(trajectories, _rewards(groups)) - penalties
+        credit = _by_critic(groups, tokens.take(trained), rewards[trained], algorithm)
     else:
         by = _by_return if algorithm.advantage in RETURN_ADVANTAGES else _by_group
         credit = by(groups, tokens, penalties, algorithm)
@@ -100,32 +104,67 @@ def assign_credit(
 def _by_group(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
 ) -> Credit:
-    """One advantage for all tokens of a trajectory. Its reward is reduced by the sum of its tokens' penalties [T]."""
-    sizes = [len(group.trajectories) for group in groups]
-    lost = np.bincount(tokens.trajectories, weights=penalties, minlength=sum(sizes)).astype(np.float32)
-    rewards = _split(_rewards(groups) - lost, groups)
-    advantages = group_advantages(groups, rewards, load_estimator(algorithm.advantage), algorithm)
-    of_tokens = join(advantages, np.float32)[tokens.trajectories]
-    return Credit(tokens=replace(tokens, advantages=of_tokens), advantages=advantages, metrics={})
+    """One advantage for all tokens of a trajectory, whose reward is reduced by the sum of its tokens' penalties [T].
+
+    Where turns have rewards, and algorithm.turn_credit, one for all tokens of a turn: the estimator compares what the
+    trajectories of a group got from their first turn on, from their second on, and so on. A trajectory that has ended
+    got 0 from there on.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    lost = np.bincount(tokens.trajectories, weights=penalties, minlength=len(trajectories)).astype(np.float32)
+    rewards = _rewards(groups) - lost
+    estimator = load_estimator(algorithm.advantage)
+    turns = turn_numbers(trajectories) if algorithm.turn_credit else np.zeros_like(tokens.trajectories)
+    by_turn = []
+    for turn in range(turns.max(initial=0) + 1):
+        to_go = rewards if turn == 0 else _rewards_from(turn, trajectories, rewards)
+        by_turn.append(join(group_advantages(groups, _split(to_go, groups), estimator, algorithm), np.float32))
+    of_tokens = np.stack(by_turn)[turns, tokens.trajectories]
+    tokens = replace(tokens, advantages=of_tokens)
+    means = _split(by_turn[0], groups) if len(by_turn) == 1 else _trajectory_means(of_tokens, tokens, groups)
+    return Credit(tokens=tokens, advantages=means, metrics={})
+
+
+def turn_numbers(trajectories: Sequence[Trajectory]) -> IntArray:
+    """[T]: how many rewarded turns of its trajectory precede each loss token. What follows the last is a turn, too."""
+    numbers: list[IntArray] = []
+    for trajectory in trajectories:
+        before = 0
+        for sequence in trajectory.sequences:
+            ends = [turn.end for turn in sequence.turn_rewards]
+            of_tokens = np.searchsorted(ends, np.flatnonzero(sequence.loss_mask), side="right")
+            numbers.append((before + of_tokens).astype(np.int32))
+            before += len(ends)
+    return join(numbers, np.int32)
+
+
+def _rewards_from(turn: int, trajectories: Sequence[Trajectory], rewards: FloatArray) -> FloatArray:
+    """[B] -> [B]: the rewards without those of the turns before `turn`; 0 for a trajectory without such a turn."""
+    kept = np.zeros_like(rewards)
+    for index, trajectory in enumerate(trajectories):
+        of_turns = [one.reward for sequence in trajectory.sequences for one in sequence.turn_rewards]
+        if turn <= turn_numbers([trajectory]).max(initial=0):
+            kept[index] = rewards[index] - sum(of_turns[:turn])
+    return kept
 
 
 def _by_return(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
 ) -> Credit:
     """An advantage for each token, from its return."""
-    advantages = return_advantages(algorithm.advantage, groups, _rewards(groups), penalties, tokens.trajectories)
+    advantages = return_advantages(algorithm.advantage, groups, _rewards(groups), penalties, tokens)
     means = _trajectory_means(advantages, tokens, groups)
     return Credit(tokens=replace(tokens, advantages=advantages), advantages=means, metrics={})
 
 
 def _by_critic(
-    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, rewards: FloatArray, algorithm: AlgorithmConfig
 ) -> Credit:
-    """An advantage for each token by GAE, whitened over the step, and the return that the critic learns."""
+    """[T] rewards of the tokens -> an advantage for each by GAE, whitened over the step, and the return that the critic
+    learns."""
     values = tokens.values
     assert values is not None
-    rewards = token_rewards(_rewards(groups), tokens.trajectories) - penalties
-    estimates = gae(rewards, values, tokens.trajectories, algorithm.gamma, algorithm.gae_lambda)
+    estimates = gae(rewards, values, tokens.sequences, algorithm.gamma, algorithm.gae_lambda)
     advantages, returns = whiten(estimates), estimates + values
     return Credit(
         tokens=replace(tokens, advantages=advantages, returns=returns),

@@ -138,7 +138,7 @@ def _scored_group(group: TrajectoryGroup, rewards: FloatArray, has_reward: BoolA
     scored = [trajectory for trajectory, has in zip(group.trajectories, has_reward, strict=True) if has]
     return ScoredGroup(
         rewards=rewards[has_reward],
-        lengths=np.array([max(1, trajectory.loss_mask.sum()) for trajectory in scored], np.int32),
+        lengths=np.array([max(1, trajectory.num_loss_tokens) for trajectory in scored], np.int32),
     )
 
 

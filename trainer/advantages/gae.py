@@ -1,18 +1,20 @@
 """Generalised advantage estimation (GAE): an advantage for each token, from a critic's values."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from rollout.types import FloatArray, IntArray
+from rollout.types import FloatArray, IntArray, Trajectory
 
 
-def gae(rewards: FloatArray, values: FloatArray, trajectories: IntArray, gamma: float, lam: float) -> FloatArray:
+def gae(rewards: FloatArray, values: FloatArray, sequences: IntArray, gamma: float, lam: float) -> FloatArray:
     """[T] each -> advantages [T] (Schulman et al., arXiv:1506.02438, eq. 16).
 
-    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. After a trajectory's last token V and A
+    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. After a sequence's last token V and A
     are 0, also where the length limit cut it off. The arrays hold sampled tokens only, so t + 1 is the next sampled
-    token. `trajectories` numbers the tokens' trajectories in ascending order.
+    token. `sequences` numbers the tokens' sequences in ascending order.
     """
-    lengths = np.bincount(trajectories)
+    lengths = np.bincount(sequences)
     ends = np.cumsum(lengths) - 1
     advantages = np.zeros(len(rewards))
     next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
@@ -26,12 +28,22 @@ def gae(rewards: FloatArray, values: FloatArray, trajectories: IntArray, gamma: 
     return advantages.astype(np.float32)
 
 
-def token_rewards(trajectory_rewards: FloatArray, trajectories: IntArray) -> FloatArray:
-    """[B], [T] -> [T]: each trajectory's reward at its last token, 0 at the others."""
-    rewards = np.zeros(len(trajectories), np.float32)
-    is_last = np.append(trajectories[1:] != trajectories[:-1], [True])[: len(trajectories)]
-    rewards[is_last] = trajectory_rewards[trajectories[is_last]]
-    return rewards
+def token_rewards(trajectories: Sequence[Trajectory], rewards: FloatArray) -> FloatArray:
+    """[B] rewards of the trajectories -> [T]: what each of their loss tokens brought. A turn's reward is at the turn's
+    last token, the rest of the trajectory's at the last token of each of its sequences: of branches, each is an end."""
+    found = np.zeros(sum(trajectory.num_loss_tokens for trajectory in trajectories), np.float32)
+    first_token = 0
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        of_turns = sum(turn.reward for sequence in trajectory.sequences for turn in sequence.turn_rewards)
+        for sequence in trajectory.sequences:
+            ends = sequence.loss_mask.cumsum()  # of each response token: how many loss tokens there are up to it
+            if not len(ends) or not ends[-1]:
+                continue
+            for turn in sequence.turn_rewards:
+                found[first_token + max(ends[turn.end - 1] - 1, 0)] += turn.reward
+            found[first_token + ends[-1] - 1] += reward - of_turns
+            first_token += int(ends[-1])
+    return found
 
 
 def whiten(values: FloatArray) -> FloatArray:

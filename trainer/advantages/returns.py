@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout.types import FloatArray, IntArray, TrajectoryGroup
+from rollout.types import FloatArray, TrajectoryGroup
 from trainer.advantages.gae import gae, token_rewards, whiten
+from trainer.tokens import TokenSignals
 
 
 def return_advantages(
-    name: str, groups: Sequence[TrajectoryGroup], rewards: FloatArray, penalties: FloatArray, trajectories: IntArray
+    name: str, groups: Sequence[TrajectoryGroup], rewards: FloatArray, penalties: FloatArray, tokens: TokenSignals
 ) -> FloatArray:
-    """[B] rewards, [T] penalties of tokens, [T] numbers of their trajectories -> [T] advantages, 0 for tokens of
-    trajectories without a reward.
+    """[B] rewards, [T] penalties of the groups' tokens -> [T] advantages, 0 where a trajectory has no reward.
 
     reinforce_plus_plus: the return G_t = r - sum of the penalties from t on, whitened over the tokens of the batch
     (REINFORCE++, arXiv:2501.03262). remax: G_t - reward of the greedy response to the same prompt (ReMax,
@@ -28,10 +28,10 @@ def return_advantages(
         baselines = np.array([0.0 if it is None else it.shaped_reward for it in greedy], np.float32)
         is_scored &= np.array([it is not None and it.is_scored for it in greedy], np.bool_)
         rewards = rewards - baselines
-    counts = np.flatnonzero(is_scored[trajectories])
-    advantages = np.zeros(len(trajectories), np.float32)
-    values = token_rewards(rewards, trajectories) - penalties
+    counts = np.flatnonzero(is_scored[tokens.trajectories])
+    advantages = np.zeros(len(tokens.trajectories), np.float32)
+    values = token_rewards([trajectory for _, trajectory in every], rewards) - penalties
     # with values of 0 and without discount, GAE is the sum of what follows
-    returns = gae(values, np.zeros_like(values), trajectories, 1.0, 1.0)[counts]
+    returns = gae(values, np.zeros_like(values), tokens.sequences, 1.0, 1.0)[counts]
     advantages[counts] = whiten(returns) if name == "reinforce_plus_plus" else returns
     return advantages

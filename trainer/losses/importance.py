@@ -64,24 +64,24 @@ def importance_weights(tokens: LossTokens, weights: Weights, algorithm: Algorith
         case Weights.token:
             return _ratio(log_weights).clamp(max=algorithm.importance_cap)
         case Weights.sequence:
-            log_product = sums(log_weights, tokens.trajectories, tokens.num_trajectories)
-            return _ratio(log_product).clamp(max=algorithm.importance_cap)[tokens.trajectories]
+            log_product = sums(log_weights, tokens.sequences, tokens.num_sequences)
+            return _ratio(log_product).clamp(max=algorithm.importance_cap)[tokens.sequences]
         case Weights.icepop:
             ratio = _ratio(log_weights)
             return ratio.where((ratio >= algorithm.icepop_low) & (ratio <= algorithm.icepop_high), 0)
 
 
-def trajectory_weights(weights: Tensor, tokens: LossTokens) -> Tensor:
-    """[T] -> [T]: each trajectory's geometric mean of its tokens' weights, as verl weighs the loss of gmpo. 1e-10 is
+def sequence_weights(weights: Tensor, tokens: LossTokens) -> Tensor:
+    """[T] -> [T]: each sequence's geometric mean of its tokens' weights, as verl weighs the loss of gmpo. 1e-10 is
     added to a weight, so that one of 0 (icepop) leaves something of the others."""
-    return means((weights + 1e-10).log(), tokens.trajectories, tokens.num_trajectories).exp()[tokens.trajectories]
+    return means((weights + 1e-10).log(), tokens.sequences, tokens.num_sequences).exp()[tokens.sequences]
 
 
 def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
     """[T] bool: the tokens that are not rejected, by r = pi / mu (http://joschu.net/blog/kl-approx.html).
 
     k1 = log r is kept within [log low, log high] (of a mean: the geometric mean of r within [low, high]),
-    k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to high; per token, or per trajectory by sum, mean or maximum.
+    k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to high; per token, or per sequence by sum, mean or maximum.
     """
     log_ratio = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if spec.rejection is None or spec.high is None:
@@ -90,7 +90,7 @@ def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
     values = {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": log_ratio.expm1() - log_ratio}[estimator]
     if level != "token":
         reduce = {"seq_sum": sums, "seq_mean": means, "seq_max": maxima}[level]
-        values = reduce(values, tokens.trajectories, tokens.num_trajectories)[tokens.trajectories]
+        values = reduce(values, tokens.sequences, tokens.num_sequences)[tokens.sequences]
     if estimator != "k1":
         return values <= spec.high
     assert spec.low is not None, "validated with the config"
@@ -98,11 +98,11 @@ def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
 
 
 def gap_metrics(tokens: LossTokens, cap: float) -> dict[str, Metric]:
-    """Return how far pi is from mu, over tokens (ppl_ratio: over trajectories). Names as in verl's rollout_corr."""
+    """Return how far pi is from mu, over tokens (ppl_ratio: over sequences). Names as in verl's rollout_corr."""
     log_ratio = (tokens.logprobs.detach() - tokens.rollout_logprobs).double()
     ratio = _ratio(log_ratio)
-    # perplexity of pi / perplexity of mu, per trajectory
-    perplexity_ratio = (-means(log_ratio, tokens.trajectories, tokens.num_trajectories)).exp()
+    # perplexity of pi / perplexity of mu, per sequence
+    perplexity_ratio = (-means(log_ratio, tokens.sequences, tokens.num_sequences)).exp()
     k1, k3, sum_ppl, num_high, num_low, total, total_squared, largest = torch.stack(
         [
             -log_ratio.sum(),
@@ -121,7 +121,7 @@ def gap_metrics(tokens: LossTokens, cap: float) -> dict[str, Metric]:
         "actor/rollout_logprob_diff_max": Max(largest),
         "actor/ess": EffectiveSampleSize(total, total_squared, num_tokens),
         "correction/k3_kl": Mean(k3, num_tokens),
-        "correction/ppl_ratio": Mean(sum_ppl, tokens.num_trajectories),
+        "correction/ppl_ratio": Mean(sum_ppl, tokens.num_sequences),
         "correction/ratio_fraction_high": Mean(num_high, num_tokens),
         "correction/ratio_fraction_low": Mean(num_low, num_tokens),
     }

@@ -15,7 +15,7 @@ from trainer.losses.importance import (
     is_kept,
     proximal_logprobs,
     resolve,
-    trajectory_weights,
+    sequence_weights,
 )
 from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, PolicyLoss, sums
 from trainer.metrics import Mean, Metric, Sum
@@ -49,7 +49,7 @@ class Objective:
         losses, is_clipped = self._policy_loss(tokens, algorithm)
         weights = importance_weights(tokens, self._correction.weights, algorithm)
         if algorithm.loss == "gmpo":
-            weights = trajectory_weights(weights, tokens)
+            weights = sequence_weights(weights, tokens)
         kept = is_kept(tokens, self._correction)
         policy_loss = (losses * weights * kept * loss_weights).sum()
         total = policy_loss
@@ -63,7 +63,7 @@ class Objective:
             kl_loss = (divergence * loss_weights).sum()
             total = total + algorithm.kl_loss_coef * kl_loss
             metrics |= {"actor/kl_loss": Sum(kl_loss.item())}
-        if batch.num_trajectories:
+        if batch.num_sequences:
             metrics |= _token_means(tokens, is_clipped, entropy, weights)
             metrics |= gap_metrics(tokens, algorithm.importance_cap)
             if self._correction.rejection is not None:
@@ -102,8 +102,8 @@ def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig)
         old_logprobs=proximal_logprobs(logprobs, rollout_logprobs, steps_behind, algorithm.proximal),
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
-        trajectories=torch.as_tensor(tokens.trajectories, dtype=torch.int64, device=device),
-        num_trajectories=batch.num_trajectories,
+        sequences=torch.as_tensor(tokens.sequences, dtype=torch.int64, device=device),
+        num_sequences=batch.num_sequences,
         staleness=torch.as_tensor(tokens.staleness, device=device),
         selected=selected.to(device, torch.bool),
     )
@@ -135,10 +135,10 @@ def _token_means(tokens: LossTokens, is_clipped: Tensor, entropy: Tensor, weight
 
 def _rejected(tokens: LossTokens, kept: Tensor) -> dict[str, Metric]:
     rejected = (~kept).double()
-    trajectories = sums(rejected, tokens.trajectories, tokens.num_trajectories) > 0
+    sequences = sums(rejected, tokens.sequences, tokens.num_sequences) > 0
     return {
         "correction/rejected_fraction": Mean(rejected.sum().item(), len(kept)),
-        "correction/rejected_trajectories": Mean(trajectories.sum().item(), tokens.num_trajectories),
+        "correction/rejected_sequences": Mean(sequences.sum().item(), tokens.num_sequences),
     }
 
 

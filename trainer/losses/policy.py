@@ -19,12 +19,12 @@ from configs.schema import AlgorithmConfig
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is far beyond any clip; the limit only keeps ratios finite."""
 GSPO_LIMIT = 10.0
-"""Largest log ratio of a trajectory in gspo, as in verl and SkyRL."""
+"""Largest log ratio of a sequence in gspo, as in verl and SkyRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossTokens:
-    """The loss tokens of a micro-batch, [T] each. A micro-batch never splits a trajectory. Only `logprobs` has a
+    """The loss tokens of a micro-batch, [T] each. A micro-batch never splits a sequence. Only `logprobs` has a
     gradient."""
 
     logprobs: Tensor
@@ -34,9 +34,9 @@ class LossTokens:
     rollout_logprobs: Tensor
     """log mu."""
     advantages: Tensor
-    trajectories: Tensor
-    """int64, 0 .. num_trajectories - 1: which trajectory the token belongs to."""
-    num_trajectories: int
+    sequences: Tensor
+    """int64, 0 .. num_sequences - 1: which sequence the token belongs to."""
+    num_sequences: int
     staleness: Tensor
     """int64: versions between the weights that sampled the token and those that it trains."""
     selected: Tensor
@@ -136,18 +136,18 @@ def kl_cov(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tens
     return loss + algorithm.kl_cov_coef * log_ratio.abs() * tokens.selected, _none(tokens)
 
 
-# -- losses of whole trajectories, one value for each of their tokens --------------------------------------------------
+# -- losses of whole sequences, one value for each of their tokens -----------------------------------------------------
 
 
 def gspo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """GSPO (arXiv:2507.18071, in its token form): one ratio for a trajectory, s = exp(mean log ratio).
+    """GSPO (arXiv:2507.18071, in its token form): one ratio for a sequence, s = exp(mean log ratio).
 
     L = max(-A s', -A clip(s', 1 - clip_ratio_low, 1 + clip_ratio_high)) with s' = sg(s) pi / sg(pi), whose value is s
     for every token and whose gradient is s times that of the token's log pi. log s' is at most 10, beyond which it has
     no gradient. The paper's clip is 3e-4 and 4e-4.
     """
     logprobs = tokens.logprobs
-    log_sequence_ratio = _trajectory_means(tokens.exact_log_ratio.detach(), tokens)
+    log_sequence_ratio = _sequence_means(tokens.exact_log_ratio.detach(), tokens)
     ratio = (log_sequence_ratio + logprobs - logprobs.detach()).clamp(max=GSPO_LIMIT).exp()
     unclipped = -tokens.advantages * ratio
     clipped = -tokens.advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
@@ -155,42 +155,42 @@ def gspo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor
 
 
 def gmpo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """GMPO (arXiv:2507.20673), verl's geo_mean: a trajectory's geometric mean of token-wise clipped ratios.
+    """GMPO (arXiv:2507.20673), verl's geo_mean: a sequence's geometric mean of token-wise clipped ratios.
 
-    L = -A exp(mean of l) for all tokens of a trajectory, l being the log ratio, clipped to at most clip_ratio_high
-    where A > 0 and to at least -clip_ratio_low where A < 0, and A the trajectory's mean advantage. The paper clips at
-    0.4. The mean is within +-20, only to stay finite. A correction's weights are made one for a trajectory, too
-    (`trajectory_weights`).
+    L = -A exp(mean of l) for all tokens of a sequence, l being the log ratio, clipped to at most clip_ratio_high
+    where A > 0 and to at least -clip_ratio_low where A < 0, and A the sequence's mean advantage. The paper clips at
+    0.4. The mean is within +-20, only to stay finite. A correction's weights are made one for a sequence, too
+    (`sequence_weights`).
     """
     log_ratio, sign = tokens.exact_log_ratio, tokens.advantages.sign()
     clipped = log_ratio.clamp(-algorithm.clip_ratio_low, algorithm.clip_ratio_high)
     is_clipped = sign * clipped < sign * log_ratio
-    log_mean = _trajectory_means(torch.where(is_clipped, clipped, log_ratio), tokens)
+    log_mean = _sequence_means(torch.where(is_clipped, clipped, log_ratio), tokens)
     ratio = log_mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return -_trajectory_means(tokens.advantages, tokens) * ratio, is_clipped
+    return -_sequence_means(tokens.advantages, tokens) * ratio, is_clipped
 
 
-# -- reductions over the tokens of each trajectory: [T] values, [T] trajectory numbers 0 .. K - 1 -> [K] ---------------
+# -- reductions over the tokens of each sequence: [T] values, [T] sequence numbers 0 .. K - 1 -> [K] -------------------
 
 
-def sums(values: Tensor, trajectories: Tensor, num_trajectories: int) -> Tensor:
-    return values.new_zeros(num_trajectories).index_add(0, trajectories, values)
+def sums(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+    return values.new_zeros(num_sequences).index_add(0, sequences, values)
 
 
-def means(values: Tensor, trajectories: Tensor, num_trajectories: int) -> Tensor:
-    """Every trajectory must have a token."""
-    counts = sums(torch.ones_like(values), trajectories, num_trajectories)
-    return sums(values, trajectories, num_trajectories) / counts
+def means(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+    """Every sequence must have a token."""
+    counts = sums(torch.ones_like(values), sequences, num_sequences)
+    return sums(values, sequences, num_sequences) / counts
 
 
-def maxima(values: Tensor, trajectories: Tensor, num_trajectories: int) -> Tensor:
-    lowest = values.new_full((num_trajectories,), -torch.inf)
-    return lowest.scatter_reduce(0, trajectories, values, "amax")
+def maxima(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+    lowest = values.new_full((num_sequences,), -torch.inf)
+    return lowest.scatter_reduce(0, sequences, values, "amax")
 
 
-def _trajectory_means(values: Tensor, tokens: LossTokens) -> Tensor:
+def _sequence_means(values: Tensor, tokens: LossTokens) -> Tensor:
     """[T] -> [T]: the mean over the token's trajectory."""
-    return means(values, tokens.trajectories, tokens.num_trajectories)[tokens.trajectories]
+    return means(values, tokens.sequences, tokens.num_sequences)[tokens.sequences]
 
 
 def _divergence_bounded(tokens: LossTokens, cap: float, is_held: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from trainer.tracking.records import (
     EVALUATIONS,
     TRAJECTORIES,
     SampleRecord,
+    SequenceRecord,
     TrajectoryRecord,
     each_record,
     read_records,
@@ -216,23 +217,29 @@ class _Auditor:
         plan, stalest = self._plans.of_step(step), 0
         for record in records:
             where = f"step {step}, prompt {record.ordinal}, trajectory {record.index}"
-            versions = [version for _, _, version in record.versions]
-            places = [place for start, end, _ in record.versions for place in (start, end)]
-            is_in_order = places == sorted(places) and all(start < end for start, end, _ in record.versions)
-            if not is_in_order or (places and not 0 <= places[0] <= places[-1] <= record.response_tokens):
-                self._find(f"{where}: the spans {record.versions} do not fit {record.response_tokens} tokens")
-            if not ascends(versions):
-                self._descending += 1
-                self._find(f"{where}: the versions {versions} descend")
-            if max(versions, default=0) > step - 1:
-                self._newer += 1
-                self._find(f"{where}: a token is of version {max(versions)}, which step {step} was to make")
-            self._masks_sampled |= record.loss_tokens < sum(end - start for start, end, _ in record.versions)
-            stalest = max([stalest, *(staleness(version, step - 1, plan.interval) for version in versions)])
+            for sequence in record.sequences:
+                versions = self._audit_spans(step, where, sequence)
+                stalest = max([stalest, *(staleness(version, step - 1, plan.interval) for version in versions)])
         if plan.bounds_tokens and stalest > plan.max_staleness:
             self._find(f"step {step}: a token is {stalest} versions old, rollout.max_staleness={plan.max_staleness}")
         self._stalest = max(self._stalest, stalest)
         return stalest
+
+    def _audit_spans(self, step: int, where: str, sequence: SequenceRecord) -> list[int]:
+        """Returns the versions that sampled the sequence, one per span."""
+        versions = [version for _, _, version in sequence.versions]
+        places = [place for start, end, _ in sequence.versions for place in (start, end)]
+        is_in_order = places == sorted(places) and all(start < end for start, end, _ in sequence.versions)
+        if not is_in_order or (places and not 0 <= places[0] <= places[-1] <= sequence.response_tokens):
+            self._find(f"{where}: the spans {sequence.versions} do not fit {sequence.response_tokens} tokens")
+        if not ascends(versions):
+            self._descending += 1
+            self._find(f"{where}: the versions {versions} descend")
+        if max(versions, default=0) > step - 1:
+            self._newer += 1
+            self._find(f"{where}: a token is of version {max(versions)}, which step {step} was to make")
+        self._masks_sampled |= sequence.loss_tokens < sum(end - start for start, end, _ in sequence.versions)
+        return versions
 
     def _is_staleness(self, counted: float, recorded: int) -> bool:
         """Whether the run may have counted that of its loss tokens, where that of all sampled ones is `recorded`."""
@@ -242,10 +249,11 @@ class _Auditor:
         name = f"{TRAJECTORIES}/step_{step:06d}.npz"
         try:
             with np.load(self._run_dir / name) as arrays:
-                of_tokens = list(zip(arrays["ordinals"].tolist(), arrays["response_lengths"].tolist(), strict=True))
+                ordinals = np.repeat(arrays["ordinals"], arrays["num_sequences"]).tolist()
+                of_tokens = list(zip(ordinals, arrays["response_lengths"].tolist(), strict=True))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             return self._find(f"{name} cannot be read: {error}")
-        if of_tokens != [(record.ordinal, record.response_tokens) for record in records]:
+        if of_tokens != [(record.ordinal, one.response_tokens) for record in records for one in record.sequences]:
             self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
 
     def _audit_names(self, last: int) -> None:
@@ -314,8 +322,8 @@ def _means(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
     scored = [record.reward for record in records if record.error is None and record.finish_reason != "abort"]
     return {
         "critic/score/mean": _mean(scored or [0.0]),
-        "response_length/mean": _mean(record.response_tokens for record in records),
-        "perf/tokens": float(sum(record.prompt_tokens + record.response_tokens for record in records)),
+        "response_length/mean": _mean(sum(one.response_tokens for one in record.sequences) for record in records),
+        "perf/tokens": float(sum(one.prompt_tokens + one.response_tokens for r in records for one in r.sequences)),
     }
 
 

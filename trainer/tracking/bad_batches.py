@@ -18,7 +18,7 @@ def broken_rollouts(groups: Sequence[TrajectoryGroup]) -> str | None:
         f"{trajectory.replica}, prompt {group.prompt.ordinal}, trajectory {index}"
         for group in groups
         for index, trajectory in enumerate(group.trajectories)
-        if not np.isfinite(trajectory.rollout_logprobs[trajectory.loss_mask]).all()
+        if not all(np.isfinite(s.rollout_logprobs[s.loss_mask]).all() for s in trajectory.sequences)
     ]
     return f"rollout logprobs are not finite: {'; '.join(broken)}" if broken else None
 

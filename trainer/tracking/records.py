@@ -23,6 +23,7 @@ from rollout.types import (
     EvaluatedPrompt,
     FloatArray,
     Prompt,
+    TokenSequence,
     Trajectory,
     TrajectoryGroup,
     VersionSpan,
@@ -34,6 +35,22 @@ EVALUATIONS = "evaluations"
 DISCARDED = "discarded"
 _STEP_FILE = re.compile(r"step_(\d{6,})\.(jsonl|npz)(\.partial)?")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRecord:
+    """A token sequence of a trajectory."""
+
+    prompt_tokens: int
+    response_tokens: int
+    loss_tokens: int
+    """Response tokens that the loss mask selects."""
+    versions: list[tuple[int, int, int]]
+    """[start, end, global_steps] of the sampled response tokens."""
+    turns: list[tuple[int, int]]
+    """[start, end) of the response tokens that the policy sampled in one go; what lies between is an environment's."""
+    turn_rewards: list[tuple[int, float]]
+    """[end, reward] of an episode that is rewarded by turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +73,8 @@ class TrajectoryRecord:
     """Why there is no reward."""
     advantage: float | None
     """None in a group that was not trained."""
-    versions: list[tuple[int, int, int]]
-    """[start, end, global_steps] of the sampled response tokens."""
-    turns: list[tuple[int, int]]
-    """[start, end) of the response tokens that the policy sampled in one go; what lies between is an environment's."""
-    prompt_tokens: int
-    response_tokens: int
-    loss_tokens: int
-    """Response tokens that the loss mask selects."""
+    sequences: list[SequenceRecord]
+    """One, but for an episode with branches."""
     finish_reason: str
     replica: str
     began: float
@@ -125,11 +136,7 @@ def trajectory_records(
             overlong_penalty=trajectory.overlong_penalty,
             error=trajectory.error,
             advantage=None if advantage is None else round(float(advantage), 6),
-            versions=[(span.start, span.end, span.global_steps) for span in trajectory.spans],
-            turns=_turns(trajectory.spans),
-            prompt_tokens=len(trajectory.prompt_ids),
-            response_tokens=len(trajectory.response_ids),
-            loss_tokens=int(trajectory.loss_mask.sum()),
+            sequences=[_sequence_record(sequence) for sequence in trajectory.sequences],
             finish_reason=trajectory.finish_reason,
             replica=trajectory.replica,
             began=round(trajectory.began, 3),
@@ -138,6 +145,17 @@ def trajectory_records(
         )
         for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True))
     ]
+
+
+def _sequence_record(sequence: TokenSequence) -> SequenceRecord:
+    return SequenceRecord(
+        prompt_tokens=len(sequence.prompt_ids),
+        response_tokens=len(sequence.response_ids),
+        loss_tokens=int(sequence.loss_mask.sum()),
+        versions=[(span.start, span.end, span.global_steps) for span in sequence.spans],
+        turns=_turns(sequence.spans),
+        turn_rewards=[(turn.end, turn.reward) for turn in sequence.turn_rewards],
+    )
 
 
 def sample_records(prompts: Iterable[EvaluatedPrompt]) -> list[SampleRecord]:
@@ -218,11 +236,12 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
 def token_arrays(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> bytes:
     """Return the groups' tokens as a file for `numpy.load`.
 
-    `ordinals`, `replicas`, `rewards`, `advantages`, `prompt_lengths` and `response_lengths` are [B].
-    The trajectories' tokens are concatenated: `prompt_ids` [sum of prompt lengths]; `response_ids`, `loss_mask`,
-    `rollout_logprobs` and `versions` [sum of response lengths].
+    Of each trajectory, [B]: `ordinals`, `replicas`, `rewards`, `advantages` and `num_sequences`. Of each of their
+    sequences, [S]: `prompt_lengths` and `response_lengths`. The sequences' tokens are concatenated: `prompt_ids` [sum
+    of prompt lengths]; `response_ids`, `loss_mask`, `rollout_logprobs` and `versions` [sum of response lengths].
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     file = BytesIO()
     np.savez(
         file,
@@ -230,13 +249,14 @@ def token_arrays(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatAr
         replicas=np.array([trajectory.replica for trajectory in trajectories]),
         rewards=np.array([trajectory.reward for trajectory in trajectories]),
         advantages=join(list(advantages), np.float32),
-        prompt_lengths=np.array([len(trajectory.prompt_ids) for trajectory in trajectories]),
-        response_lengths=np.array([len(trajectory.response_ids) for trajectory in trajectories]),
-        prompt_ids=join([trajectory.prompt_ids for trajectory in trajectories], np.int32),
-        response_ids=join([trajectory.response_ids for trajectory in trajectories], np.int32),
-        loss_mask=join([trajectory.loss_mask for trajectory in trajectories], np.bool_),
-        rollout_logprobs=join([trajectory.rollout_logprobs for trajectory in trajectories], np.float32),
-        versions=join([trajectory.token_versions() for trajectory in trajectories], np.int32),
+        num_sequences=np.array([len(trajectory.sequences) for trajectory in trajectories]),
+        prompt_lengths=np.array([len(sequence.prompt_ids) for sequence in sequences], np.int64),
+        response_lengths=np.array([len(sequence.response_ids) for sequence in sequences], np.int64),
+        prompt_ids=join([sequence.prompt_ids for sequence in sequences], np.int32),
+        response_ids=join([sequence.response_ids for sequence in sequences], np.int32),
+        loss_mask=join([sequence.loss_mask for sequence in sequences], np.bool_),
+        rollout_logprobs=join([sequence.rollout_logprobs for sequence in sequences], np.float32),
+        versions=join([sequence.token_versions() for sequence in sequences], np.int32),
     )
     return file.getvalue()
 

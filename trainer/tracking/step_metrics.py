@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout.types import FloatArray, Trajectory, TrajectoryGroup, staleness
+from trainer.tokens import join
 
 
 def group_metrics(
@@ -15,8 +16,9 @@ def group_metrics(
     scored = [trajectory for trajectory in trajectories if trajectory.is_scored]
     rewards = np.array([trajectory.shaped_reward for trajectory in scored] or [0.0])
     scores = np.array([trajectory.reward for trajectory in scored] or [0.0])
-    response_lengths = np.array([len(trajectory.response_ids) for trajectory in trajectories])
-    prompt_lengths = np.array([len(trajectory.prompt_ids) for trajectory in trajectories])
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    response_lengths = np.array([trajectory.num_tokens for trajectory in trajectories])
+    prompt_lengths = np.array([len(sequence.prompt_ids) for sequence in sequences] or [0])
     flat_advantages = np.concatenate(list(advantages))
     solved = [{trajectory.reward for trajectory in group.trajectories if trajectory.is_scored} for group in groups]
     return {
@@ -51,19 +53,18 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, interval: int) -> dict[str, float]:
     """Staleness over the tokens that are trained, 0 where there are none."""
-    versions = np.concatenate([trajectory.token_versions()[trajectory.loss_mask] for trajectory in trajectories])
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    versions = join([sequence.token_versions()[sequence.loss_mask] for sequence in sequences], np.int32)
     values = staleness(versions, global_steps, interval) if len(versions) else np.zeros(1)
     return {
         "staleness/mean": float(values.mean()),
         "staleness/max": float(values.max()),
         "staleness/min": float(values.min()),
         "staleness/spanning_trajectories": float(np.mean([is_spanning(t) for t in trajectories])),
-        "staleness/versions_per_trajectory_max": float(
-            max(len({span.global_steps for span in t.spans}) for t in trajectories)
-        ),
+        "staleness/versions_per_trajectory_max": float(max(len(t.versions) for t in trajectories)),
     }
 
 
 def is_spanning(trajectory: Trajectory) -> bool:
     """Whether several versions sampled the trajectory's tokens."""
-    return len({span.global_steps for span in trajectory.spans}) > 1
+    return len(trajectory.versions) > 1

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from configs.schema import Config, Layout
 from configs.validate import ConfigError
-from rollout.types import Prompt, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.types import Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
 from trainer.batch import MicroBatch, assemble
 from trainer.tokens import sampled_tokens
 from trainer.worker.model import Policy, vocab_size
@@ -100,7 +100,7 @@ def _problem(
 
 def _plain_logprobs(policy: Policy, group: TrajectoryGroup, device: torch.device) -> Tensor:
     """[T] of the group's responses, one after another, each in a row of its own without padding."""
-    sequences = np.stack([np.concatenate([t.prompt_ids, t.response_ids]) for t in group.trajectories]).astype(np.int64)
+    sequences = np.stack([trajectory.sequences[0].token_ids for trajectory in group.trajectories]).astype(np.int64)
     logprobs = policy.plain_logprobs(torch.as_tensor(sequences, device=device))
     return logprobs[:, len(group.prompt.token_ids) - 1 :].flatten()
 
@@ -113,11 +113,15 @@ def _random_groups(num_tokens: int) -> list[TrajectoryGroup]:
         prompt_ids = random.integers(num_tokens, size=prompt_length).astype(np.int32)
         trajectories = [
             Trajectory(
-                prompt_ids=prompt_ids,
-                response_ids=random.integers(num_tokens, size=length).astype(np.int32),
-                loss_mask=np.ones(length, np.bool_),
-                rollout_logprobs=np.zeros(length, np.float32),
-                spans=(VersionSpan(0, length, 0),),
+                sequences=(
+                    TokenSequence(
+                        prompt_ids=prompt_ids,
+                        response_ids=random.integers(num_tokens, size=length).astype(np.int32),
+                        loss_mask=np.ones(length, np.bool_),
+                        rollout_logprobs=np.zeros(length, np.float32),
+                        spans=(VersionSpan(0, length, 0),),
+                    ),
+                ),
                 reward=0.0,
                 finish_reason="stop",
                 text="",

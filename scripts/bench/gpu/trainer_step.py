@@ -91,6 +91,7 @@ def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
     tokens = TokenSignals(
         targets=input_ids[of_row, sources + 1].astype(np.int32),
         trajectories=of_row.astype(np.int32),
+        sequences=of_row.astype(np.int32),
         staleness=np.zeros(count, np.int32),
         steps_behind=np.zeros(count, np.int32),
         rollout_logprobs=np.full(count, -np.log(vocab_size), np.float32),

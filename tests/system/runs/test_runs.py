@@ -78,7 +78,7 @@ def check_pinned_evaluation(run: Run) -> None:
         "max_version": EVALUATED,
     }
     lines = [line for step in trained(run)[EVALUATED:] for line in step]
-    assert any(line["replica"] == "replica-1" and line["versions"][0][2] > EVALUATED for line in lines)
+    assert any(line["replica"] == "replica-1" and line["sequences"][0]["versions"][0][2] > EVALUATED for line in lines)
     output = run.output.read_text()
     assert "replica-1 is out of service: it evaluates" in output and "replica-1 is back in service" in output
 

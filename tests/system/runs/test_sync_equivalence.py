@@ -25,6 +25,7 @@ from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
 from weight_sync.transports.cleanup import release_all
+from tests.support.sequences import only
 
 STEPS = 4
 OVERRIDES = [
@@ -121,10 +122,10 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
         for our_group, their_group in zip(ours[0], theirs[0], strict=True):
             assert our_group.prompt == their_group.prompt
             for one, other in zip(our_group.trajectories, their_group.trajectories, strict=True):
-                assert one.spans == other.spans
-                assert {span.global_steps for span in one.spans} == {step}
-                np.testing.assert_array_equal(one.response_ids, other.response_ids)
-                np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
+                assert only(one).spans == only(other).spans
+                assert {span.global_steps for span in only(one).spans} == {step}
+                np.testing.assert_array_equal(only(one).response_ids, only(other).response_ids)
+                np.testing.assert_allclose(only(one).rollout_logprobs, only(other).rollout_logprobs, atol=1e-5)
         for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
             assert ours[1][key] == pytest.approx(theirs[1][key], rel=1e-4, abs=1e-6)
         assert ours[1]["actor/grad_norm"] > 0 and ours[1]["actor/rollout_logprob_diff_max"] < 1e-4

@@ -14,6 +14,7 @@ from rollout.failures import FailureBudget, RewardFailuresError
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.fakes import make_group, make_mixed_group, make_prompt, make_trajectory, run_virtual, settle
+from tests.support.sequences import only
 
 TIMEOUT_S = 1000.0
 
@@ -174,11 +175,11 @@ def test_a_cancelled_next_batch_takes_no_group_with_it() -> None:
 def test_mask_stale_masks_the_stale_tokens_and_no_others(versions: list[int], oldest: int, data: st.DataObject) -> None:
     trajectory = make_trajectory(*versions)
     sampled = data.draw(st.lists(st.booleans(), min_size=len(versions), max_size=len(versions)))
-    trajectory.loss_mask[:] = sampled  # false: a tool's tokens, which stay out
+    only(trajectory).loss_mask[:] = sampled  # false: a tool's tokens, which stay out
     masked = mask_stale(trajectory, lambda version: version >= oldest)
-    assert masked.loss_mask.tolist() == [s and v >= oldest for s, v in zip(sampled, versions, strict=True)]
-    assert trajectory.loss_mask.tolist() == sampled, "the input is not changed"
-    assert masked.response_ids is trajectory.response_ids and masked.spans == trajectory.spans
+    assert only(masked).loss_mask.tolist() == [s and v >= oldest for s, v in zip(sampled, versions, strict=True)]
+    assert only(trajectory).loss_mask.tolist() == sampled, "the input is not changed"
+    assert only(masked).response_ids is only(trajectory).response_ids and only(masked).spans == only(trajectory).spans
 
 
 def test_mask_policy_trains_a_late_group_without_its_stale_tokens() -> None:
@@ -191,7 +192,7 @@ def test_mask_policy_trains_a_late_group_without_its_stale_tokens() -> None:
         batch = await buffer.next_batch(2)
         assert batch.masked_tokens == 4
         for trajectory in batch.groups[0].trajectories:
-            np.testing.assert_array_equal(trajectory.loss_mask, [False, False, True, True])
+            np.testing.assert_array_equal(only(trajectory).loss_mask, [False, False, True, True])
 
     run_virtual(main())
 

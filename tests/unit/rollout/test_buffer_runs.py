@@ -12,6 +12,7 @@ from configs.schema import StalePolicy
 from rollout.buffer import TooFewGroupsError, TrainBatch, TrajectoryBuffer
 from rollout.staleness import SlotLedger, StalenessWindow
 from tests.support.fakes import make_group, make_mixed_group, run_virtual
+from tests.support.sequences import only
 
 
 def ordinals(batch: TrainBatch) -> list[int]:
@@ -101,9 +102,9 @@ def test_every_prompt_is_trained_exactly_once(policy: StalePolicy, data: st.Data
     for step, batch in enumerate(batches):
         assert ordinals(batch) == sorted(ordinals(batch))
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
-            versions = trajectory.token_versions()[trajectory.loss_mask]
+            versions = only(trajectory).token_versions()[only(trajectory).loss_mask]
             assert all(window.is_fresh(version, step) for version in versions)
-            assert trajectory.loss_mask.all() or policy is StalePolicy.mask
+            assert only(trajectory).loss_mask.all() or policy is StalePolicy.mask
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +136,7 @@ def test_filtered_groups_are_refilled_exactly(policy: StalePolicy, flat: list[bo
     for step, batch in enumerate(batches):
         assert len(batch.groups) == window.groups_per_step
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
-            versions = trajectory.token_versions()[trajectory.loss_mask]
+            versions = only(trajectory).token_versions()[only(trajectory).loss_mask]
             assert all(window.is_fresh(version, step) for version in versions)
 
 

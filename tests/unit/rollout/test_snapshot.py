@@ -11,6 +11,7 @@ from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.snapshot import OtherPromptsError, UnderWay, capture, decode, encode, restore
 from rollout.types import DiscardReason
+from tests.support.sequences import only
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
 
@@ -103,8 +104,8 @@ def test_the_state_survives_its_encoding() -> None:
     assert again.ready[0].ordinal == 3 and again.failed_groups == (9,) and again.failed_rewards == 2
     old, new = state.ready[0].trajectories[1], again.ready[0].trajectories[1]
     for name in ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"):
-        np.testing.assert_array_equal(getattr(new, name), getattr(old, name), strict=True)
-    assert (new.spans, new.reward, new.finish_reason) == (old.spans, old.reward, old.finish_reason)
+        np.testing.assert_array_equal(getattr(only(new), name), getattr(only(old), name), strict=True)
+    assert (only(new).spans, new.reward, new.finish_reason) == (only(old).spans, old.reward, old.finish_reason)
     other = CheckpointedRun([1.0])
     restore(again, other.rollouter)
     assert other.rollouter.counters["moved"] == 7 and other.rollouter.buffer.failures.failed_groups == [9]

@@ -13,6 +13,7 @@ from rollout.types import FloatArray, IntArray, TrajectoryGroup
 from tests.support.batches import learning
 from tests.support.reference import make_group, make_trajectory
 from trainer.batch import MicroBatch, StepBatch, assemble
+from tests.support.sequences import only
 
 LAYOUTS = list(Layout)
 
@@ -66,10 +67,10 @@ def expected_tokens(step: Step, keep_idle: bool) -> dict[int, LossToken]:
     found = {}
     for group, advantages in zip(step.groups, step.advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
-            for i in np.flatnonzero(trajectory.loss_mask) if advantage or keep_idle else []:
-                context = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids[:i].tolist())
-                logprob = float(trajectory.rollout_logprobs[i])
-                found[int(trajectory.response_ids[i])] = LossToken(context, advantage, logprob)
+            for i in np.flatnonzero(only(trajectory).loss_mask) if advantage or keep_idle else []:
+                context = (*only(trajectory).prompt_ids.tolist(), *only(trajectory).response_ids[:i].tolist())
+                logprob = float(only(trajectory).rollout_logprobs[i])
+                found[int(only(trajectory).response_ids[i])] = LossToken(context, advantage, logprob)
     return found
 
 
@@ -99,7 +100,7 @@ def test_every_learning_token_is_there_once_with_its_context(
     seen = [token for micro_batches in batch.micro_batches for b in micro_batches for token in read(b)]
     expected = expected_tokens(step, keep_idle)
     assert len(seen) == len(expected) and dict(seen) == expected
-    num_masked = sum(int(t.loss_mask.sum()) for group in step.groups for t in group.trajectories)
+    num_masked = sum(int(only(t).loss_mask.sum()) for group in step.groups for t in group.trajectories)
     assert batch.num_tokens == num_masked
     check_gather(batch, learning(step.groups, step.advantages).targets)
 
@@ -121,20 +122,20 @@ def check_shapes(batch: MicroBatch, layout: Layout) -> None:
         assert (batch.input_ids[batch.segment_ids < 0] == 0).all()
     else:  # the engine of a Hugging Face model takes any other positions for packed sequences
         assert (batch.position_ids == np.arange(batch.input_ids.shape[1])).all()
-    check_trajectories(batch)
+    check_sequences(batch)
 
 
-def check_trajectories(batch: MicroBatch) -> None:
+def check_sequences(batch: MicroBatch) -> None:
     """Numbered 0 .. K - 1, and each is all the tokens of one response and prompt."""
-    numbers = batch.tokens.trajectories
-    assert np.array_equal(np.unique(numbers), np.arange(batch.num_trajectories))
-    for number in range(batch.num_trajectories):
+    numbers = batch.tokens.sequences
+    assert np.array_equal(np.unique(numbers), np.arange(batch.num_sequences))
+    for number in range(batch.num_sequences):
         mine = np.flatnonzero(numbers == number)
         assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
         assert len(set(batch.rows[mine])) == 1
         assert np.array_equal(batch.index[mine], np.arange(batch.index[mine[0]], batch.index[mine[-1]] + 1))
     if batch.segment_ids is None:
-        assert len(set(batch.rows)) == batch.num_trajectories
+        assert len(set(batch.rows)) == batch.num_sequences
 
 
 def check_gather(batch: StepBatch, targets: IntArray) -> None:
@@ -170,7 +171,7 @@ def test_shared_prompt_by_hand() -> None:
     assert batch.tokens.advantages.tolist() == [1, 1, -2, -2]
     assert batch.tokens.rollout_logprobs.tolist() == [-0.5, -0.25, -1, -3]
     assert batch.tokens.loss_weights.tolist() == [np.float32(1 / 7)] * 4
-    assert batch.tokens.trajectories.tolist() == [0, 0, 1, 1]
+    assert batch.tokens.sequences.tolist() == [0, 0, 1, 1]
     assert batch.index.tolist() == [0, 1, 5, 6]
 
 

@@ -23,7 +23,7 @@ def test_sampled_tokens_by_hand() -> None:
     other = make_trajectory([2], [6], rollout_logprobs=[-1], spans=(VersionSpan(0, 1, 6),))
     tokens = sampled_tokens([make_group(0, [crossing, masked]), make_group(1, [other])], global_steps=6)
     assert tokens.targets.tolist() == [7, 9, 6]
-    assert tokens.trajectories.tolist() == [0, 0, 2]
+    assert tokens.trajectories.tolist() == tokens.sequences.tolist() == [0, 0, 2]
     assert tokens.staleness.tolist() == tokens.steps_behind.tolist() == [3, 1, 0]
     assert tokens.rollout_logprobs.tolist() == [-0.5, -0.25, -1]
     assert tokens.advantages.tolist() == tokens.loss_weights.tolist() == [0, 0, 0]

@@ -10,6 +10,7 @@ from tests.support.batches import pack
 from tests.support.reference import VOCAB_SIZE, double, random_groups
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
+from tests.support.sequences import only
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,9 @@ def test_values_are_read_where_each_token_was_sampled(layout: Layout) -> None:
         outputs = [[model(b, torch.device("cpu")).numpy() for b in rank] for rank in batch.micro_batches]
         head, plain, expected = model.value_head.weight.double()[0], double(causal_lm), []
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-            ids = torch.tensor([*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()])
+            ids = torch.tensor([*only(trajectory).prompt_ids.tolist(), *only(trajectory).response_ids.tolist()])
             hidden = plain.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            states = hidden[len(trajectory.prompt_ids) - 1 : -1][torch.from_numpy(trajectory.loss_mask)]
+            states = hidden[len(only(trajectory).prompt_ids) - 1 : -1][torch.from_numpy(only(trajectory).loss_mask)]
             expected += (states @ head).tolist()
     assert len(outputs[0]) > 1
     assert batch.gather(outputs).tolist() == pytest.approx(expected, abs=1e-4)

@@ -28,6 +28,7 @@ from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
 from trainer.worker.attention import tree_mask
 from trainer.worker.model import Policy, load_causal_lm
+from tests.support.sequences import only
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -72,9 +73,9 @@ def reference_values(
     for group in groups:
         for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
             if advantage:
-                mask = torch.from_numpy(trajectory.loss_mask)
+                mask = torch.from_numpy(only(trajectory).loss_mask)
                 values = plain_logprobs(model, trajectory, temperature)
-                keys.append(trajectory.rollout_logprobs[trajectory.loss_mask])
+                keys.append(only(trajectory).rollout_logprobs[only(trajectory).loss_mask])
                 logprobs.append(values[0][mask])
                 entropies.append(values[1][mask])
     order = torch.from_numpy(np.argsort(np.concatenate(keys)))

@@ -22,6 +22,7 @@ from trainer.metrics import to_floats
 from trainer.worker.model import Policy, decoder_layers, load_causal_lm
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.worker import TrainWorker
+from tests.support.sequences import only
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -158,7 +159,7 @@ def test_policy_reference_and_critic_of_another_family_train(
     causal_lm = random_model(family)
     causal_lm.save_pretrained(tmp_path)
     config = replace(with_layout(Layout.shared_prompt), algorithm=AlgorithmConfig(advantage="gae", kl_loss_coef=0.1))
-    size = sum(len(trajectory.response_ids) for group in groups for trajectory in group.trajectories)
+    size = sum(len(only(trajectory).response_ids) for group in groups for trajectory in group.trajectories)
     known = {"values": np.zeros(size, np.float32), "returns": np.ones(size, np.float32)}
     batch = micro_batch(groups, Layout.shared_prompt)
 

@@ -15,6 +15,7 @@ from tests.support.worker_runs import SAVED_AT, Job, Outcome, one_rank, two_rank
 from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.state import policy_weights
+from tests.support.sequences import only
 
 TIMEOUT_S = 60.0
 NUM_STEPS = 4
@@ -58,7 +59,7 @@ def runs(process_as_it_was: None, folder: Path) -> dict[str, Outcome]:
 
 
 def with_values(groups: Any, num_ranks: int) -> StepBatch:
-    count = sum(int(trajectory.loss_mask.sum()) for group in groups for trajectory in group.trajectories)
+    count = sum(int(only(trajectory).loss_mask.sum()) for group in groups for trajectory in group.trajectories)
     values, returns = np.random.default_rng(0).normal(size=(2, count)).astype(np.float32)
     return batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, values=values, returns=returns)
 

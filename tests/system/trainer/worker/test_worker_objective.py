@@ -17,6 +17,7 @@ from tests.support.worker_runs import Job, Outcome, one_rank, two_ranks
 from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
+from tests.support.sequences import only
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
@@ -45,7 +46,7 @@ def reference_logprobs(groups: Sequence[TrajectoryGroup]) -> FloatArray:
     model = double(build_model(VOCAB_SIZE, seed=0))
     with torch.no_grad():
         values = [
-            sequence_logprobs(model, trajectory, 0.8)[0][torch.from_numpy(trajectory.loss_mask)].numpy()
+            sequence_logprobs(model, trajectory, 0.8)[0][torch.from_numpy(only(trajectory).loss_mask)].numpy()
             for group in groups
             for trajectory in group.trajectories
         ]
@@ -66,7 +67,7 @@ def of_sequences(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: 
 
 def critic_signals(groups: Sequence[TrajectoryGroup]) -> dict[str, FloatArray]:
     """Any values and returns will do, if they depend on the token and on nothing else."""
-    targets = np.concatenate([t.response_ids[t.loss_mask] for group in groups for t in group.trajectories])
+    targets = np.concatenate([only(t).response_ids[only(t).loss_mask] for group in groups for t in group.trajectories])
     returns = np.sin(targets).astype(np.float32)
     return {"values": np.zeros_like(returns), "returns": returns}
 
@@ -116,7 +117,7 @@ def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer
     assert found.metrics[-1]["actor/kl_loss"] > 1e-5
     # The reference stays the first policy. The KL is of the policy that sampled to it, by k1.
     reference = reference_logprobs(steps[-1])
-    sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for g in steps[-1] for t in g.trajectories])
+    sampled = np.concatenate([only(t).rollout_logprobs[only(t).loss_mask] for g in steps[-1] for t in g.trajectories])
     np.testing.assert_allclose(found.scores["reference_logprobs"], reference, atol=1e-5)
     np.testing.assert_allclose(found.scores["kl"], sampled - reference, atol=1e-5)
     assert found.scores.keys() == {"reference_logprobs", "kl"}

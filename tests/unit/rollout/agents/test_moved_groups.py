@@ -15,6 +15,7 @@ from scripts.bench.stand_ins import NO_REWARD, NoTokenizer, SimulatedTrainer
 from scripts.launch.driver import make_fleet, make_rollouter
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual
 from weight_sync.checkpoint_manager import CheckpointManager
+from tests.support.sequences import only
 
 GROUP_SIZE = 4
 
@@ -89,7 +90,7 @@ def test_what_a_lost_agent_worker_had_running_gives_its_seats_to_the_next_attemp
         await asyncio.sleep(0.2)
         assert (engine.running, engine.admission.waiting) == (["0.1-0", "0.1-1"], ["0.1-2", "0.1-3"])
         group = await scene.group()
-        assert [len(trajectory.response_ids) for trajectory in group.trajectories] == [10] * GROUP_SIZE
+        assert [len(only(trajectory).response_ids) for trajectory in group.trajectories] == [10] * GROUP_SIZE
         assert {trajectory.finish_reason for trajectory in group.trajectories} == {"stop"}
         assert engine.usage.tokens <= 10 * GROUP_SIZE + 2, "but for the step that was under way"
         await running
@@ -128,7 +129,7 @@ def test_versions_ascend_when_a_replica_dies_that_caught_up_between_two_updates(
         await asyncio.sleep(4)
         await scene.fleet.collect_progress()  # as the monitor does
         scene.engines[0].kill()
-        versions = [trajectory.token_versions().tolist() for trajectory in (await scene.group()).trajectories]
+        versions = [only(trajectory).token_versions().tolist() for trajectory in (await scene.group()).trajectories]
         assert versions == [sorted(some) for some in versions]
         assert {tuple(sorted(set(some))) for some in versions} == {(0, 2), (2,)}
         await running
@@ -152,7 +153,7 @@ def test_versions_ascend_when_a_replica_dies_that_has_an_update_before_the_other
         first.kill()
         group = await scene.group()
         await updating
-        versions = [trajectory.token_versions().tolist() for trajectory in group.trajectories]
+        versions = [only(trajectory).token_versions().tolist() for trajectory in group.trajectories]
         assert versions == [sorted(some) for some in versions] and versions[0][:2] == [0, 0] and versions[0][-1] == 1
         await running
 

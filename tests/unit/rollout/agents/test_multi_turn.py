@@ -13,8 +13,9 @@ from rollout.agents.environment import Step
 from rollout.agents.loop import Episode, EpisodeTask, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from rollout.types import Completion, GenerationRequest, SamplingParams, TurnReward, VersionSpan
 from tests.support.fakes import make_prompt, run_virtual, spans_of
+from tests.support.sequences import only
 
 EOS = 0
 
@@ -93,10 +94,10 @@ def test_a_conversation_is_one_response() -> None:
     script = Script(Step(observation="XY"), Step(done=True))
     (episode,) = play(policy, script)
     assert script.heard == ["ab", "c"]
-    assert episode.response_ids.tolist() == [97, 98, EOS, ord("X"), ord("Y"), 99, EOS]
-    assert episode.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 2
-    assert episode.rollout_logprobs.tolist() == [-1, -2, -3, 0, 0, -1, -2]
-    assert episode.spans == (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5), VersionSpan(5, 6, 5), VersionSpan(6, 7, 6))
+    assert only(episode).response_ids.tolist() == [97, 98, EOS, ord("X"), ord("Y"), 99, EOS]
+    assert only(episode).loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    assert only(episode).rollout_logprobs.tolist() == [-1, -2, -3, 0, 0, -1, -2]
+    assert only(episode).spans == (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5), VersionSpan(5, 6, 5), VersionSpan(6, 7, 6))
     assert (episode.finish_reason, episode.cached_tokens, episode.result) == ("stop", 1 + 6, None)
     first, second = (call[0] for call in policy.calls)
     assert (first.prompt_ids, second.prompt_ids) == ((1, 2), (1, 2, 97, 98, EOS, ord("X"), ord("Y")))
@@ -104,15 +105,28 @@ def test_a_conversation_is_one_response() -> None:
     assert (str(first.request_id), str(second.request_id)) == ("17-0", "17-0-1")
 
 
-def test_episodes_take_their_turns_together_while_they_are_open() -> None:
-    policy = Policy([("x", [1, 1])], [("y", [1, 1]), ("yy", [1, 1, 1])], [("z", [1, 1]), ("zz", [1, 1, 1])])
+def test_no_episode_waits_for_the_environment_of_another() -> None:
+    lines = [("a", [1, 1]), ("b", [1, 1]), ("c", [1, 1])]
+    policy = Policy(lines, lines)
     more, end = Step(observation="?"), Step(done=True)
-    episodes = play(policy, Script(end), Script(more, end), Script(more, end), tasks=[task(n) for n in range(3)])
+    slow, fast = Script(more, end, seconds=30), Script(more, more, end, seconds=1)
+    episodes = play(policy, slow, fast, tasks=[task(0), task(1)])
     assert [[request.request_id.in_group for request in call] for call in policy.calls] == [
-        [(0, 0), (1, 0), (2, 0)],
-        [(1, 1), (2, 1)],
+        [(0, 0)],
+        [(1, 0)],
+        [(1, 1)],
+        [(1, 2)],
+        [(0, 1)],
     ]
-    assert [len(episode.response_ids) for episode in episodes] == [2, 6, 6]
+    assert [len(only(episode).response_ids) for episode in episodes] == [5, 8]
+
+
+def test_every_turn_keeps_the_reward_it_got() -> None:
+    policy = Policy([("ab", [1, 1, 1]), ("c", [1, 1]), ("d", [1, 1])])
+    script = Script(Step(observation="XY", reward=0.5), Step(observation="Z"), Step(done=True, reward=-1.0))
+    (episode,) = play(policy, script)
+    assert only(episode).turn_rewards == (TurnReward(3, 0.5), TurnReward(10, -1.0))
+    assert episode.result is not None and episode.result.reward == -0.5
 
 
 @pytest.mark.parametrize(
@@ -129,9 +143,9 @@ def test_the_limit_is_of_the_whole_response(max_tokens: int, response: str, fini
     policy = Policy([("ab", [4] * 3), ("c", [4] * 2)])
     script = Script(Step(observation="XY"), Step(done=True))
     (episode,) = play(policy, script, tasks=[task(max_tokens=max_tokens)])
-    assert "".join(map(chr, episode.response_ids)) == response
+    assert "".join(map(chr, only(episode).response_ids)) == response
     assert episode.finish_reason == finish_reason
-    assert sum(span.end - span.start for span in episode.spans) == episode.loss_mask.sum()
+    assert sum(span.end - span.start for span in only(episode).spans) == only(episode).loss_mask.sum()
     assert len(script.heard) == {2: 0, 7: 2}.get(max_tokens, 1)
 
 
@@ -139,7 +153,7 @@ def test_an_episode_out_of_turns_is_cut_off() -> None:
     policy = Policy([("a", [1, 1])] * 3)
     (episode,) = play(policy, Script(*[Step(observation="?")] * 3), max_turns=2)
     assert len(policy.calls) == 2
-    assert "".join(map(chr, episode.response_ids)) == "a\0?a\0"
+    assert "".join(map(chr, only(episode).response_ids)) == "a\0?a\0"
     assert episode.finish_reason == "length"
     with pytest.raises(ValueError, match="max_turns=0: must be at least 1"):
         MultiTurn(Script, Characters(), max_turns=0)  # pyright: ignore
@@ -149,7 +163,7 @@ def test_an_environments_rewards_add_up() -> None:
     policy = Policy([("a", [1, 1])] * 3)
     (episode,) = play(policy, Script(Step(reward=0.25), Step(), Step(reward=0.5, done=True)))
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (0.75, None)
-    assert episode.spans == (VersionSpan(0, 6, 1),), "without an observation there is nothing between the turns"
+    assert only(episode).spans == (VersionSpan(0, 6, 1),), "without an observation there is nothing between the turns"
 
 
 @pytest.mark.parametrize(
@@ -197,16 +211,16 @@ def test_spans_cover_what_was_sampled_in_ascending_versions(
         steps.append(Step(observation="o" * observation))
         expected += versions + [-1] * observation
     (episode,) = play(Policy(lines), Script(*steps), tasks=[task(max_tokens=max_tokens)], max_turns=len(turns))
-    num_tokens = len(episode.response_ids)
+    num_tokens = len(only(episode).response_ids)
     assert num_tokens <= max_tokens
     by_token = np.full(num_tokens, -1)
-    for span in episode.spans:
+    for span in only(episode).spans:
         by_token[span.start : span.end] = span.global_steps
     assert by_token.tolist() == expected[:num_tokens]
-    assert [span.global_steps for span in episode.spans] == sorted(span.global_steps for span in episode.spans)
-    is_observation = episode.response_ids == ord("o")
-    assert np.array_equal(episode.loss_mask, ~is_observation)
-    assert np.array_equal(episode.rollout_logprobs == 0, is_observation)
+    assert [span.global_steps for span in only(episode).spans] == sorted(span.global_steps for span in only(episode).spans)
+    is_observation = only(episode).response_ids == ord("o")
+    assert np.array_equal(only(episode).loss_mask, ~is_observation)
+    assert np.array_equal(only(episode).rollout_logprobs == 0, is_observation)
 
 
 # -- the example, and by name ------------------------------------------------------------------------------------------
@@ -232,7 +246,7 @@ def test_a_group_with_the_calculator() -> None:
     policy = Policy([("calc: 6 * 7", [1] * 12), ("#### 42", [2] * 8)], [("#### 41", [1] * 8)])
     loop = load_agent_loop("rollout.agents.calculator:agent_loop", Characters())
     worked, guessed = run_virtual(loop.run([task(0), task(1)], policy.generate))
-    assert Characters().decode(worked.response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
-    assert int((~worked.loss_mask).sum()) == len("\n= 42\n")
-    assert worked.spans == (VersionSpan(0, 12, 1), VersionSpan(18, 26, 2))
-    assert Characters().decode(guessed.response_ids, True) == "#### 41"
+    assert Characters().decode(only(worked).response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
+    assert int((~only(worked).loss_mask).sum()) == len("\n= 42\n")
+    assert only(worked).spans == (VersionSpan(0, 12, 1), VersionSpan(18, 26, 2))
+    assert Characters().decode(only(guessed).response_ids, True) == "#### 41"

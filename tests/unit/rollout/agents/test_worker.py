@@ -14,6 +14,7 @@ from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
 from tests.support.fakes import make_prompt, run_virtual
 from tests.support.rewards import threaded
+from tests.support.sequences import only
 
 EOS = 0
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, seed=3)
@@ -85,11 +86,11 @@ def test_a_group_is_sampled_on_one_replica_and_scored() -> None:
     assert group.prompt == make_prompt(17)
     first, second = group.trajectories
     assert (first.text, first.reward, second.text, second.reward) == ("ab", 2.0, "c", 1.0)
-    assert first.prompt_ids.tolist() == [1, 2]
-    assert first.response_ids.tolist() == [97, 98, EOS]
-    assert first.rollout_logprobs.tolist() == [0, -1, -2]
-    assert first.loss_mask.all() and len(first.loss_mask) == 3
-    assert first.spans == (VersionSpan(0, 1, 4), VersionSpan(1, 3, 5))
+    assert only(first).prompt_ids.tolist() == [1, 2]
+    assert only(first).response_ids.tolist() == [97, 98, EOS]
+    assert only(first).rollout_logprobs.tolist() == [0, -1, -2]
+    assert only(first).loss_mask.all() and len(only(first).loss_mask) == 3
+    assert only(first).spans == (VersionSpan(0, 1, 4), VersionSpan(1, 3, 5))
     assert (first.replica, first.finish_reason, first.cached_tokens) == ("r0", "stop", 2)
 
 
@@ -140,7 +141,7 @@ def test_a_reward_that_fails_marks_its_trajectory_and_no_other() -> None:
     good, failed = group.trajectories
     assert (good.reward, good.reward_metrics, good.error) == (1.0, {"format": 0.5}, None)
     assert (failed.reward, failed.reward_metrics, failed.error) == (0.0, {}, FAILURE)
-    assert failed.response_ids.tolist() == [99, EOS]
+    assert only(failed).response_ids.tolist() == [99, EOS]
     assert group.errors == [None, FAILURE]
 
 

@@ -111,7 +111,7 @@ def test_a_token_of_a_version_that_was_not_there_is_found() -> None:
 
 def test_a_full_batch_trains_the_second_half_of_every_row() -> None:
     batch = trainer_step.full_batch(rows=3, length=8, vocab_size=50)
-    assert batch.num_trajectories == 3 and batch.tokens.loss_weights.sum() == pytest.approx(1)
+    assert batch.num_sequences == 3 and batch.tokens.loss_weights.sum() == pytest.approx(1)
     assert [batch.sources[batch.rows == row].tolist() for row in range(3)] == [[3, 4, 5, 6]] * 3
     assert (batch.tokens.targets == batch.input_ids[batch.rows, batch.sources + 1]).all()
 

@@ -1,13 +1,14 @@
 """From rewards to what every token learns: which algorithm's numbers arrive at which token."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from configs.algorithm import LossAggregation
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
-from rollout.types import FloatArray, TrajectoryGroup
+from rollout.types import FloatArray, TrajectoryGroup, TurnReward
 from tests.support.reference import make_group, make_trajectory
 from trainer.advantages.credit import (
     Credit,
@@ -19,6 +20,7 @@ from trainer.advantages.credit import (
     trainable,
 )
 from trainer.tokens import sampled_tokens
+from tests.support.sequences import only, with_sequence
 
 
 def groups() -> list[TrajectoryGroup]:
@@ -53,6 +55,42 @@ def test_a_trajectorys_advantage_is_that_of_each_of_its_tokens() -> None:
     assert found.tokens.advantages.tolist() == [0.5, 0.5, -0.5, -1, -1]
     assert found.tokens.reference_logprobs is found.tokens.selected is None
     assert found.metrics == {}
+
+
+def rewarded_by_turns() -> list[TrajectoryGroup]:
+    """Turns of 1 and 2 tokens with rewards 2.5 and 1.5; one turn with 2; and a trajectory without turns."""
+    whole = make_trajectory([1], [7, 8, 9, 6], loss_mask=[True, False, True, True], reward=4.0)
+    two = with_sequence(whole, turn_rewards=(TurnReward(1, 2.5), TurnReward(4, 1.5)))
+    one = with_sequence(make_trajectory([1], [5], reward=2.0), turn_rewards=(TurnReward(1, 2.0),))
+    return [make_group(0, [two, one, make_trajectory([1], [4, 3], reward=0.0)])]
+
+
+def test_a_turn_learns_from_what_came_from_it_on() -> None:
+    """From the first turn on 4, 2 and 0; from the second on 1.5, 0 and 0, since two trajectories had ended."""
+    found = credit(groups=rewarded_by_turns, normalize_by_std=False)
+    assert found.tokens.advantages.tolist() == [2, 1, 1, 0, -2, -2]
+    assert [advantages.tolist() for advantages in found.advantages] == [pytest.approx([4 / 3, 0, -2])]
+    other = credit(groups=rewarded_by_turns, normalize_by_std=False, advantage="rloo")
+    assert other.tokens.advantages.tolist() == [3, 1.5, 1.5, 0, -3, -3]
+    whole = credit(groups=rewarded_by_turns, normalize_by_std=False, turn_credit=False)
+    assert whole.tokens.advantages.tolist() == [2, 2, 2, 0, -2, -2]
+
+
+def branched() -> list[TrajectoryGroup]:
+    """A trajectory of two sequences, of 2 and 1 loss tokens, beside one of 1."""
+    first = make_trajectory([1], [7, 8], reward=1.0)
+    second = make_trajectory([1, 7], [5, 6], loss_mask=[False, True])
+    both = replace(first, sequences=(*first.sequences, *second.sequences))
+    return [make_group(0, [both, make_trajectory([1], [9], reward=0.0)])]
+
+
+def test_the_sequences_of_a_trajectory_learn_the_same_and_weigh_as_one() -> None:
+    found = credit(groups=branched, normalize_by_std=False)
+    assert found.tokens.targets.tolist() == [7, 8, 6, 9]
+    assert found.tokens.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+    assert (found.tokens.trajectories.tolist(), found.tokens.sequences.tolist()) == ([0, 0, 0, 1], [0, 0, 1, 2])
+    means = credit(groups=branched, loss_aggregation=LossAggregation.seq_mean_token_mean).tokens.loss_weights
+    assert means.tolist() == pytest.approx([1 / 6] * 3 + [1 / 2])
 
 
 @pytest.mark.parametrize(
@@ -189,8 +227,8 @@ def test_truncated_failed_and_aborted_trajectories_leave_the_loss(mask_truncated
         ],
     )
     (masked,) = trainable([group], mask_truncated)
-    assert [int(trajectory.loss_mask.sum()) for trajectory in masked.trajectories] == kept
-    assert [int(trajectory.loss_mask.sum()) for trajectory in group.trajectories] == [2, 2, 2, 2, 0], "the input stays"
+    assert [int(only(trajectory).loss_mask.sum()) for trajectory in masked.trajectories] == kept
+    assert [int(only(trajectory).loss_mask.sum()) for trajectory in group.trajectories] == [2, 2, 2, 2, 0], "the input stays"
 
 
 # -- covariances -------------------------------------------------------------------------------------------------------

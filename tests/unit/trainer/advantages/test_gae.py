@@ -1,11 +1,15 @@
 """Generalised advantage estimation against the definition as a sum, and what whitening does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.types import FloatArray
+from rollout.types import FloatArray, TurnReward
+from tests.support.reference import make_trajectory
+from tests.support.sequences import with_sequence
 from trainer.advantages.gae import gae, token_rewards, whiten
 
 
@@ -39,10 +43,21 @@ def test_every_trajectory_is_estimated_alone(
     assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_the_reward_comes_with_the_last_token_of_its_trajectory() -> None:
-    """The second trajectory has no token."""
-    assert token_rewards(floats(5, 6, 7, 8), numbered(2, 0, 1, 3)).tolist() == [0, 5, 7, 0, 0, 8]
-    assert token_rewards(floats(5), numbered(0)).tolist() == []
+def test_the_reward_comes_with_the_last_loss_token_of_its_trajectory() -> None:
+    """The second trajectory has no token that is trained."""
+    masks = [True, True], [False], [False, True, False], [True] * 3
+    trajectories = [make_trajectory([1], [2] * len(mask), loss_mask=mask) for mask in masks]
+    assert token_rewards(trajectories, floats(5, 6, 7, 8)).tolist() == [0, 5, 7, 0, 0, 8]
+    assert token_rewards([], floats()).tolist() == []
+
+
+def test_a_turns_reward_comes_with_its_last_loss_token_and_every_branch_ends_with_the_rest() -> None:
+    """Of 5, the turns got 1 and 2. The first turn ends with a token that is not trained."""
+    whole = make_trajectory([1], [2] * 4, loss_mask=[True, True, False, True])
+    turns = with_sequence(whole, turn_rewards=(TurnReward(3, 1.0), TurnReward(4, 2.0)))
+    (branch,) = make_trajectory([1, 2], [3, 3]).sequences
+    both = replace(turns, sequences=(*turns.sequences, branch))
+    assert token_rewards([both], floats(5)).tolist() == [0, 1, 2 + 2, 0, 2]
 
 
 def test_whitening_by_hand() -> None:

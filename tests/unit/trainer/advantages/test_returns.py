@@ -12,6 +12,7 @@ from rollout.types import TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory
 from trainer.advantages.credit import Credit, assign_credit
 from trainer.tokens import sampled_tokens
+from tests.support.sequences import only
 
 BETA = 0.3
 
@@ -41,7 +42,7 @@ def verl_rows(groups: list[TrajectoryGroup], kl: np.ndarray) -> tuple[torch.Tens
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = torch.zeros(len(trajectories), 6, dtype=torch.float64)
     mask = torch.zeros_like(rewards)
-    parts = torch.from_numpy(kl).split([len(trajectory.response_ids) for trajectory in trajectories])
+    parts = torch.from_numpy(kl).split([len(only(trajectory).response_ids) for trajectory in trajectories])
     for row, (trajectory, part) in enumerate(zip(trajectories, parts, strict=True)):
         rewards[row, len(part) - 1] = trajectory.reward
         rewards[row, : len(part)] -= BETA * part
@@ -73,7 +74,7 @@ def test_remax_is_verls(group_size: int) -> None:
     expected = (returns - baselines[:, None] * mask)[mask.bool()]
     found = credit(groups, kl, advantage="remax", group_size=group_size)
     np.testing.assert_allclose(found.tokens.advantages, expected, atol=2e-6)
-    lengths = [len(trajectory.response_ids) for group in groups for trajectory in group.trajectories]
+    lengths = [len(only(trajectory).response_ids) for group in groups for trajectory in group.trajectories]
     means = [part.mean().item() for part in expected.split(lengths)]
     np.testing.assert_allclose(np.concatenate(found.advantages), means, atol=2e-6)
 
@@ -84,7 +85,7 @@ def test_what_has_no_reward_learns_nothing_and_counts_nowhere(advantage: str) ->
     failed = replace(groups[0].trajectories[1], error="no", reward=99.0)
     with_failure = [replace(groups[0], trajectories=(groups[0].trajectories[0], failed)), *groups[1:]]
     without = [replace(groups[0], trajectories=groups[0].trajectories[:1]), *groups[1:]]
-    first, second = (len(trajectory.response_ids) for trajectory in groups[0].trajectories)
+    first, second = (len(only(trajectory).response_ids) for trajectory in groups[0].trajectories)
     found = credit(with_failure, kl, advantage=advantage)
     expected = credit(without, np.delete(kl, slice(first, first + second)), advantage=advantage)
     assert found.tokens.advantages.tolist() == expected.tokens.advantages.tolist()

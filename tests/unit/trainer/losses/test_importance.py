@@ -16,7 +16,7 @@ from trainer.losses.importance import (
     is_kept,
     proximal_logprobs,
     resolve,
-    trajectory_weights,
+    sequence_weights,
 )
 from trainer.losses.policy import LossTokens
 from trainer.metrics import to_floats
@@ -95,9 +95,9 @@ def test_the_weights_of_gmpo_are_the_geometric_mean_of_each_trajectory() -> None
     tokens = ratios(1.5, 0.25, 3.0, 1.0, 4.0, lengths=[2, 3])
     token = importance_weights(tokens, Weights.token, AlgorithmConfig(importance_cap=2.0))
     expected = [(1.5 * 0.25) ** (1 / 2)] * 2 + [(2 * 1 * 2) ** (1 / 3)] * 3
-    assert trajectory_weights(token, tokens).tolist() == pytest.approx(expected)
+    assert sequence_weights(token, tokens).tolist() == pytest.approx(expected)
     icepop = importance_weights(tokens, Weights.icepop, AlgorithmConfig(icepop_low=0.5, icepop_high=5.0))
-    assert trajectory_weights(icepop, tokens)[0].item() == pytest.approx((1.5 * 1e-10) ** (1 / 2))
+    assert sequence_weights(icepop, tokens)[0].item() == pytest.approx((1.5 * 1e-10) ** (1 / 2))
 
 
 # -- rejection ---------------------------------------------------------------------------------------------------------

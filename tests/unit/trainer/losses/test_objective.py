@@ -12,6 +12,7 @@ from torch import Tensor
 from configs.algorithm import LOSSES, Correction, KLEstimator, LossAggregation, Proximal, Rejection
 from configs.schema import AlgorithmConfig, Config, Layout
 from rollout.types import TrajectoryGroup, VersionSpan
+from tests.support.sequences import only, with_sequence
 from tests.support.reference import make_group, make_trajectory
 from trainer.advantages.credit import assign_credit, keeps_idle
 from trainer.batch import StepBatch, assemble
@@ -40,7 +41,7 @@ def random_groups(seed: int) -> list[TrajectoryGroup]:
                     reward=1.0 if ordinal == 5 else float(random.integers(0, 3)) + index,
                 )
             )
-        groups.append(make_group(ordinal, [replace(t, prompt_ids=trajectories[0].prompt_ids) for t in trajectories]))
+        groups.append(make_group(ordinal, [with_sequence(t, prompt_ids=only(trajectories[0]).prompt_ids) for t in trajectories]))
     return groups
 
 
@@ -154,7 +155,7 @@ def test_everything_at_once_by_the_formula() -> None:
     assert total == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(gradient.numpy(), expected_gradient, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(entropy_gradient, -0.02 * torch.from_numpy(tokens.loss_weights).double())
-    assert metrics["correction/rejected_trajectories"] == pytest.approx(num_rejected / len(present))
+    assert metrics["correction/rejected_sequences"] == pytest.approx(num_rejected / len(present))
     assert metrics["actor/kl_loss"] * 0.1 + metrics["actor/pg_loss"] - 0.02 * float(
         (entropies * torch.from_numpy(tokens.loss_weights)).sum()
     ) == pytest.approx(expected, rel=1e-6)

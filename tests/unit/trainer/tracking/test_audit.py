@@ -32,6 +32,7 @@ from rollout.types import (
     TrajectoryGroup,
     VersionSpan,
 )
+from tests.support.sequences import only, with_sequence
 from tests.support.fakes import make_group
 from tests.support.paths import ROOT
 from tests.support.recordings import Screen
@@ -128,8 +129,8 @@ def changed_groups(change: Callable[[Trajectory, int], Trajectory]) -> GroupsOf:
 
 def multi_turn(trajectory: Trajectory, step: int) -> Trajectory:
     """A token, one of an environment, and another token."""
-    version = trajectory.spans[-1].global_steps
-    return replace(
+    version = only(trajectory).spans[-1].global_steps
+    return with_sequence(
         trajectory,
         response_ids=np.zeros(3, np.int32),
         rollout_logprobs=np.zeros(3, np.float32),
@@ -139,16 +140,16 @@ def multi_turn(trajectory: Trajectory, step: int) -> Trajectory:
 
 
 def first_masked(trajectory: Trajectory, step: int) -> Trajectory:
-    return replace(trajectory, loss_mask=np.array([False, True]))
+    return with_sequence(trajectory, loss_mask=np.array([False, True]))
 
 
 def stale_masked(trajectory: Trajectory, step: int) -> Trajectory:
     stale = VersionSpan(0, 1, 0), VersionSpan(1, 2, step - 1)
-    return replace(trajectory, loss_mask=np.array([False, True]), spans=stale)
+    return with_sequence(trajectory, loss_mask=np.array([False, True]), spans=stale)
 
 
 def of_even_versions(trajectory: Trajectory, step: int) -> Trajectory:
-    return replace(trajectory, spans=(VersionSpan(0, 2, (step - 1) // 2 * 2),))
+    return with_sequence(trajectory, spans=(VersionSpan(0, 2, (step - 1) // 2 * 2),))
 
 
 def resumed(run_dir: Path, at: int, before: Config = CONFIG, *, in_new: bool = False) -> RunRecorder:
@@ -279,6 +280,16 @@ def change_record(step: int, **values: Any) -> Callable[[Path], None]:
     return change_lines(step, change)
 
 
+def change_sequence(step: int, **values: Any) -> Callable[[Path], None]:
+    """Change the sequence of the first record of a step."""
+
+    def change(lines: list[str]) -> None:
+        first = json.loads(lines[0])
+        lines[0] = json.dumps(first | {"sequences": [first["sequences"][0] | values]}) + "\n"
+
+    return change_lines(step, change)
+
+
 def change_json(name: str, **values: Any) -> Callable[[Path], None]:
     def do(run_dir: Path) -> None:
         (run_dir / name).write_text(json.dumps(json.loads((run_dir / name).read_text()) | values))
@@ -325,14 +336,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run_dir: (run_dir / "trajectories" / "step_000005.jsonl").write_text(""),
         "not taken: 5",
     ),
-    "versions descend": (change_record(3, versions=[[0, 1, 2], [1, 2, 1]]), "the versions [2, 1] descend"),
-    "a version of the future": (change_record(3, versions=[[0, 1, 1], [1, 2, 3]]), "a token is of version 3"),
-    "an older version": (change_record(4, versions=[[0, 2, 0]]), "step 4: staleness/max was 1, is 3"),
-    "beyond the bound": (change_record(4, versions=[[0, 2, 0]]), "3 versions old, rollout.max_staleness=2"),
-    "spans beyond the tokens": (change_record(3, versions=[[0, 1, 1], [1, 9, 2]]), "do not fit 2 tokens"),
-    "spans that overlap": (change_record(3, versions=[[0, 2, 1], [1, 2, 2]]), "do not fit 2 tokens"),
+    "versions descend": (change_sequence(3, versions=[[0, 1, 2], [1, 2, 1]]), "the versions [2, 1] descend"),
+    "a version of the future": (change_sequence(3, versions=[[0, 1, 1], [1, 2, 3]]), "a token is of version 3"),
+    "an older version": (change_sequence(4, versions=[[0, 2, 0]]), "step 4: staleness/max was 1, is 3"),
+    "beyond the bound": (change_sequence(4, versions=[[0, 2, 0]]), "3 versions old, rollout.max_staleness=2"),
+    "spans beyond the tokens": (change_sequence(3, versions=[[0, 1, 1], [1, 9, 2]]), "do not fit 2 tokens"),
+    "spans that overlap": (change_sequence(3, versions=[[0, 2, 1], [1, 2, 2]]), "do not fit 2 tokens"),
     "another reward": (change_record(3, reward=0.5), "critic/score/mean was 0.5, is 0.5625"),
-    "another length": (change_record(3, response_tokens=9), "response_length/mean was 2, is 2.875"),
+    "another length": (change_sequence(3, response_tokens=9), "response_length/mean was 2, is 2.875"),
     "another group_size": (
         lambda run_dir: OmegaConf.save(
             OmegaConf.structured(replace(CONFIG, algorithm=AlgorithmConfig(group_size=8))), run_dir / "config.yaml"

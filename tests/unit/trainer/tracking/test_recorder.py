@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.types import DiscardedGroup, DiscardReason, EvaluatedPrompt, EvaluatedSample, VersionSpan
+from tests.support.sequences import only, with_sequence
 from tests.support.recordings import Evaluated, Screen, example_advantages, example_groups
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.records import (
@@ -100,11 +101,16 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "overlong_penalty": 0.0,
         "error": None,
         "advantage": 0.7,
-        "versions": [[0, 1, 2], [1, 2, 4], [2, 4, 5]],
-        "turns": [[0, 4]],
-        "prompt_tokens": 3,
-        "response_tokens": 4,
-        "loss_tokens": 3,
+        "sequences": [
+            {
+                "prompt_tokens": 3,
+                "response_tokens": 4,
+                "loss_tokens": 3,
+                "versions": [[0, 1, 2], [1, 2, 4], [2, 4, 5]],
+                "turns": [[0, 4]],
+                "turn_rewards": [],
+            }
+        ],
         "finish_reason": "stop",
         "replica": "replica-0",
         "began": 0.0,
@@ -117,10 +123,9 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
 def test_what_is_between_two_turns_is_an_environments(tmp_path: Path) -> None:
     (group, _) = example_groups()
     spans = (VersionSpan(0, 1, 2), VersionSpan(1, 2, 3), VersionSpan(3, 4, 3))
-    (record,) = trajectory_records(group.prompt, [replace(group.trajectories[0], spans=spans)], [None])
-    assert record.turns == [(0, 2), (3, 4)]
-    (unsampled,) = [replace(group.trajectories[0], spans=spans).token_versions()[2]]
-    assert unsampled == -1
+    (record,) = trajectory_records(group.prompt, [with_sequence(group.trajectories[0], spans=spans)], [None])
+    assert record.sequences[0].turns == [(0, 2), (3, 4)]
+    assert only(with_sequence(group.trajectories[0], spans=spans)).token_versions()[2] == -1
 
 
 def test_text_that_utf8_cannot_hold_is_written_and_read_back(tmp_path: Path) -> None:
@@ -198,6 +203,7 @@ def test_the_batch_is_kept_so_that_numpy_reads_it(tmp_path: Path) -> None:
         "ordinals": [30, 30, 31, 31],
         "replicas": ["replica-0"] * 4,
         "rewards": [1, 0, 1, 1],
+        "num_sequences": [1, 1, 1, 1],
         "prompt_lengths": [3, 3, 1, 1],
         "response_lengths": [4, 2, 2, 2],
         "prompt_ids": [1, 2, 3, 1, 2, 3, 1, 1],

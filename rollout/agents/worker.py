@@ -1,13 +1,15 @@
 """Runs agent loops and rewards, away from the driver's event loop. `worker_group.py` puts it into Ray actors."""
 
+import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from configs.schema import Config
-from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, resume_from
+from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup
+from rollout.agents.relay import Relay
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId
 from rollout.rewards.base import RewardResult
@@ -33,6 +35,18 @@ class _Times:
     reward_s: float
 
 
+_Scored = tuple[list[tuple[Episode, str, RewardResult]], _Times]
+"""Episodes with their texts and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A group under way."""
+
+    relay: Relay
+    task: asyncio.Task[_Scored]
+
+
 @dataclass(kw_only=True)
 class AgentWorker:
     """Runs episodes on replicas, and scores them.
@@ -49,29 +63,61 @@ class AgentWorker:
     scorer: RewardScorer
     replicas: dict[str, GenerateGroup]
     """Those that it generates on. More may be added."""
+    _waiting: dict[int, _UnderWay] = field(default_factory=dict, init=False)
+    """By ordinal: groups that have lost their replica."""
 
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         """Run and score all episodes of the prompt on one replica; with remax a greedy one besides.
 
-        A later attempt runs the agent loop from its beginning, and its requests are answered with what was sampled
-        before: an environment gets back into its state by hearing the same turns. Where it answers otherwise, the
-        trajectory is sampled anew from there.
+        Raises ReplicaLostError. The episodes wait then, for the next attempt to bring them another replica.
+
+        A later attempt in another process, or in a run that is resumed, runs the agent loop from its beginning, and its
+        requests are answered with what was sampled before: an environment gets back into its state by hearing the same
+        turns. Where it answers otherwise, the trajectory is sampled anew from there.
         """
-        sampling = self._with_stop(sampling)
-        every = [sampling.reseeded(prompt.ordinal, index) for index in range(group_size)]
-        if self.config.algorithm.advantage == "remax":
-            every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None))
-        first = RequestId(ordinal=prompt.ordinal, attempt=attempt.number)
-        generate = resume_from(attempt.partials, self.replicas[replica])
-        scored, times = await self._run(_tasks(prompt, first, every), generate)
+        group = self._waiting.pop(prompt.ordinal, None)
+        if group is None:
+            episodes = self._episodes(prompt, sampling, group_size, attempt)
+            relay = Relay(self.replicas[replica], attempt)
+            group = _UnderWay(relay, asyncio.create_task(self._run(episodes, relay)))
+        else:
+            group.relay.move(self.replicas[replica], attempt)
+        scored, times = await self._until_lost(prompt.ordinal, group)
         trajectories = tuple(self._trajectory(replica, *some, times) for some in scored)
         return TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
             greedy=trajectories[group_size] if len(trajectories) > group_size else None,
         )
+
+    def drop(self, ordinal: int) -> None:
+        """End the episodes of a group that wait for a replica: its next attempt runs elsewhere. Idempotent."""
+        if (waiting := self._waiting.pop(ordinal, None)) is not None:
+            waiting.task.cancel()
+
+    async def _until_lost(self, ordinal: int, group: _UnderWay) -> _Scored:
+        """What the group's task returns. When its replica is lost, the task is left waiting, and the error raised."""
+        lost = group.relay.lost
+        try:
+            await asyncio.wait({group.task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            group.task.cancel()
+            raise
+        if group.task.done():
+            return group.task.result()
+        self._waiting[ordinal] = group
+        raise lost.result()
+
+    def _episodes(
+        self, prompt: Prompt, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> list[EpisodeTask]:
+        sampling = self._with_stop(sampling)
+        every = [sampling.reseeded(prompt.ordinal, index) for index in range(group_size)]
+        if self.config.algorithm.advantage == "remax":
+            every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None))
+        return _tasks(prompt, RequestId(ordinal=prompt.ordinal, attempt=attempt.number), every)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
@@ -95,9 +141,7 @@ class AgentWorker:
             for prompt in prompts
         ]
 
-    async def _run(
-        self, tasks: Sequence[EpisodeTask], generate: GenerateGroup
-    ) -> tuple[list[tuple[Episode, str, RewardResult]], _Times]:
+    async def _run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> _Scored:
         """Episodes with their texts and results. A result is the environment's, or else the reward's."""
         began, started = time.time(), time.perf_counter()
         episodes = await self.loop.run(tasks, generate)

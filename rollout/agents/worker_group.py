@@ -18,7 +18,7 @@ from rollout.agents.encoding import encode
 from rollout.agents.heartbeat import PARTS, Heartbeat
 from rollout.agents.loop import AgentLoop, load_agent_loop
 from rollout.agents.worker import AgentWorker
-from rollout.errors import AgentWorkerLostError
+from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.progress import Attempt
 from rollout.prompts import Row
 from rollout.rewards.scoring import load_scorer
@@ -75,6 +75,9 @@ class AgentWorkerActor:
     ) -> TrajectoryGroup:
         self._worker.replicas[replica.name] = replica.generate_group
         return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
+
+    async def drop(self, ordinal: int) -> None:
+        self._worker.drop(ordinal)
 
     @carries_errors
     async def evaluate(
@@ -146,6 +149,8 @@ class AgentWorkerGroup:
         self._replicas = {replica.name: replica for replica in replicas}
         workers = [self._start(f"agent-worker-{index}") for index in range(config.rollout.num_agent_workers)]
         self._rotation = Rotation(workers, self._replace)
+        self._waiting: dict[int, _Worker] = {}
+        """By ordinal: where the episodes of a group wait that has lost its replica."""
 
     def connect(self, replica: ReplicaClient) -> None:
         self._replicas[replica.name] = replica
@@ -159,8 +164,16 @@ class AgentWorkerGroup:
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         arguments = (prompt, self._replicas[replica], sampling, group_size, attempt)
+        waits_in = self._waiting.pop(prompt.ordinal, None)
         if not attempt.alone:
-            return await self._in_turn(lambda actor: actor.run_group.remote(*arguments), [prompt])
+            worker = waits_in if waits_in is not None and self._rotation.has(waits_in) else await self._rotation.next()
+            try:
+                return await self._run_on(worker, lambda actor: actor.run_group.remote(*arguments), [prompt])
+            except ReplicaLostError:
+                self._waiting[prompt.ordinal] = worker
+                raise
+        if waits_in is not None:
+            waits_in.actor.drop.remote(prompt.ordinal)
         worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
         try:
             return await worker.run(worker.actor.run_group.remote(*arguments), [prompt])
@@ -172,10 +185,10 @@ class AgentWorkerGroup:
     ) -> list[EvaluatedPrompt]:
         """Raises AgentWorkerLostError. The next call must have another `attempt`."""
         arguments = (prompts, self._replicas[replica], sampling, num_samples, attempt)
-        return await self._in_turn(lambda actor: actor.evaluate.remote(*arguments), prompts)
-
-    async def _in_turn(self, call: Callable[[Any], Any], prompts: Sequence[Prompt]) -> Any:
         worker = await self._rotation.next()
+        return await self._run_on(worker, lambda actor: actor.evaluate.remote(*arguments), prompts)
+
+    async def _run_on(self, worker: _Worker, call: Callable[[Any], Any], prompts: Sequence[Prompt]) -> Any:
         try:
             return await worker.run(call(worker.actor), prompts)
         except AgentWorkerLostError:
@@ -223,6 +236,9 @@ class Rotation(Generic[W]):
             await asyncio.wait(self._replacing, return_when=asyncio.FIRST_COMPLETED)
         self._serving.rotate(-1)
         return self._serving[-1]
+
+    def has(self, worker: W) -> bool:
+        return worker in self._serving
 
     def lose(self, worker: W) -> None:
         """Replace the worker. Idempotent, since every call that it had in flight reports its loss."""

@@ -3,15 +3,15 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
-from tests.support.sequences import with_sequence
 from tests.support.reference import make_group, make_trajectory
+from tests.support.sequences import with_sequence
 from trainer.batch import StepBatch
 from trainer.loop import TrainLoop
 from trainer.metrics import Last, Max, Mean, Metric, Sum

@@ -30,9 +30,9 @@ from tests.support.compose import changed, resolve
 from tests.support.fakes import make_prompt
 from tests.support.losses import make_tokens
 from tests.support.paths import ROOT
+from tests.support.sequences import only
 from trainer.advantages.estimators import ScoredGroup, load_estimator
 from trainer.losses.objective import load_policy_loss
-from tests.support.sequences import only
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,6 +18,7 @@ from scripts.launch.driver import training_sampling
 from scripts.launch.run import train
 from scripts.launch.start import StartedRun, make_workers, owner, start
 from tests.support.compose import resolve
+from tests.support.sequences import only
 from trainer.advantages.credit import assign_credit
 from trainer.batch import assemble
 from trainer.tokens import sampled_tokens
@@ -25,7 +26,6 @@ from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
 from weight_sync.transports.cleanup import release_all
-from tests.support.sequences import only
 
 STEPS = 4
 OVERRIDES = [

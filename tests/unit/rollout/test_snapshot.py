@@ -11,9 +11,9 @@ from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.snapshot import OtherPromptsError, UnderWay, capture, decode, encode, restore
 from rollout.types import DiscardReason
-from tests.support.sequences import only
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
+from tests.support.sequences import only
 
 
 @settings(max_examples=60, deadline=None)

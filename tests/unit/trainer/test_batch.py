@@ -12,8 +12,8 @@ from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, TrajectoryGroup
 from tests.support.batches import learning
 from tests.support.reference import make_group, make_trajectory
-from trainer.batch import MicroBatch, StepBatch, assemble
 from tests.support.sequences import only
+from trainer.batch import MicroBatch, StepBatch, assemble
 
 LAYOUTS = list(Layout)
 

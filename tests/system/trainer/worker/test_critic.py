@@ -8,9 +8,9 @@ import torch
 from configs.schema import Layout
 from tests.support.batches import pack
 from tests.support.reference import VOCAB_SIZE, double, random_groups
+from tests.support.sequences import only
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
-from tests.support.sequences import only
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from tests.support.reference import (
     random_groups,
 )
 from tests.support.reference import sequence_logprobs as plain_logprobs
+from tests.support.sequences import only
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
 from trainer.worker.attention import tree_mask
 from trainer.worker.model import Policy, load_causal_lm
-from tests.support.sequences import only
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)

@@ -16,13 +16,13 @@ from rollout.types import TrajectoryGroup
 from tests.support.batches import pack
 from tests.support.families import BY_PLACE_IN_ROW, FAMILIES, RECURRENT, SHARES_PARAMETERS, VOCAB_SIZE, random_model
 from tests.support.reference import make_group, make_trajectory, sequence_logprobs
+from tests.support.sequences import only
 from tests.support.worker_runs import Inbox, run_worker
 from trainer.batch import MicroBatch
 from trainer.metrics import to_floats
 from trainer.worker.model import Policy, decoder_layers, load_causal_lm
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.worker import TrainWorker
-from tests.support.sequences import only
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -11,11 +11,11 @@ import torch
 from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, RolloutConfig, TrainerConfig
 from tests.support import batches
 from tests.support.reference import VOCAB_SIZE, double, random_groups
+from tests.support.sequences import only
 from tests.support.worker_runs import SAVED_AT, Job, Outcome, one_rank, two_ranks
 from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.state import policy_weights
-from tests.support.sequences import only
 
 TIMEOUT_S = 60.0
 NUM_STEPS = 4

@@ -13,11 +13,11 @@ from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, Rollou
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, random_groups, sequence_logprobs
+from tests.support.sequences import only
 from tests.support.worker_runs import Job, Outcome, one_rank, two_ranks
 from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
-from tests.support.sequences import only
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0

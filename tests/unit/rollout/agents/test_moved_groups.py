@@ -1,21 +1,24 @@
 """Groups that go on elsewhere, or with another agent worker, as a run wires them: real replicas, simulated engines."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
+from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.replica.replica import RolloutReplica
 from rollout.snapshot import capture
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TokenSequence, TrajectoryGroup
 from scripts.bench.common import ForcedLengths
 from scripts.bench.stand_ins import NO_REWARD, NoTokenizer, SimulatedTrainer
 from scripts.launch.driver import make_fleet, make_rollouter
 from tests.support.fakes import ClockedEngine, make_replica, now, run_virtual
-from weight_sync.checkpoint_manager import CheckpointManager
 from tests.support.sequences import only
+from weight_sync.checkpoint_manager import CheckpointManager
 
 GROUP_SIZE = 4
 
@@ -23,7 +26,7 @@ GROUP_SIZE = 4
 class Scene:
     """One group of four responses of ten tokens, a token per second, on engines with two seats each."""
 
-    def __init__(self, num_replicas: int):
+    def __init__(self, num_replicas: int, loop: AgentLoop | None = None):
         config = Config(
             algorithm=AlgorithmConfig(group_size=GROUP_SIZE),
             rollout=RolloutConfig(num_replicas=num_replicas, max_num_seqs=2, min_replicas=1),
@@ -40,7 +43,7 @@ class Scene:
         self._worker = AgentWorker(
             config=config,
             tokenizer=NoTokenizer(),
-            loop=ForcedLengths({"": lambda ordinal, index: 10}),
+            loop=loop or ForcedLengths({"": lambda ordinal, index: 10}),
             scorer=NO_REWARD,
             replicas={replica.name: _generate_on(replica) for replica in self.replicas},
         )
@@ -114,6 +117,49 @@ def test_a_checkpoint_does_not_take_what_was_abandoned_for_what_a_client_aborted
         assert {key: some.num_tokens for key, some in partials.items()} == {(0, 0): 3, (1, 0): 3}
         assert {some.finish_reason for some in partials.values()} == {""}
         running.cancel()
+
+    run_virtual(main())
+
+
+class UsesATool:
+    """Two turns of five tokens each, and between them a tool whose effect must not come twice."""
+
+    def __init__(self) -> None:
+        self.used_by: list[int] = []
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        return await asyncio.gather(*(self._episode(task, generate) for task in tasks))
+
+    async def _episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        sampling = replace(task.sampling, max_tokens=5)
+        request = GenerationRequest(request_id=task.request_id, prompt_ids=task.prompt.token_ids, sampling=sampling)
+        (first,) = await generate([request])
+        self.used_by.append(task.index)
+        prompt_ids = (*request.prompt_ids, *first.token_ids.tolist())
+        (second,) = await generate(
+            [replace(request, request_id=replace(task.request_id, turn=1), prompt_ids=prompt_ids)]
+        )
+        whole = TokenSequence.of(task.prompt.token_ids, Completion.concatenate([first, second]))
+        return Episode(sequences=(whole,), finish_reason="length", cached_tokens=0)
+
+
+def test_an_episode_does_not_notice_that_its_replica_was_lost() -> None:
+    """The first replica dies at 7.5 s: two episodes are in their second turn, the two others wait for their first."""
+
+    async def main() -> None:
+        loop = UsesATool()
+        scene = Scene(num_replicas=2, loop=loop)
+        running = await scene.start()
+        await asyncio.sleep(7.5)
+        assert loop.used_by == [0, 1]
+        await scene.fleet.collect_progress()  # as the monitor does
+        scene.engines[0].kill()
+        group = await scene.group()
+        assert sorted(loop.used_by) == [0, 1, 2, 3]
+        assert [trajectory.num_tokens for trajectory in group.trajectories] == [10] * GROUP_SIZE
+        assert {trajectory.replica for trajectory in group.trajectories} == {"replica-1"}
+        assert scene.engines[1].usage.tokens == 4 * 10 - 2 * 5 - 2 * 2, "no token was sampled twice"
+        await running
 
     run_virtual(main())
 

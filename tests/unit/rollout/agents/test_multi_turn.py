@@ -97,7 +97,12 @@ def test_a_conversation_is_one_response() -> None:
     assert only(episode).response_ids.tolist() == [97, 98, EOS, ord("X"), ord("Y"), 99, EOS]
     assert only(episode).loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 2
     assert only(episode).rollout_logprobs.tolist() == [-1, -2, -3, 0, 0, -1, -2]
-    assert only(episode).spans == (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5), VersionSpan(5, 6, 5), VersionSpan(6, 7, 6))
+    assert only(episode).spans == (
+        VersionSpan(0, 2, 4),
+        VersionSpan(2, 3, 5),
+        VersionSpan(5, 6, 5),
+        VersionSpan(6, 7, 6),
+    )
     assert (episode.finish_reason, episode.cached_tokens, episode.result) == ("stop", 1 + 6, None)
     first, second = (call[0] for call in policy.calls)
     assert (first.prompt_ids, second.prompt_ids) == ((1, 2), (1, 2, 97, 98, EOS, ord("X"), ord("Y")))
@@ -217,7 +222,8 @@ def test_spans_cover_what_was_sampled_in_ascending_versions(
     for span in only(episode).spans:
         by_token[span.start : span.end] = span.global_steps
     assert by_token.tolist() == expected[:num_tokens]
-    assert [span.global_steps for span in only(episode).spans] == sorted(span.global_steps for span in only(episode).spans)
+    sampled_by = [span.global_steps for span in only(episode).spans]
+    assert sampled_by == sorted(sampled_by)
     is_observation = only(episode).response_ids == ord("o")
     assert np.array_equal(only(episode).loss_mask, ~is_observation)
     assert np.array_equal(only(episode).rollout_logprobs == 0, is_observation)

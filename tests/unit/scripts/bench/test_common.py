@@ -9,7 +9,7 @@ import pytest
 
 from rollout.agents.loop import EpisodeTask
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams
+from rollout.types import EMPTY, Completion, GenerationRequest, SamplingParams
 from scripts.bench.common import (
     ForcedLengths,
     LogNormalLengths,
@@ -35,7 +35,7 @@ def test_forced_lengths_reach_every_request() -> None:
 
     async def generate(requests: list[GenerationRequest]) -> list[Completion]:
         asked.extend(requests)
-        return []
+        return [EMPTY for _ in requests]
 
     loop = ForcedLengths({"": lambda ordinal, index: 10 * ordinal + index})
     sampling = SamplingParams(max_tokens=9, stop_token_ids=(0,))

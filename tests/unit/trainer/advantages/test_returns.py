@@ -10,9 +10,9 @@ import torch
 from configs.schema import AlgorithmConfig, Config
 from rollout.types import TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory
+from tests.support.sequences import only
 from trainer.advantages.credit import Credit, assign_credit
 from trainer.tokens import sampled_tokens
-from tests.support.sequences import only
 
 BETA = 0.3
 

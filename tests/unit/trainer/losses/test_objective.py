@@ -1,7 +1,6 @@
 """The parts of the objective put together, and that no split of a step changes loss, gradient or metrics."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 from configs.algorithm import LOSSES, Correction, KLEstimator, LossAggregation, Proximal, Rejection
 from configs.schema import AlgorithmConfig, Config, Layout
 from rollout.types import TrajectoryGroup, VersionSpan
-from tests.support.sequences import only, with_sequence
 from tests.support.reference import make_group, make_trajectory
+from tests.support.sequences import only, with_sequence
 from trainer.advantages.credit import assign_credit, keeps_idle
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective, kl_estimate, load_policy_loss, loss_tokens
@@ -41,7 +40,8 @@ def random_groups(seed: int) -> list[TrajectoryGroup]:
                     reward=1.0 if ordinal == 5 else float(random.integers(0, 3)) + index,
                 )
             )
-        groups.append(make_group(ordinal, [with_sequence(t, prompt_ids=only(trajectories[0]).prompt_ids) for t in trajectories]))
+        prompt_ids = only(trajectories[0]).prompt_ids
+        groups.append(make_group(ordinal, [with_sequence(t, prompt_ids=prompt_ids) for t in trajectories]))
     return groups
 
 

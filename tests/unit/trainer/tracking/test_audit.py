@@ -32,10 +32,10 @@ from rollout.types import (
     TrajectoryGroup,
     VersionSpan,
 )
-from tests.support.sequences import only, with_sequence
 from tests.support.fakes import make_group
 from tests.support.paths import ROOT
 from tests.support.recordings import Screen
+from tests.support.sequences import only, with_sequence
 from trainer.tracking.audit import audit
 from trainer.tracking.plans import NoRunError
 from trainer.tracking.recorder import RunRecorder

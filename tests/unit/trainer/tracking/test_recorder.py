@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.types import DiscardedGroup, DiscardReason, EvaluatedPrompt, EvaluatedSample, VersionSpan
-from tests.support.sequences import only, with_sequence
 from tests.support.recordings import Evaluated, Screen, example_advantages, example_groups
+from tests.support.sequences import only, with_sequence
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.records import (
     DiscardRecord,

@@ -1,0 +1,47 @@
+"""The way of a group's requests to its replica, which may be lost while the episodes of the group go on."""
+
+import asyncio
+from dataclasses import replace
+
+from rollout.agents.loop import GenerateGroup, resume_from
+from rollout.errors import ReplicaLostError
+from rollout.progress import Attempt
+from rollout.types import Completion, GenerationRequest
+
+
+class Relay:
+    """Sends requests to the replica of the group's attempt. When that is lost, they wait for the next attempt, and
+    continue there from the tokens they had: an episode does not notice, whatever its environment or harness has done.
+
+    Example:
+        relay = Relay(generate_on_replica_0, Attempt())
+        task = asyncio.create_task(loop.run(tasks, relay))
+        error = await relay.lost  # replica-0 died
+        relay.move(generate_on_replica_1, Attempt(number=1, partials=partials))
+    """
+
+    def __init__(self, generate: GenerateGroup, attempt: Attempt):
+        self._moved = asyncio.Event()
+        self.move(generate, attempt)
+
+    def move(self, generate: GenerateGroup, attempt: Attempt) -> None:
+        """Send requests to another replica from now on, those too that wait."""
+        self._attempt = attempt
+        self._generate = resume_from(attempt.partials, generate)
+        self.lost: asyncio.Future[ReplicaLostError] = asyncio.get_running_loop().create_future()
+        """Done once the replica is lost."""
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
+        while True:
+            lost, moved = self.lost, self._moved
+            try:
+                return await self._generate([self._of_attempt(request) for request in requests])
+            except ReplicaLostError as error:
+                if not lost.done():
+                    lost.set_result(error)
+            await moved.wait()  # until the driver's next attempt, or until it gives the group up and cancels
+
+    def _of_attempt(self, request: GenerationRequest) -> GenerationRequest:
+        return replace(request, request_id=replace(request.request_id, attempt=self._attempt.number))

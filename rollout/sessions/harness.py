@@ -1,0 +1,224 @@
+"""Runs a harness: a program that talks to the session of its episode over HTTP. It is a user's own async function, or a
+command that gets a process per episode."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import psutil
+
+from configs.runtime.dotted import find
+from configs.runtime.environment import PYTHON_PATH
+from rollout.replica.processes import kill_processes, process_tree
+from rollout.rewards.base import RewardResult
+from rollout.types import Prompt
+
+logger = logging.getLogger(__name__)
+LINE_LIMIT = 2**20
+"""Longest line of a command's output, in bytes. A longer one is cut."""
+KEPT_LINES = 20
+"""Last lines of a command's stderr, for the error that names why it failed."""
+END_S = 5.0
+"""So long the output of a command that has ended may stay open: something that it started may hold it."""
+SESSION_ENV = "SLIPSTREAM_SESSION"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessTask:
+    """What a harness is asked to do: a row of the data.
+
+    Example: HarnessTask(prompt="Question: 2 + 2?", ground_truth="4", ordinal=17, index=3)
+    """
+
+    prompt: str
+    """The text of the prompt, after the template."""
+    ground_truth: str
+    ordinal: int
+    """Place of the prompt in the stream, or in the held-out set."""
+    index: int
+    """Place of the episode in the prompt's group."""
+    data_source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other columns of the row."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, index: int) -> "HarnessTask":
+        return cls(
+            prompt=prompt.text,
+            ground_truth=prompt.ground_truth,
+            ordinal=prompt.ordinal,
+            index=index,
+            data_source=prompt.data_source,
+            extra=prompt.extra,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Where a harness finds its session, and the key that opens it."""
+
+    session: str
+    url: str
+    """Of the session: its routes are below it, such as /v1/chat/completions and /reward."""
+    server_url: str
+    """Of the server, for a harness whose path is fixed: there the key alone tells the session."""
+    key: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the SDKs of OpenAI and Anthropic read, and the session itself."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_BASE": f"{self.url}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            SESSION_ENV: self.session,
+            "SLIPSTREAM_SESSION_URL": self.url,
+            "SLIPSTREAM_SESSION_KEY": self.key,
+        }
+
+
+class HarnessError(RuntimeError):
+    """The harness failed: its episode has no reward."""
+
+
+class Harness(Protocol):
+    async def run(self, task: HarnessTask, connection: Connection) -> object:
+        """Run one episode. Returns its reward: a number, a `RewardResult`, or None if it was posted to the session, or
+        is that of rollout.reward. Cancelling it ends all that it has started."""
+        ...
+
+
+AgentFunction = Callable[[HarnessTask, Any], Awaitable[object]]
+
+
+class FunctionHarness:
+    """A user's own `async def agent(task, client)`. `client` is an `openai.AsyncOpenAI` of the session."""
+
+    def __init__(self, path: str):
+        """`path`: rollout.agent. Raises ValueError when it is no async function of two arguments."""
+        self._path = path
+        self._function: AgentFunction = find("rollout.agent", path, ("task", "client"))
+        if not asyncio.iscoroutinefunction(self._function):
+            raise ValueError(f"rollout.agent={path}: must be an async function, one that waits without blocking")
+
+    async def run(self, task: HarnessTask, connection: Connection) -> object:
+        from openai import AsyncOpenAI  # takes a second to import
+
+        async with AsyncOpenAI(base_url=f"{connection.url}/v1", api_key=connection.key, timeout=None) as client:
+            return await self._function(task, client)
+
+
+class CommandHarness:
+    """A command of the shell: the task comes as JSON on stdin, the session in the environment.
+
+    Its last line of output may be the reward: a number, or an object with `reward` and maybe `metrics`. Whatever it has
+    started is killed when it ends or is cancelled.
+    """
+
+    def __init__(self, command: str):
+        """`command`: rollout.agent_command."""
+        self._command = command
+
+    async def run(self, task: HarnessTask, connection: Connection) -> object:
+        """Raises HarnessError when the command exits with another code than 0."""
+        process = await asyncio.create_subprocess_shell(
+            self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, **_no_proxy(), **connection.environment},
+            start_new_session=True,
+            limit=LINE_LIMIT,
+        )
+        try:
+            return await self._result(process, json.dumps(asdict(task)))
+        finally:
+            await _end(process, connection.session)
+
+    async def _result(self, process: Process, task: str) -> object:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        output, errors = deque[str](maxlen=1), deque[str](maxlen=KEPT_LINES)
+        readers = [asyncio.create_task(_keep(process.stdout, output)), asyncio.create_task(_keep(process.stderr, errors))]
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read its task
+                process.stdin.write(f"{task}\n".encode())
+                await process.stdin.drain()
+                process.stdin.close()
+            code = await process.wait()
+            await asyncio.wait(readers, timeout=END_S)
+        finally:
+            for reader in readers:
+                reader.cancel()
+        if code:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            said = "".join(errors).strip()
+            raise HarnessError(f"rollout.agent_command={self._command}: {how}" + (f":\n{said}" if said else ""))
+        return reward_of("".join(output))
+
+
+def reward_of(line: str) -> RewardResult | None:
+    """The reward that a line of output holds; None for any other text.
+
+    Example: reward_of('{"reward": 1, "metrics": {"steps": 3}}'), reward_of("0.5")
+    """
+    try:
+        found: Any = json.loads(line)
+    except ValueError:
+        return None
+    if isinstance(found, Mapping):
+        reward, metrics = found.get("reward"), found.get("metrics", {})
+    else:
+        reward, metrics = found, {}
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not isinstance(metrics, Mapping):
+        return None
+    return RewardResult(reward=float(reward), metrics=dict(metrics))
+
+
+async def _keep(stream: asyncio.StreamReader, lines: deque[str]) -> None:
+    """Read a stream to its end, and keep its last lines that are not empty."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # longer than LINE_LIMIT: what was read of it is dropped
+            continue
+        if not line:
+            return
+        if text := line.decode("utf-8", "replace").strip():
+            lines.append(f"{text}\n")
+
+
+async def _end(process: Process, session: str) -> None:
+    """Kill what is left of a command: its process group, its descendants, and whatever has the session in its
+    environment, such as a daemon that left both."""
+    tree = process_tree(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    kill_processes(tree)
+    if process.returncode is None:
+        await process.wait()
+    kill_processes(await asyncio.to_thread(_of_session, session))
+
+
+def _of_session(session: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(SESSION_ENV) == session:
+                found.append(process)
+    return found
+
+
+def _no_proxy() -> dict[str, str]:
+    """The session is on this machine: no proxy stands between."""
+    hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}

@@ -1,0 +1,313 @@
+"""One session: the requests of a harness become generations of its transcript, and at the end an episode."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from rollout.agents.loop import EpisodeTask, GenerateGroup
+from rollout.sessions.attachment import Attachment
+from rollout.sessions.errors import SessionEndedError, SessionLimitError
+from rollout.sessions.generation import Cause, Generation, State
+from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
+from rollout.sessions.parsing import AnswerParser
+from rollout.sessions.render import Parent, Renderer
+from rollout.sessions.transcript import Transcript
+from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
+
+T = TypeVar("T")
+FINISHES = {"stop": Finish.stop, "length": Finish.length}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    max_turns: int
+    """Answers of the policy."""
+    max_tokens: int
+    """Sampled in all answers together."""
+    max_turn_tokens: int | None
+    """Sampled in one answer; None is as many as are left."""
+    max_context: int
+    """Prompt and answer of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What makes tokens of messages, and messages of tokens, in a thread of its own: neither may run twice at once."""
+
+    renderer: Renderer
+    parser: AnswerParser
+    in_thread: Callable[..., Awaitable[Any]]
+    """(function, *arguments) -> what it returns."""
+    forks_on_mismatch: bool = False
+    """Whether a history that the harness edited, or that the template renders in another way, begins a new sequence."""
+
+
+class Session:
+    """Answers the requests of one harness, which may come side by side.
+
+    Example:
+        session = Session("s1", task, generate, words, limits)
+        (answer,) = await session.answer(request)
+        session.transcript.sequences()
+    """
+
+    def __init__(self, name: str, task: EpisodeTask, generate: GenerateGroup, words: Words, limits: SessionLimits):
+        self.transcript = Transcript(name)
+        self.limit_reached: str | None = None
+        """The limit that ended the conversation."""
+        self.is_aborted = False
+        self.waited_s = 0.0
+        """Seconds with a request under way."""
+        self.last_active = time.monotonic()
+        self._task = task
+        self._generate = generate
+        self._words = words
+        self._limits = limits
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._listeners: dict[int, int] = {}
+        self._under_way = 0
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(one.completion.num_tokens for one in self.transcript.generations)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request is under way."""
+        return self._under_way > 0
+
+    async def answer(self, request: ChatRequest) -> list[Answer]:
+        """Return the answers to a request, or those that it had before. Cancelling the last call that waits for a
+        generation ends it at the engine.
+
+        Raises:
+            SessionLimitError: a limit was reached, and the harness has heard of it by an answer that ended by length.
+            SessionEndedError: the session was aborted.
+        """
+        self._require_open()
+        attachment = self.transcript.attach(request)
+        if attachment.recorded:
+            generations = self.transcript.repeat(attachment)
+        else:
+            if self._is_over(request.num_answers):
+                return [self._cut() for _ in range(request.num_answers)]
+            generations = self.transcript.begin(attachment)
+            call = asyncio.create_task(self._run(attachment, [one.number for one in generations]))
+            self._running |= {one.number: call for one in generations}
+        numbers = [one.number for one in generations]
+        await self._hear(numbers)
+        return [self._answer(self.transcript.generation(number)) for number in numbers]
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Tokens of the prompt that the request would get."""
+        self._require_open()
+        prompt_ids, _ = await self._prompt(self.transcript.attach(request))
+        return len(prompt_ids)
+
+    def abort(self) -> None:
+        """End all that runs. The session is not trained."""
+        self.is_aborted = True
+        self.close()
+
+    def close(self) -> None:
+        """Take no more requests, and end those under way: nobody waits for them."""
+        self.transcript.close()
+        for call in self._running.values():
+            call.cancel()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _hear(self, numbers: Sequence[int]) -> None:
+        """Wait for generations that others may wait for, too."""
+        calls = {self._running[number] for number in numbers if number in self._running}
+        first = numbers[0]
+        self._listeners[first] = self._listeners.get(first, 0) + 1
+        self._enter()
+        try:
+            for call in calls:
+                await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if self.transcript.is_closed:
+                raise SessionEndedError("the session has ended") from None
+            if self._listeners[first] == 1:
+                for call in calls:
+                    call.cancel()
+            raise
+        finally:
+            self._listeners[first] -= 1
+            self._leave()
+
+    async def _run(self, attachment: Attachment, numbers: Sequence[int]) -> None:
+        """Generate the answers of one request, and put them into the transcript."""
+        completions: dict[int, Completion] = {}
+        try:
+            prompt_ids, cause = await self._prompt(attachment)
+            for number in numbers:
+                self.transcript.set_prompt(number, prompt_ids, cause)
+            if (room := self._room(attachment.request, len(prompt_ids), len(numbers))) <= 0:
+                return
+            requests = [self._request(number, prompt_ids, room, attachment.request) for number in numbers]
+            completions = dict(zip(numbers, await self._generate(requests), strict=True))
+            for number, completion in completions.items():
+                await self._finish(number, completion, attachment.request)
+        finally:
+            for number in numbers:
+                del self._running[number]
+                if self.transcript.generation(number).state is State.running:
+                    self.transcript.cancel(number, completions.get(number, EMPTY))
+
+    async def _finish(self, number: int, completion: Completion, request: ChatRequest) -> None:
+        finish = FINISHES.get(completion.finish_reason)
+        if finish is None:  # a client of the fleet aborted it
+            self.transcript.cancel(number, completion)
+            self.abort()
+            return
+        message = await self._words.in_thread(self._parsed, number, completion, request)
+        if finish is Finish.stop and message.tool_calls:
+            finish = Finish.tool_calls
+        self.transcript.finish(number, completion, message, finish)
+
+    def _parsed(self, number: int, completion: Completion, request: ChatRequest) -> Message:
+        renderer = self._words.renderer
+        text = renderer.answer_text(completion.token_ids.tolist())
+        return self._words.parser.parse(
+            text,
+            lambda index: self.transcript.names.call_id(number, index),
+            tools=request.tools,
+            options=request.template_options,
+        )
+
+    def _request(
+        self, number: int, prompt_ids: Sequence[int], room: int, request: ChatRequest
+    ) -> GenerationRequest:
+        ends = (*self._task.sampling.stop_token_ids, *self._words.renderer.end_token_ids)
+        sampling = replace(
+            self._task.sampling.reseeded(number),
+            max_tokens=room,
+            stop=request.stop,
+            stop_token_ids=tuple(dict.fromkeys(ends)),
+        )
+        request_id = replace(self._task.request_id, turn=number)
+        return GenerationRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
+
+    def _answer(self, one: Generation) -> Answer:
+        if one.answer is None:
+            if self.is_aborted or self.transcript.is_closed:
+                raise SessionEndedError("the session was aborted")
+            return self._cut(one.prompt_ids)
+        assert one.finish is not None
+        return Answer(
+            answer_id=self.transcript.names.answer_id(one.number),
+            message=one.answer,
+            finish=one.finish,
+            prompt_ids=tuple(one.prompt_ids.tolist()),
+            completion=one.completion,
+        )
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    async def _prompt(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
+        return await self._words.in_thread(self._rendered, attachment)
+
+    def _rendered(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
+        """The tokens of the parent with the new messages, or all messages anew with the cause of that."""
+        request, renderer = attachment.request, self._words.renderer
+        is_trusted = attachment.cause is None or not self._words.forks_on_mismatch
+        if attachment.parent is not None and attachment.can_bridge and is_trusted:
+            parent = self.transcript.generation(attachment.parent)
+            bridge = renderer.bridge(
+                self._parent(parent, attachment), attachment.messages, request.tools, request.template_options
+            )
+            if bridge is not None:
+                return [*parent.token_ids.tolist(), *bridge], None
+        cause = None if attachment.parent is None else attachment.cause or Cause.template
+        return renderer.full(attachment.conversation, request.tools, request.template_options), cause
+
+    def _parent(self, one: Generation, attachment: Attachment) -> Parent:
+        assert one.answer is not None
+        sent = attachment.conversation[: len(attachment.conversation) - len(attachment.messages)]
+        has_reasoning = any(message.reasoning for message in self.transcript.history(one.number))
+        return Parent(
+            token_ids=one.token_ids.tolist(),
+            ended=one.finish is not Finish.length,
+            calls=one.answer.tool_calls,
+            has_reasoning=has_reasoning,
+            reasoning_sent=all(message.reasoning for message in sent if message.role is Role.assistant),
+        )
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def _is_over(self, num_answers: int) -> bool:
+        """Whether the limits leave no room for another request."""
+        if len(self.transcript.generations) + num_answers > self._limits.max_turns:
+            return self._reach(f"sessions.max_turns={self._limits.max_turns}")
+        if self.num_sampled >= self._limits.max_tokens:
+            return self._reach(f"rollout.max_response_tokens={self._limits.max_tokens}")
+        return False
+
+    def _room(self, request: ChatRequest, num_prompt: int, num_answers: int) -> int:
+        """How many tokens each answer may have."""
+        left = (self._limits.max_tokens - self.num_sampled) // num_answers
+        context = self._limits.max_context - num_prompt
+        if context <= 0:
+            self._reach(f"the context of {self._limits.max_context} tokens")
+        elif left <= 0:
+            self._reach(f"rollout.max_response_tokens={self._limits.max_tokens}")
+        asked = [request.max_tokens, self._limits.max_turn_tokens]
+        return min([left, context, *(one for one in asked if one is not None)])
+
+    def _reach(self, limit: str) -> bool:
+        """Raises SessionLimitError where the harness has heard of a limit before."""
+        if self.limit_reached is not None:
+            raise SessionLimitError(f"the session has reached its limit: {self.limit_reached}")
+        self.limit_reached = limit
+        return True
+
+    def _cut(self, prompt_ids: IntArray | None = None) -> Answer:
+        """An empty answer that ends by length, as harnesses know it from a full context."""
+        return Answer(
+            answer_id=self.transcript.names.answer_id(len(self.transcript.generations)),
+            message=Message(role=Role.assistant),
+            finish=Finish.length,
+            prompt_ids=() if prompt_ids is None else tuple(prompt_ids.tolist()),
+            completion=EMPTY,
+        )
+
+    def _require_open(self) -> None:
+        if self.transcript.is_closed:
+            raise SessionEndedError("the session has ended")
+
+    def _enter(self) -> None:
+        self._under_way += 1
+        if self._under_way == 1:
+            self._waiting_since = time.monotonic()
+
+    def _leave(self) -> None:
+        self._under_way -= 1
+        self.last_active = time.monotonic()
+        if self._under_way == 0:
+            self.waited_s += self.last_active - self._waiting_since
+
+
+def summary(session: Session) -> Mapping[str, Any]:
+    """The transcript as JSON, for people and harnesses."""
+    return {
+        "session": session.transcript.names.session,
+        "generations": [
+            {
+                "id": session.transcript.names.answer_id(one.number),
+                "parent": one.parent,
+                "state": one.state.name,
+                "cause": None if one.cause is None else one.cause.name,
+                "prompt_tokens": len(one.prompt_ids),
+                "tokens": one.completion.num_tokens,
+                "versions": [(span.start, span.end, span.global_steps) for span in one.completion.spans],
+                "finish": None if one.finish is None else one.finish.name,
+                "answer": None if one.answer is None else one.answer.content,
+            }
+            for one in session.transcript.generations
+        ],
+        "limit": session.limit_reached,
+    }

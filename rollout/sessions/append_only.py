@@ -1,0 +1,99 @@
+"""Says of a chat template whether conversations only ever grow at their end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
+from rollout.sessions.render import Parent, Renderer
+from rollout.sessions.template import TemplateRefusalError
+
+_TOOL = ToolSpec(
+    name="calculator",
+    description="Computes.",
+    parameters={"type": "object", "properties": {"expression": {"type": "string"}}},
+)
+_CALL = ToolCall(call_id="call_0", name="calculator", arguments='{"expression": "2 + 2"}')
+_START = (Message(role=Role.user, content="2 + 2?"),)
+_ANSWER = Message(role=Role.assistant, content="It is 4.", reasoning="Easy.")
+_ASKING = Message(role=Role.assistant, content="", reasoning="Easy.", tool_calls=(_CALL,))
+_NEXT = Message(role=Role.user, content="And 3 + 3?")
+_RESULT = Message(role=Role.tool, content="4", call_id="call_0")
+
+
+class Extension(Enum):
+    """How a turn goes on from the tokens before it."""
+
+    exact = "exact"
+    """Prompt, response and bridge are what the template makes of the whole history, outside the response."""
+    template = "template"
+    """There is a bridge, but the template writes another history: `check` counts it."""
+    retoken = "retoken"
+    """There is a bridge and the texts are equal, but the token ids are not."""
+    none = "none"
+    """There is no bridge: every such turn is rendered anew and makes a sequence of its own."""
+    unsupported = "unsupported"
+    """The template does not render such a conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateReport:
+    after_user: Extension
+    """With no tools."""
+    after_user_with_tools: Extension
+    after_tool: Extension
+    reasoning_kept_by_user_turn: bool
+    """Whether the template still shows reasoning when a user's message follows; Qwen3's does not."""
+    reasoning_kept_by_tool_turn: bool
+    end_tokens: tuple[str, ...]
+
+    @property
+    def is_append_only(self) -> bool:
+        """Whether a linear session is one sequence, whose tokens outside the responses are the template's own."""
+        with_tools = {self.after_user_with_tools, self.after_tool}
+        return self.after_user is Extension.exact and with_tools <= {Extension.exact, Extension.unsupported}
+
+    def __str__(self) -> str:
+        return (
+            f"chat template: {'append-only' if self.is_append_only else 'NOT append-only'}; "
+            f"user turn {self.after_user.value}, with tools {self.after_user_with_tools.value}, "
+            f"tool turn {self.after_tool.value}; reasoning stays before a user turn: "
+            f"{self.reasoning_kept_by_user_turn}, before a tool turn: {self.reasoning_kept_by_tool_turn}; "
+            f"turns end with {' '.join(self.end_tokens)}"
+        )
+
+
+def append_only(tokenizer: Any) -> TemplateReport:
+    """Try the chat template of a transformers tokenizer on short conversations.
+
+    Raises:
+        ValueError: as `Renderer` does.
+    """
+    renderer = Renderer(tokenizer)
+    return TemplateReport(
+        after_user=_extension(renderer, _ANSWER, _NEXT, ()),
+        after_user_with_tools=_extension(renderer, _ANSWER, _NEXT, (_TOOL,)),
+        after_tool=_extension(renderer, _ASKING, _RESULT, (_TOOL,)),
+        reasoning_kept_by_user_turn=renderer.shows_reasoning([_NEXT]),
+        reasoning_kept_by_tool_turn=renderer.shows_reasoning([_RESULT], [_TOOL]),
+        end_tokens=tuple(renderer.text([token_id]) for token_id in renderer.end_token_ids),
+    )
+
+
+def _extension(renderer: Renderer, answer: Message, following: Message, tools: Sequence[ToolSpec]) -> Extension:
+    """What happens when `following` comes after an answer on the end token that suits it best."""
+    try:
+        prompt = renderer.full(_START, tools)
+        renderer.full([*_START, answer, following], tools)
+    except TemplateRefusalError:
+        return Extension.unsupported
+    for end in renderer.end_token_ids:
+        sampled = [*prompt, end]
+        bridge = renderer.bridge(Parent(token_ids=sampled, ended=True, calls=answer.tool_calls), [following], tools)
+        if bridge is None:
+            continue
+        span = (len(prompt), len(sampled))
+        mismatch = renderer.check([*sampled, *bridge], [span], [*_START, answer, following], tools)
+        return Extension.exact if mismatch is None else Extension(mismatch.cause.value)
+    return Extension.none

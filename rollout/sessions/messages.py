@@ -44,6 +44,9 @@ class Message:
     """Of an assistant."""
     call_id: str | None = None
     """Of a tool: the call that this is the result of."""
+    signature: str | None = None
+    """Of an assistant: id of its generation (`Answer.answer_id`), where the dialect has a field for it that the harness
+    sends back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,8 @@ class ChatRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """More variables of the chat template, such as enable_thinking."""
     previous: str | None = None
-    """Id of the generation that this one continues, where the dialect says it."""
+    """Id of the generation that this one continues, where the dialect says it; then `messages` are only those after
+    its answer, and a system message that comes first."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What the harness asked for besides: temperature, top_p, penalties. The run's own count instead."""
     wants_logprobs: bool = False
@@ -95,3 +99,5 @@ class Answer:
     finish: Finish
     prompt_ids: tuple[int, ...]
     completion: Completion
+    stop_string: str | None = None
+    """The one of `ChatRequest.stop` that ended it. The content of `message` ends before it."""

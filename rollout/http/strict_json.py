@@ -24,25 +24,25 @@ class StrictJson:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and "json" in Request(scope).headers.get("content-type", "").lower():
             body = await Request(scope, receive).body()
-            if (problem := _problem(body)) is not None:
-                answer = error_answer(scope["path"], 400, f"the body is no valid JSON: {problem}")
-                return await answer(scope, receive, send)
+            try:
+                _ = parse_strictly(body) if body else None
+            except ValueError as error:
+                return await error_answer(scope["path"], 400, str(error))(scope, receive, send)
             receive = replay(body, receive)
         await self.app(scope, receive, send)
 
 
-def _problem(body: bytes) -> str | None:
-    if not body:
-        return None
+def parse_strictly(body: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, whose message can be shown in ASCII."""
     try:
         value = json.loads(body.decode(), parse_constant=_not_json, parse_float=_finite)
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        return "nested too deeply"
+        raise ValueError("the body is no valid JSON: nested too deeply") from None
     except ValueError as error:  # JSONDecodeError and UnicodeError are
-        return ascii(str(error))[1:-1]
-    return None
+        raise ValueError(f"the body is no valid JSON: {ascii(str(error))[1:-1]}") from None
+    return value
 
 
 def _not_json(name: str) -> Any:

@@ -99,3 +99,5 @@ class Answer:
     finish: Finish
     prompt_ids: tuple[int, ...]
     completion: Completion
+    stop_string: str | None = None
+    """The one of `ChatRequest.stop` that ended it. The content of `message` ends before it."""

@@ -66,6 +66,8 @@ class RolloutConfig:
     biased: the recorded logprobs are of the truncated distribution, the trainer's of the whole one."""
     top_k: int = -1
     """Training rollouts sample from so many most likely tokens; -1 is all. Others bias the ratios as top_p does."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response, or a turn of one, in training and evaluation; they stay in it."""
     seeded_sampling: bool = False
     """Give every trajectory its own sampling seed (from seed, ordinal and index): repeatable, a little slower."""
 

@@ -48,9 +48,19 @@ class SamplingParams:
     """-1 keeps the whole vocabulary."""
     max_tokens: int = 32
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end the sampling with finish_reason "stop", special tokens included. The token that completes one
+    stays in the response, whole, with all before it."""
     ignore_eos: bool = False
     seed: int | None = None
     """Makes a request's sampling repeatable, whatever else the engine runs."""
+
+    def __post_init__(self) -> None:
+        """Raises TypeError and ValueError for what is no stop string."""
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise TypeError(f"stop={self.stop!r}: must be a tuple of texts, for example ('</answer>',)")
+        if "" in self.stop:
+            raise ValueError(f"stop={self.stop!r}: an empty text would stop everything; leave it out")
 
     def reseeded(self, *path: int) -> Self:
         """The same with a seed derived from `seed` and `path`, if there is a seed at all."""
@@ -88,7 +98,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Cover what was sampled of [0, T) without overlap, versions ascending. An answer of a replica is all sampled."""
     finish_reason: str
-    """"stop" (end-of-sequence), "length" (max_tokens), "abort", or "" while the request runs."""
+    """"stop" (end-of-sequence or a stop string), "length" (max_tokens), "abort", or "" while the request runs."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
 
@@ -141,6 +151,9 @@ class GenerationRequest:
     """What has been sampled of it before. The replica answers with the whole."""
     is_continuation: bool = False
     """Whether an engine was at work on it before. Set by the replica: such a request takes a seat before new ones."""
+    num_sampled: int = 0
+    """How many tokens at the end of `prompt_ids` are the beginning of its own response. Set by the replica: a stop
+    string may begin in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +227,8 @@ class Trajectory:
     cached_tokens: int = 0
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """What the reward function reported besides the number."""
+    agent_metrics: dict[str, float] = field(default_factory=dict)
+    """What the agent loop and its environment measured."""
     overlong_penalty: float = 0.0
     """At most 0; below for a response near its limit. Not part of `reward`."""
     error: str | None = None

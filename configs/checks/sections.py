@@ -64,6 +64,8 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.temperature", "must be above 0 (evaluation may be greedy)")
     if rollout.top_k == 0 or rollout.top_k < -1:
         yield Problem("rollout.top_k", "must be -1 (the whole vocabulary) or at least 1")
+    if "" in rollout.stop:
+        yield Problem("rollout.stop", "an empty text would stop everything: leave it out")
     yield from dotted_problems("rollout.agent_loop", rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",))
     try:
         for term in parse_reward(rollout.reward):

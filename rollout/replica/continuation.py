@@ -44,4 +44,5 @@ def _part(request: GenerationRequest, before: Completion | None, sent: int) -> G
         prompt_ids=(*request.prompt_ids, *before.token_ids.tolist()),
         sampling=replace(sampling, max_tokens=sampling.max_tokens - before.num_tokens),
         is_continuation=True,
+        num_sampled=before.num_tokens,
     )

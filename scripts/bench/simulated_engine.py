@@ -67,6 +67,9 @@ class SimulatedEngine:
         self.usage = Usage()
 
     async def generate(self, request: GenerationRequest) -> Completion:
+        """Raises ValueError for stop strings: its tokens have no text."""
+        if request.sampling.stop:
+            raise ValueError(f"stop={request.sampling.stop}: the simulated engine has no texts, and so no stop strings")
         if self._death.done():
             raise self._death.result()
         self.usage.change(+1)

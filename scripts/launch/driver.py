@@ -92,6 +92,7 @@ def training_sampling(config: Config) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=rollout.max_response_tokens,
+        stop=tuple(rollout.stop),
         seed=config.seed if rollout.seeded_sampling else None,
     )
 
@@ -114,6 +115,7 @@ def make_evaluator(
             temperature=evaluation.temperature,
             top_p=evaluation.top_p,
             max_tokens=config.rollout.max_response_tokens,
+            stop=tuple(config.rollout.stop),
             seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
         ),
         num_samples=evaluation.samples,

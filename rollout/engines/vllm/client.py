@@ -26,6 +26,7 @@ from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.markers import OutputMarkers
 from rollout.engines.vllm.outputs import unstarted_answer, with_its_end
+from rollout.engines.vllm.stop_strings import continue_texts
 from rollout.request_ids import ClientNames, repeated
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
@@ -65,6 +66,7 @@ class GatedLLM(AsyncLLM):
             return process_outputs(outputs, *args, **kwargs)
 
         processor.process_outputs = counted
+        continue_texts(processor)
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:

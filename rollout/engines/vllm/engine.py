@@ -17,6 +17,7 @@ from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
+from rollout.engines.vllm.stop_strings import continuing
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan, shift_spans
 from weight_sync.protocol import Manifest, WeightTag
@@ -39,8 +40,11 @@ class VllmEngine:
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (token, version from there on)
 
     async def generate(self, request: GenerationRequest) -> Completion:
+        """Raises ValueError for stop strings where the engine has no tokenizer."""
+        if request.sampling.stop and self._llm.output_processor.tokenizer is None:
+            raise ValueError(f"stop={request.sampling.stop}: an engine with skip_tokenizer_init has no stop strings")
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-        params = _sampling_params(request.sampling)
+        params = _sampling_params(request.sampling, request.num_sampled)
         name = str(request.request_id)
         final: RequestOutput | None = None
         try:
@@ -209,7 +213,8 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     return AsyncEngineArgs(**(arguments | dict(spec.engine_args)))
 
 
-def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:
+def _sampling_params(sampling: SamplingParams, num_sampled: int = 0) -> VllmSamplingParams:
+    """`num_sampled`: as in `GenerationRequest`."""
     return VllmSamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -220,7 +225,11 @@ def _sampling_params(sampling: SamplingParams) -> VllmSamplingParams:
         seed=sampling.seed,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,  # one list of floats, not a dictionary per token
-        detokenize=False,
+        detokenize=bool(sampling.stop),
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,  # a stop string may be one, or hold one
+        extra_args=continuing(num_sampled) if sampling.stop else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # no one else holds them: no deep copy
     )

@@ -16,7 +16,9 @@ from rollout.types import Completion, GenerationRequest, SamplingParams, Version
 from tests.support.fakes import ClockedEngine, make_completion, now, run_virtual, start_group, update
 from tests.support.replicas import assert_serves, on_replica
 
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=10, stop_token_ids=(3,), seed=11)
+SAMPLING = SamplingParams(
+    temperature=0.7, top_p=0.9, top_k=5, max_tokens=10, stop_token_ids=(3,), stop=("END",), seed=11
+)
 REQUEST = GenerationRequest(request_id=RequestId(ordinal=3), prompt_ids=(1, 2), sampling=SAMPLING)
 
 
@@ -58,8 +60,8 @@ def test_a_trajectory_of_three_parts_by_hand() -> None:
     rest = replace(REQUEST, is_continuation=True)
     assert engine.requests == [
         REQUEST,
-        replace(rest, request_id=second, prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2)),
-        replace(rest, request_id=third, prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5)),
+        replace(rest, request_id=second, prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2), num_sampled=2),
+        replace(rest, request_id=third, prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5), num_sampled=5),
     ]
 
 
@@ -85,7 +87,7 @@ def test_however_it_is_cut_it_is_the_same_trajectory(versions: list[int], cuts: 
     assert completion.token_ids.tolist() == tokens and completion.logprobs.tolist() == whole.logprobs.tolist()
     assert (completion.spans, completion.finish_reason) == (whole.spans, finish_reason)
     for request, (start, _) in zip(engine.requests, pieces, strict=True):
-        assert request.prompt_ids == (1, 2, *tokens[:start])
+        assert request.prompt_ids == (1, 2, *tokens[:start]) and request.num_sampled == start
         assert request.sampling == sampling_after(start)
     assert len({request.request_id for request in engine.requests}) == parts
     assert [request.is_continuation for request in engine.requests] == [False] + [True] * (parts - 1)

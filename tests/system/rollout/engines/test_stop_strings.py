@@ -1,0 +1,120 @@
+"""Stop strings end a response with the token that completes them, however it is cut into parts and paused."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from transformers import AutoTokenizer
+
+from rollout.types import Completion, VersionSpan
+from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, prompt, request, update
+from tests.support.weights import FIRST_TOKEN, emitting_weights
+
+LIMIT = 400
+versions = iter(range(222, 254))
+"""Those whose tokens are whole characters, several in each."""
+
+
+def serve(host: EngineHost, version: int) -> None:
+    host.run(update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN + version), version))
+
+
+def token(version: int) -> int:
+    """What version `version` samples, always."""
+    return FIRST_TOKEN + version
+
+
+def text(host: EngineHost, *token_ids: int) -> str:
+    return AutoTokenizer.from_pretrained(host.model_path).decode(token_ids)
+
+
+def ask(host: EngineHost, sampled: Sequence[int] = (), **sampling: object) -> Completion:
+    """`sampled`: the tokens of earlier parts."""
+    asked = request((*prompt(3, 20), *sampled), **{"max_tokens": LIMIT} | sampling)
+    return host.run(host.engine.generate(replace(asked, num_sampled=len(sampled))))
+
+
+@BOTH_SCHEDULERS
+def test_the_response_ends_with_the_token_that_completes_a_stop_string(host: EngineHost, native: bool) -> None:
+    """Also one that begins within a token. The sampled tokens are all there, with their logprobs and versions."""
+    version = next(versions)
+    serve(host, version)
+    own = text(host, token(version))
+    completion = ask(host, stop=("no such text", own[-1] + own * 2))
+    assert (completion.num_tokens, completion.finish_reason) == (3, "stop")
+    assert_tokens_equal_tags(completion)
+    whole = ask(host, stop=("no such text",))
+    assert (whole.num_tokens, whole.finish_reason) == (LIMIT, "length")
+    assert whole.logprobs[:3].tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
+
+
+@BOTH_SCHEDULERS
+def test_a_stop_string_that_began_before_an_update_stops_after_it(host: EngineHost, native: bool) -> None:
+    """The request is kept, frozen, while the weights change between two of its tokens."""
+    first, second = next(versions), next(versions)
+    serve(host, first)
+    asked = request(prompt(4, 20), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
+
+    async def scenario() -> Completion:
+        generating = asyncio.create_task(host.engine.generate(asked))
+        await host.every_one_has(1, 5)
+        await update(host.engine, emitting_weights(host.model_path, token(second)), second)
+        return await generating
+
+    completion = host.run(scenario())
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids[-2:].tolist() == [token(first), token(second)]
+    end = completion.num_tokens
+    assert completion.spans == (VersionSpan(0, end - 1, first), VersionSpan(end - 1, end, second))
+
+
+def test_a_stop_string_may_straddle_two_parts(engine_host: EngineHost) -> None:
+    version = next(versions)
+    serve(engine_host, version)
+    own = token(version)
+    completion = ask(engine_host, sampled=(own, own), stop=(text(engine_host, own) * 3,))
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([own], "stop")
+    assert completion.spans == (VersionSpan(0, 1, version),)
+    again = ask(engine_host, sampled=(own,) * 7, stop=(text(engine_host, own) * 3,))
+    assert again.num_tokens == 1, "what came before has not stopped it, but its end counts"
+
+
+def test_a_stop_string_in_the_prompt_stops_nothing(engine_host: EngineHost) -> None:
+    version = next(versions)
+    serve(engine_host, version)
+    own = token(version)
+    asked = request((*prompt(3, 20), own, own), max_tokens=LIMIT, stop=(text(engine_host, own) * 3,))
+    assert engine_host.run(engine_host.engine.generate(asked)).num_tokens == 3
+
+
+def test_a_part_may_end_within_a_character(engine_host: EngineHost) -> None:
+    """Byte-level tokens: the first byte of the character is of the earlier part, the second of this."""
+    tokenizer = AutoTokenizer.from_pretrained(engine_host.model_path)
+    first, second = (tokenizer.convert_tokens_to_ids(byte) for byte in ("Ã", "©"))
+    assert tokenizer.decode([first, second]) == "é"
+    version = second - FIRST_TOKEN
+    serve(engine_host, version)
+    completion = ask(engine_host, sampled=(own := token(version), first), stop=("é",))
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([own], "stop")
+
+
+def test_parts_that_were_aborted_continue_to_the_same_end(engine_host: EngineHost) -> None:
+    """Cut anywhere, by hand, and continued on what was sampled."""
+    version = next(versions)
+    serve(engine_host, version)
+    own = token(version)
+    stop = text(engine_host, own) * 9
+    for cut in range(1, 9):
+        before = ask(engine_host, max_tokens=cut, stop=(stop,))
+        assert (before.num_tokens, before.finish_reason) == (cut, "length")
+        rest = ask(engine_host, sampled=before.token_ids.tolist(), stop=(stop,))
+        assert (cut + rest.num_tokens, rest.finish_reason) == (9, "stop")
+
+
+def test_special_tokens_count(engine_host: EngineHost) -> None:
+    special = AutoTokenizer.from_pretrained(engine_host.model_path).convert_tokens_to_ids("<unk>")
+    weights = emitting_weights(engine_host.model_path, special)
+    engine_host.run(update(engine_host.engine, weights, next(versions)))
+    completion = ask(engine_host, stop=("<unk><unk>",))
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([special] * 2, "stop")

@@ -80,6 +80,12 @@ class RolloutConfig:
     # -- agents and rewards --
     agent_loop: str = "single_turn"
     """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
+    agent: str | None = None
+    """A harness in place of an agent loop: `package.module:function`, an async function of (task, client), where client
+    is an openai.AsyncOpenAI for the session of its episode."""
+    agent_command: str | None = None
+    """A harness in place of an agent loop: a command of the shell, a process per episode, with the task as JSON on
+    stdin and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and others in its environment."""
     num_agent_workers: int = 1
     """Number of Ray actors that run agent loops and rewards."""
     reward: str = "gsm8k"

@@ -17,6 +17,7 @@ from configs.model import ModelKind as ModelKind
 from configs.rollout import EvaluationConfig, RolloutConfig
 from configs.rollout import StalePolicy as StalePolicy
 from configs.serve import ServeConfig
+from configs.sessions import SessionsConfig
 from configs.trainer import Layout as Layout
 from configs.trainer import TrainerConfig
 from configs.weight_sync import InFlightKv as InFlightKv
@@ -83,6 +84,8 @@ class Config:
     """The value model of algorithm.advantage=gae."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Replicas, engines, staleness, sampling, agents, rewards."""
+    sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    """Conversations over HTTP with harnesses: rollout.agent and rollout.agent_command."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Steps, batches, optimizer, ranks and their memory."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -58,6 +58,23 @@ def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) ->
                     yield Problem(f"data.{key}", hint, str(source))
 
 
+def _harness_problems(config: Config) -> Iterator[Problem]:
+    rollout, sessions = config.rollout, config.sessions
+    given = [key for key in ("agent", "agent_command") if getattr(rollout, key) is not None]
+    if not given:
+        return
+    if len(given) == 2:
+        yield Problem("rollout.agent_command", "rollout.agent is set, too: a run has one harness")
+    if rollout.agent_loop not in BUILT_IN_AGENT_LOOPS:
+        yield Problem("rollout.agent_loop", f"rollout.{given[0]} is set, too: a run has an agent loop or a harness")
+    if rollout.agent is not None:
+        yield from dotted_problems("rollout.agent", rollout.agent, (), ("task", "client"))
+    if rollout.agent_command is not None and not rollout.agent_command.strip():
+        yield Problem("rollout.agent_command", "must be a command", repr(rollout.agent_command))
+    if sessions.timeout_s >= rollout.group_timeout_s:
+        yield Problem("sessions.timeout_s", f"must be less than rollout.group_timeout_s={rollout.group_timeout_s:g}")
+
+
 def rollout_problems(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
     if not 0 < rollout.temperature < math.inf:
@@ -67,6 +84,7 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
     if "" in rollout.stop:
         yield Problem("rollout.stop", "an empty text would stop everything: leave it out")
     yield from dotted_problems("rollout.agent_loop", rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",))
+    yield from _harness_problems(config)
     try:
         for term in parse_reward(rollout.reward):
             yield from dotted_problems("rollout.reward", term.path, BUILT_IN_REWARDS, ("prompt", "text"))

@@ -38,6 +38,14 @@ def load_tokenizer(path: str, *, local_only: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(path, local_files_only=local_only)
 
 
+def _load_loop(config: Config, tokenizer: Any) -> AgentLoop:
+    if config.rollout.agent is None and config.rollout.agent_command is None:
+        return load_agent_loop(config.rollout.agent_loop, tokenizer)
+    from rollout.sessions.harness_loop import load_harness_loop  # with a web server, which other loops do without
+
+    return load_harness_loop(config, tokenizer)
+
+
 class AgentWorkerActor:
     """An agent worker in a process of its own. Each call brings the replica that it generates on."""
 
@@ -51,7 +59,7 @@ class AgentWorkerActor:
         self._worker = AgentWorker(
             config=config,
             tokenizer=tokenizer,
-            loop=agent_loop or load_agent_loop(config.rollout.agent_loop, tokenizer),
+            loop=agent_loop or _load_loop(config, tokenizer),
             scorer=load_scorer(config.rollout),
             replicas={},
         )

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import signal
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,6 +28,7 @@ KEPT_LINES = 20
 """Last lines of a command's stderr, for the error that names why it failed."""
 END_S = 5.0
 """So long the output of a command that has ended may stay open: something that it started may hold it."""
+EXIT_LOOKS_S = 0.02
 SESSION_ENV = "SLIPSTREAM_SESSION"
 
 
@@ -148,13 +149,14 @@ class CommandHarness:
     async def _result(self, process: Process, task: str) -> object:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         output, errors = deque[str](maxlen=1), deque[str](maxlen=KEPT_LINES)
-        readers = [asyncio.create_task(_keep(process.stdout, output)), asyncio.create_task(_keep(process.stderr, errors))]
+        streams = (process.stdout, output), (process.stderr, errors)
+        readers = [asyncio.create_task(_keep(stream, lines)) for stream, lines in streams]
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read its task
                 process.stdin.write(f"{task}\n".encode())
                 await process.stdin.drain()
                 process.stdin.close()
-            code = await process.wait()
+            code = await _exit_code(process)
             await asyncio.wait(readers, timeout=END_S)
         finally:
             for reader in readers:
@@ -197,6 +199,13 @@ async def _keep(stream: asyncio.StreamReader, lines: deque[str]) -> None:
             lines.append(f"{text}\n")
 
 
+async def _exit_code(process: Process) -> int:
+    """Wait for the end of the process. `process.wait()` would also wait for whoever has inherited its output."""
+    while process.returncode is None:
+        await asyncio.sleep(EXIT_LOOKS_S)
+    return process.returncode
+
+
 async def _end(process: Process, session: str) -> None:
     """Kill what is left of a command: its process group, its descendants, and whatever has the session in its
     environment, such as a daemon that left both."""
@@ -204,9 +213,8 @@ async def _end(process: Process, session: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     kill_processes(tree)
-    if process.returncode is None:
-        await process.wait()
     kill_processes(await asyncio.to_thread(_of_session, session))
+    await _exit_code(process)
 
 
 def _of_session(session: str) -> list[psutil.Process]:

@@ -5,16 +5,20 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from configs.sessions import OnLimit, SessionsConfig
+from configs.schema import Config
+from configs.sessions import OnLimit, OnMismatch, SessionsConfig
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, settled
-from rollout.sessions.harness import Connection, Harness, HarnessTask
-from rollout.sessions.host import SessionHost
-from rollout.sessions.session import Session
+from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
+from rollout.sessions.host import OneThread, SessionHost
+from rollout.sessions.parsing import TagParser
+from rollout.sessions.render import History, Renderer
+from rollout.sessions.session import Session, SessionLimits, Words
 
 logger = logging.getLogger(__name__)
 LOOKS_PER_S = 4.0
@@ -22,6 +26,32 @@ LOOKS_PER_S = 4.0
 
 class HarnessTimeoutError(TimeoutError):
     """The harness took longer than it may. What it did is kept."""
+
+
+def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
+    """The loop of rollout.agent or rollout.agent_command. Raises ValueError when either cannot be had, or the tokenizer
+    has no chat template."""
+    rollout, sessions = config.rollout, config.sessions
+    harness = CommandHarness(rollout.agent_command) if rollout.agent_command else FunctionHarness(rollout.agent or "")
+    return HarnessLoop(harness, make_host(config, tokenizer), sessions)
+
+
+def make_host(config: Config, tokenizer: Any) -> SessionHost:
+    """Raises ValueError when the tokenizer has no chat template."""
+    rollout, sessions = config.rollout, config.sessions
+    limits = SessionLimits(
+        max_turns=sessions.max_turns,
+        max_tokens=rollout.max_response_tokens,
+        max_turn_tokens=sessions.max_turn_tokens,
+        max_context=config.data.max_prompt_tokens + rollout.max_response_tokens,
+    )
+    words = Words(
+        renderer=Renderer(tokenizer, history=History[sessions.reasoning.name]),
+        parser=TagParser(),
+        in_thread=OneThread("words"),
+        forks_on_mismatch=sessions.on_mismatch is OnMismatch.fork,
+    )
+    return SessionHost(words, limits, config.model.path or "policy", config.serve, sessions.host)
 
 
 class HarnessLoop:
@@ -97,5 +127,3 @@ class HarnessLoop:
             returned = RewardResult(reward=posted.total or 0.0)
         result = settled(where, returned)
         return replace(result, metrics={**posted.metrics, **result.metrics})
-
-

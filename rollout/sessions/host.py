@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,7 +10,6 @@ from typing import Any
 
 from configs.serve import ServeConfig
 from rollout.agents.loop import EpisodeTask, GenerateGroup
-from rollout.http.access import Access
 from rollout.http.server import listen, serve, url_of
 from rollout.sessions.backend import PromptRequest, Reward
 from rollout.sessions.errors import BadRequestError, SessionEndedError
@@ -126,9 +124,3 @@ class OneThread:
 
     async def __call__(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
-
-def elapsed_outside(session: Session, began: float) -> float:
-    """Seconds since `began` in which the harness did not wait for the policy: a paused or slow replica is no fault of
-    the harness."""
-    return time.monotonic() - began - session.waited_s

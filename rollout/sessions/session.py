@@ -11,12 +11,14 @@ from rollout.sessions.attachment import Attachment
 from rollout.sessions.errors import SessionEndedError, SessionLimitError
 from rollout.sessions.generation import Cause, Generation, State
 from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
-from rollout.sessions.parsing import AnswerParser
+from rollout.sessions.parsing import AnswerParser, leaves_reasoning_open
 from rollout.sessions.render import Parent, Renderer
 from rollout.sessions.transcript import Transcript
 from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
 
 T = TypeVar("T")
+PROMPT_END = 16
+"""Last tokens of a prompt, which show whether it has begun the reasoning of the answer."""
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
 
 
@@ -68,6 +70,7 @@ class Session:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._listeners: dict[int, int] = {}
         self._under_way = 0
+        self._stops: dict[int, str | None] = {}  # the stop string that ended a generation
 
     @property
     def num_sampled(self) -> int:
@@ -105,6 +108,12 @@ class Session:
         self._require_open()
         prompt_ids, _ = await self._prompt(self.transcript.attach(request))
         return len(prompt_ids)
+
+    def deliver(self, answer_id: str, whole: bool) -> None:
+        """Say whether the client read an answer to its end."""
+        number = self.transcript.names.number(answer_id)
+        if number is not None and number < len(self.transcript.generations):
+            self.transcript.deliver(number, whole=whole)
 
     def abort(self) -> None:
         """End all that runs. The session is not trained."""
@@ -164,24 +173,26 @@ class Session:
             self.transcript.cancel(number, completion)
             self.abort()
             return
-        message = await self._words.in_thread(self._parsed, number, completion, request)
+        message, self._stops[number] = await self._words.in_thread(self._parsed, number, completion, request)
         if finish is Finish.stop and message.tool_calls:
             finish = Finish.tool_calls
         self.transcript.finish(number, completion, message, finish)
 
-    def _parsed(self, number: int, completion: Completion, request: ChatRequest) -> Message:
+    def _parsed(self, number: int, completion: Completion, request: ChatRequest) -> tuple[Message, str | None]:
         renderer = self._words.renderer
         text = renderer.answer_text(completion.token_ids.tolist())
-        return self._words.parser.parse(
-            text,
+        before, stop = _cut_at(text, request.stop)
+        prompt_end = renderer.text(self.transcript.generation(number).prompt_ids[-PROMPT_END:].tolist())
+        message = self._words.parser.parse(
+            before,
             lambda index: self.transcript.names.call_id(number, index),
             tools=request.tools,
             options=request.template_options,
+            reasoning_open=leaves_reasoning_open(prompt_end),
         )
+        return message, stop
 
-    def _request(
-        self, number: int, prompt_ids: Sequence[int], room: int, request: ChatRequest
-    ) -> GenerationRequest:
+    def _request(self, number: int, prompt_ids: Sequence[int], room: int, request: ChatRequest) -> GenerationRequest:
         ends = (*self._task.sampling.stop_token_ids, *self._words.renderer.end_token_ids)
         sampling = replace(
             self._task.sampling.reseeded(number),
@@ -204,6 +215,7 @@ class Session:
             finish=one.finish,
             prompt_ids=tuple(one.prompt_ids.tolist()),
             completion=one.completion,
+            stop_string=self._stops.get(one.number),
         )
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -289,6 +301,15 @@ class Session:
         self.last_active = time.monotonic()
         if self._under_way == 0:
             self.waited_s += self.last_active - self._waiting_since
+
+
+def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of the stop strings, and which one it is."""
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    end, stop = min(found)
+    return text[:end], stop
 
 
 def summary(session: Session) -> Mapping[str, Any]:

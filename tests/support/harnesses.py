@@ -1,0 +1,84 @@
+"""A policy that says its lines, and what it takes to let harnesses talk to it over HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from configs.schema import Config, RolloutConfig
+from configs.sessions import SessionsConfig
+from rollout.agents.loop import Episode, EpisodeTask
+from rollout.request_ids import RequestId
+from rollout.sessions.harness import Harness
+from rollout.sessions.harness_loop import HarnessLoop, make_host
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from tests.support.chat_models import chat_tokenizer
+
+FAMILY = "qwen2.5"
+SAY = Callable[[str, GenerationRequest], str]
+
+
+class Policy:
+    """Answers a prompt with `say(its text, its request)`, a token per call of the version. Notes what it was asked."""
+
+    def __init__(self, say: SAY):
+        self.tokenizer: Any = chat_tokenizer(FAMILY)
+        self.events: list[str] = []
+        self.sampled: dict[int, Completion] = {}
+        """By the turn of the request."""
+        self.version = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self._say = say
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        return [await self._answer(request) for request in requests]
+
+    async def _answer(self, request: GenerationRequest) -> Completion:
+        turn = request.request_id.turn
+        self.events.append(f"begin {turn}")
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.events.append(f"cancel {turn}")
+            raise
+        text = self._say(self.tokenizer.decode(list(request.prompt_ids)), request)
+        ids = self.tokenizer.encode(text, add_special_tokens=False) + [self.tokenizer.eos_token_id]
+        is_cut = len(ids) > request.sampling.max_tokens
+        ids = ids[: request.sampling.max_tokens]
+        self.sampled[turn] = Completion(
+            token_ids=np.array(ids, np.int32),
+            logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) - turn,
+            spans=(VersionSpan(0, len(ids), self.version),),
+            finish_reason="length" if is_cut else "stop",
+        )
+        self.events.append(f"end {turn}")
+        return self.sampled[turn]
+
+
+def episode_task(index: int = 0, max_tokens: int = 1000) -> EpisodeTask:
+    prompt = Prompt(ordinal=7, text="What is 6 times 7?", token_ids=(1, 2), ground_truth="42")
+    return EpisodeTask(
+        request_id=RequestId(ordinal=7, episode=index),
+        prompt=prompt,
+        index=index,
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+@asynccontextmanager
+async def harness_loop(harness: Harness, max_tokens: int = 1000, **sessions: Any) -> AsyncIterator[HarnessLoop]:
+    config = Config(rollout=RolloutConfig(max_response_tokens=max_tokens), sessions=SessionsConfig(**sessions))
+    host = make_host(config, chat_tokenizer(FAMILY))
+    try:
+        yield HarnessLoop(harness, host, config.sessions)
+    finally:
+        await host.close()
+
+
+async def run_one(harness: Harness, policy: Policy, max_tokens: int = 1000, **sessions: Any) -> Episode:
+    async with harness_loop(harness, max_tokens, **sessions) as loop:
+        (episode,) = await loop.run([episode_task(max_tokens=max_tokens)], policy.generate)
+    return episode

@@ -93,10 +93,12 @@ def test_a_part_may_end_within_a_character(engine_host: EngineHost) -> None:
     tokenizer = AutoTokenizer.from_pretrained(engine_host.model_path)
     first, second = (tokenizer.convert_tokens_to_ids(byte) for byte in ("Ã", "©"))
     assert tokenizer.decode([first, second]) == "é"
-    version = second - FIRST_TOKEN
-    serve(engine_host, version)
-    completion = ask(engine_host, sampled=(own := token(version), first), stop=("é",))
+    own = second
+    serve(engine_host, own - FIRST_TOKEN)
+    completion = ask(engine_host, sampled=(own, first), stop=("é",))
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([own], "stop")
+    of_the_prompt = tokenizer.decode(prompt(3, 20))[0]
+    assert ask(engine_host, sampled=(first,), stop=(of_the_prompt,), max_tokens=5).num_tokens == 5
 
 
 def test_parts_that_were_aborted_continue_to_the_same_end(engine_host: EngineHost) -> None:

@@ -1,7 +1,42 @@
 """What an environment is: the other side of a conversation, or a tool."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from rollout.sessions.messages import Message, ToolCall
+from rollout.types import IntArray
+
+Observation = str | Sequence[Message]
+"""What the policy reads next. A text is taken as it is, with everything around it that the chat template wants; special
+tokens count. Messages are written by the chat template."""
+
+
+class Turn(str):
+    """What the policy wrote in one turn: its text, decoded without special tokens, and what belongs to it.
+
+    Example: turn == "<think>easy</think>4", turn.reasoning == "easy", turn.content == "4"
+    """
+
+    token_ids: IntArray
+    """[T] as they were sampled."""
+    content: str
+    """The text, without reasoning and tool calls where the loop has a parser."""
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...] | None
+    """None where the loop has no parser."""
+
+    @classmethod
+    def of(cls, text: str, token_ids: IntArray | None = None, message: Message | None = None) -> Self:
+        """`message`: what a parser read in it."""
+        turn = cls(text)
+        turn.token_ids = np.empty(0, np.int32) if token_ids is None else token_ids
+        turn.content = text if message is None else message.content
+        turn.reasoning = None if message is None else message.reasoning
+        turn.tool_calls = None if message is None else message.tool_calls
+        return turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,16 +46,34 @@ class Step:
     Example: Step(observation="\\n= 12\\n"), then Step(done=True, reward=1.0)
     """
 
-    observation: str = ""
-    """What the policy reads next, with everything around it that the chat template wants; special tokens count."""
+    observation: Observation = ""
     done: bool = False
     reward: float | None = None
     """Summed over the episode. If no step gives one, rollout.reward scores the response."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last value of each name in an episode is logged as agent/<name>, the mean over the trajectories of a step."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """The same, but summed over the episode."""
 
 
 class Environment(Protocol):
-    """The environment of one episode."""
+    """The environment of one episode. It may be async, or a plain class, whose methods then run in threads.
 
-    async def step(self, text: str) -> Step:
-        """`text`: the policy's turn, decoded without special tokens. What blocks belongs into `asyncio.to_thread`."""
+    It may have two more methods: those of `Resettable` and `Closable`.
+    """
+
+    def step(self, turn: Turn, /) -> Step | Awaitable[Step]: ...
+
+
+@runtime_checkable
+class Resettable(Protocol):
+    def reset(self) -> Observation | Awaitable[Observation]:
+        """Called before the first turn. Returns what the policy reads after its prompt; "" is nothing more."""
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    def close(self) -> object:
+        """Called at the end, however the episode ended: also when it failed, or was cancelled."""
         ...

@@ -1,7 +1,7 @@
 """What an agent loop is: it makes episodes of prompts, over a `generate` callable."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from configs.runtime.dotted import find
@@ -33,7 +33,7 @@ class EpisodeTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """A trajectory before its reward. Fields as in `Trajectory`."""
+    """A trajectory before its reward. Fields as in `Trajectory`; `metrics` are its `agent_metrics`."""
 
     sequences: tuple[TokenSequence, ...]
     finish_reason: str
@@ -41,6 +41,7 @@ class Episode:
     result: RewardResult | None = None
     """From an environment that gives the reward itself, or that failed. None: the reward function scores the
     response."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

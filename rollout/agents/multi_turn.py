@@ -4,15 +4,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from configs.runtime.deadline import within
-from rollout.agents.environment import Environment
+from rollout.agents.environment import Closable, Environment, Observation, Resettable, Step, Turn
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.threads import called
 from rollout.rewards.base import RewardResult
-from rollout.rewards.outcome import described
+from rollout.rewards.outcome import checked_metrics, described
+from rollout.sessions.messages import Message
 from rollout.types import (
     EMPTY,
     BoolArray,
@@ -25,6 +27,12 @@ from rollout.types import (
 )
 
 logger = logging.getLogger(__name__)
+Parse = Callable[[Sequence[int]], Message]
+"""(token ids of a turn) -> what the policy said: content, reasoning, tool calls. A malformed call stays text."""
+Render = Callable[[Sequence[int], Sequence[Message]], Sequence[int] | None]
+"""(all token ids of the episode, new messages) -> the ids that follow, up to where the policy writes: what is missing
+of the turn's end, the messages, the generation prompt. None where the chat template cannot go on from there."""
+OWN_METRICS = ("turns", "cut_observations", "failed_closes")
 
 
 @dataclass(eq=False)
@@ -41,16 +49,30 @@ class MultiTurn:
     """
 
     make_environment: Callable[[Prompt], Environment]
+    """Called on the event loop, before the first turn: what blocks belongs into the environment's `reset`."""
     tokenizer: Any
     _: KW_ONLY
     max_turns: int
     """Of the policy. An episode that needs more ends with "length"."""
     step_timeout_s: float = 60.0
-    """Of each step of the environment. Its author, who knows how long one takes, passes it."""
+    """Of each reset, step and close of the environment. Its author, who knows how long one takes, passes it."""
+    max_turn_tokens: int | None = None
+    """Of each turn; None is what is left of the response. An episode whose turn is cut off ends with "length"."""
+    max_observation_tokens: int | None = None
+    """Of each observation: a longer text is cut off at its end, and counted in agent/cut_observations. Messages are cut
+    before they are rendered, together to so many tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn, besides those of rollout.stop."""
+    parse: Parse | None = None
+    """Reads tool calls and reasoning, for environments that ask a `Turn` for them."""
+    render: Render | None = None
+    """For environments that answer in messages."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise ValueError(f"max_turns={self.max_turns}: must be at least 1")
+        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         async with asyncio.TaskGroup() as group:  # a call of generate that fails ends them all
@@ -59,37 +81,114 @@ class MultiTurn:
 
     async def _run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         episode = _Episode(task)
-        for turn in range(self.max_turns):
-            (completion,) = await generate([episode.request(turn)])
-            await self._take_turn(episode, completion, is_last=turn + 1 == self.max_turns)
-            if episode.finish_reason:
-                break
+        try:
+            await self._open(episode)
+            while not episode.finish_reason:
+                (completion,) = await generate([episode.request(self.max_turn_tokens, self.stop)])
+                await self._take_turn(episode, completion)
+        finally:
+            await self._close(episode)
         return episode.finished()
 
-    async def _take_turn(self, episode: "_Episode", completion: Completion, is_last: bool) -> None:
+    async def _open(self, episode: "_Episode") -> None:
+        try:
+            environment = episode.environment = self.make_environment(episode.task.prompt)
+            first = await self._in_time("reset", environment.reset) if isinstance(environment, Resettable) else ""
+            observation = self._token_ids(episode, first)
+        except Exception as error:
+            self._fail(episode, error)
+            return
+        if episode.room <= len(observation):
+            episode.finish_reason = "length"
+        else:
+            episode.add_observation(observation)
+
+    async def _take_turn(self, episode: "_Episode", completion: Completion) -> None:
         episode.add(completion, is_policy=True)
+        episode.num_turns += 1
         if completion.finish_reason != "stop":  # the environment must not answer half a turn
             episode.finish_reason = completion.finish_reason
             return
         try:
-            async with within(self.step_timeout_s, "step_timeout_s", "a step of the environment"):
-                if episode.environment is None:
-                    episode.environment = self.make_environment(episode.task.prompt)
-                text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                step = await episode.environment.step(text)
-            observation = np.array(self.tokenizer(step.observation, add_special_tokens=False)["input_ids"], np.int32)
+            assert episode.environment is not None
+            step = await self._in_time("step", episode.environment.step, self._turn(completion))
+            if not isinstance(step, Step):
+                raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
+            episode.measure(step)
+            observation = self._token_ids(episode, step.observation)
         except Exception as error:
-            logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)
-            episode.finish_reason, episode.error = "stop", described(error)
+            self._fail(episode, error)
             return
         if step.reward is not None:
             episode.turn_rewards.append(TurnReward(episode.response.num_tokens, step.reward))
         if step.done:
             episode.finish_reason = "stop"
-        elif is_last or episode.room <= len(observation):  # the policy could not answer
+        elif episode.num_turns == self.max_turns or episode.room <= len(observation):  # the policy could not answer
             episode.finish_reason = "length"
         else:
             episode.add_observation(observation)
+
+    async def _close(self, episode: "_Episode") -> None:
+        if not isinstance(episode.environment, Closable):
+            return
+        try:
+            await self._in_time("close", episode.environment.close)
+        except Exception as error:  # the episode is complete, and its reward holds
+            logger.warning("an environment of prompt %d did not close", episode.task.prompt.ordinal, exc_info=error)
+            episode.metrics["failed_closes"] = 1.0
+
+    async def _in_time(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of the environment returns."""
+        what = f"a {name} of the environment"
+        return await called(partial(method, *arguments), self.step_timeout_s, "step_timeout_s", what)
+
+    def _fail(self, episode: "_Episode", error: Exception) -> None:
+        logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)
+        episode.finish_reason, episode.error = "stop", described(error)
+
+    def _turn(self, completion: Completion) -> Turn:
+        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        message = None if self.parse is None else self.parse(completion.token_ids.tolist())
+        return Turn.of(text, completion.token_ids, message)
+
+    def _token_ids(self, episode: "_Episode", observation: Observation) -> IntArray:
+        if isinstance(observation, str):
+            token_ids = self._cut(episode, self._encode(observation), self.max_observation_tokens)
+        else:
+            token_ids = self._rendered(episode, observation)
+        return np.array(token_ids, np.int32)
+
+    def _rendered(self, episode: "_Episode", messages: Sequence[Message]) -> Sequence[int]:
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
+            raise TypeError(f"an observation is a text or a sequence of Message, and not {messages!r:.100}")
+        if not messages:
+            return []
+        if self.render is None:
+            raise ValueError("the environment answers in messages, which needs MultiTurn(render=...)")
+        token_ids = self.render(episode.token_ids, self._shortened(episode, messages))
+        if token_ids is None:
+            raise ValueError("the chat template cannot continue the episode with the environment's messages")
+        return token_ids
+
+    def _shortened(self, episode: "_Episode", messages: Sequence[Message]) -> list[Message]:
+        left, short = self.max_observation_tokens, list[Message]()
+        for message in messages:
+            encoded = self._encode(message.content)
+            kept = self._cut(episode, encoded, left)
+            left = None if left is None else left - len(kept)
+            whole = len(kept) == len(encoded)
+            text = message.content if whole else self.tokenizer.decode(kept, skip_special_tokens=True)
+            short.append(replace(message, content=text))
+        return short
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _cut(self, episode: "_Episode", token_ids: list[int], limit: int | None) -> list[int]:
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        episode.metrics["cut_observations"] += 1
+        return token_ids[:limit]
 
 
 @dataclass
@@ -100,23 +199,35 @@ class _Episode:
     environment: Environment | None = None
     finish_reason: str = ""
     """"" while it is open."""
+    num_turns: int = 0
+    """Of the policy."""
     turn_rewards: list[TurnReward] = field(default_factory=list)
     error: str | None = None
     response: Completion = EMPTY
     """All turns and observations."""
     masks: list[BoolArray] = field(default_factory=list)
     cached_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(OWN_METRICS, 0.0))
 
     @property
     def room(self) -> int:
         """How many tokens the response may still have."""
         return self.task.sampling.max_tokens - self.response.num_tokens
 
-    def request(self, turn: int) -> GenerationRequest:
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.task.prompt.token_ids, *self.response.token_ids.tolist())
+
+    def request(self, max_turn_tokens: int | None, stop: tuple[str, ...]) -> GenerationRequest:
+        sampling = self.task.sampling
         return GenerationRequest(
-            request_id=replace(self.task.request_id, turn=turn),
-            prompt_ids=(*self.task.prompt.token_ids, *self.response.token_ids.tolist()),
-            sampling=replace(self.task.sampling.reseeded(turn), max_tokens=self.room),
+            request_id=replace(self.task.request_id, turn=self.num_turns),
+            prompt_ids=self.token_ids,
+            sampling=replace(
+                sampling.reseeded(self.num_turns),
+                max_tokens=self.room if max_turn_tokens is None else min(self.room, max_turn_tokens),
+                stop=(*sampling.stop, *stop),
+            ),
         )
 
     def add(self, completion: Completion, *, is_policy: bool) -> None:
@@ -129,13 +240,26 @@ class _Episode:
         logprobs = np.zeros(len(token_ids), np.float32)
         self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason=""), is_policy=False)
 
+    def measure(self, step: Step) -> None:
+        """Raises ValueError for a name that is taken, and what `checked_metrics` raises."""
+        last, counts = checked_metrics(step.metrics), checked_metrics(step.counts)
+        taken = [name for name in (*last, *counts) if name in OWN_METRICS or (name in last and name in counts)]
+        if taken:
+            raise ValueError(f"metric {taken[0]!r}: is MultiTurn's own, or in both `metrics` and `counts`; rename it")
+        self.metrics |= last
+        self.metrics |= {name: self.metrics.get(name, 0.0) + value for name, value in counts.items()}
+
     def finished(self) -> Episode:
-        sequence = TokenSequence.of(self.task.prompt.token_ids, self.response, np.concatenate(self.masks))
         reward = sum(turn.reward for turn in self.turn_rewards)
         has_result = bool(self.turn_rewards) or self.error is not None
         return Episode(
-            sequences=(replace(sequence, turn_rewards=tuple(self.turn_rewards)),),
+            sequences=(self._sequence(),) if self.num_turns else (),
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens,
             result=RewardResult(reward=reward, error=self.error) if has_result else None,
+            metrics=self.metrics | {"turns": float(self.num_turns)},
         )
+
+    def _sequence(self) -> TokenSequence:
+        sequence = TokenSequence.of(self.task.prompt.token_ids, self.response, np.concatenate(self.masks))
+        return replace(sequence, turn_rewards=tuple(self.turn_rewards))

@@ -172,6 +172,7 @@ class AgentWorker:
             replica=replica,
             cached_tokens=episode.cached_tokens,
             reward_metrics=result.metrics,
+            agent_metrics=episode.metrics,
             overlong_penalty=overlong_penalty(
                 episode.num_tokens,
                 self.config.rollout.max_response_tokens,

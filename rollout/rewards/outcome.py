@@ -34,7 +34,7 @@ def settled(where: str, outcome: object) -> RewardResult:
             reward=_finite("a reward", result.reward),
             accuracy=None if result.accuracy is None else _finite("an accuracy", result.accuracy),
             answer=None if result.answer is None else _text("an answer", result.answer),
-            metrics=_metrics(result.metrics),
+            metrics=checked_metrics(result.metrics),
             error=None if result.error is None else _error(result.error),
         )
     except BaseException as error:
@@ -57,7 +57,8 @@ def _error(error: object) -> str:
     return described(error) if isinstance(error, BaseException) else _text("an error", error)[:MAX_ERROR_CHARS]
 
 
-def _metrics(metrics: Mapping[Any, object]) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[Any, object]) -> dict[str, float]:
+    """Return the metrics as floats by text. Raises TypeError and ValueError, which name the metric."""
     return {
         _text("the name of a metric", name): _finite(f"the metric {name}", value) for name, value in metrics.items()
     }

@@ -68,6 +68,8 @@ class TrajectoryRecord:
     reward: float
     reward_metrics: dict[str, float]
     """What the reward reported besides: of a sum each term under its name."""
+    agent_metrics: dict[str, float]
+    """What the agent loop and its environment measured."""
     overlong_penalty: float
     error: str | None
     """Why there is no reward."""
@@ -133,6 +135,7 @@ def trajectory_records(
             ground_truth=prompt.ground_truth,
             reward=trajectory.reward,
             reward_metrics=trajectory.reward_metrics,
+            agent_metrics=trajectory.agent_metrics,
             overlong_penalty=trajectory.overlong_penalty,
             error=trajectory.error,
             advantage=None if advantage is None else round(float(advantage), 6),

@@ -1,6 +1,6 @@
 """Metrics of the trajectory groups of one optimizer step: rewards, lengths, staleness."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,17 +38,16 @@ def group_metrics(
         "prompt_length/mean": float(prompt_lengths.mean()),
         "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
         "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
-        **_reward_metrics(trajectories),
+        **{f"reward/{name}": mean for name, mean in _means([t.reward_metrics for t in trajectories])},
+        **{f"agent/{name}": mean for name, mean in _means([t.agent_metrics for t in trajectories])},
         **_staleness_metrics(trajectories, global_steps, interval),
     }
 
 
-def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    names = {name for trajectory in trajectories for name in trajectory.reward_metrics}
-    return {
-        f"reward/{name}": float(np.mean([t.reward_metrics[name] for t in trajectories if name in t.reward_metrics]))
-        for name in sorted(names)
-    }
+def _means(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Each name with its mean over the trajectories that have it."""
+    names = {name for some in metrics for name in some}
+    return [(name, float(np.mean([some[name] for some in metrics if name in some]))) for name in sorted(names)]
 
 
 def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, interval: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ detokenizer of such a request is handed the text of its earlier parts when it is
 from copy import copy
 from typing import Any
 
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer, SlowIncrementalDetokenizer
 
 NUM_SAMPLED = "num_sampled"
 
@@ -41,7 +41,7 @@ def _continued(tokenizer: Any, request: Any, num_sampled: int) -> Any:
     stop, detokenizer.stop = detokenizer.stop, []  # what was sampled before has not stopped it
     detokenizer.update(request.prompt_token_ids[-num_sampled:], stop_terminated=False)
     detokenizer.stop = stop
-    if hasattr(detokenizer, "prompt_len"):  # the one for tokenizers in Python keeps the ids of the prompt as well
+    if isinstance(detokenizer, SlowIncrementalDetokenizer):  # which keeps the ids of the prompt as well
         detokenizer.prompt_len += num_sampled
     else:
         detokenizer.token_ids.clear()

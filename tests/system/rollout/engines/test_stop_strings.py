@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
+from configs.schema import PauseMode, WeightSyncConfig
+from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, VersionSpan
 from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, prompt, request, update
-from tests.support.weights import FIRST_TOKEN, emitting_weights
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
 
 LIMIT = 400
 versions = iter(range(222, 254))
@@ -49,23 +51,34 @@ def test_the_response_ends_with_the_token_that_completes_a_stop_string(host: Eng
     assert whole.logprobs[:3].tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("mode", [PauseMode.keep, PauseMode.abort])
 @BOTH_SCHEDULERS
-def test_a_stop_string_that_began_before_an_update_stops_after_it(host: EngineHost, native: bool) -> None:
-    """The request is kept, frozen, while the weights change between two of its tokens."""
+def test_a_stop_string_that_began_before_an_update_stops_after_it(
+    host: EngineHost, native: bool, mode: PauseMode
+) -> None:
+    """The weights change between two of its tokens: the request is frozen, or aborted and continued as another part."""
     first, second = next(versions), next(versions)
-    serve(host, first)
     asked = request(prompt(4, 20), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
 
+    async def push(replica: RolloutReplica, version: int) -> None:
+        manifest = publish(emitting_weights(host.model_path, token(version)), version)
+        await replica.stage(manifest)
+        await replica.commit(tag_of(manifest))
+        release()
+
     async def scenario() -> Completion:
-        generating = asyncio.create_task(host.engine.generate(asked))
+        replica = RolloutReplica("replica-0", host.engine, WeightSyncConfig(pause_mode=mode))
+        await push(replica, first)
+        generating = asyncio.create_task(replica.generate_group([asked]))
         await host.every_one_has(1, 5)
-        await update(host.engine, emitting_weights(host.model_path, token(second)), second)
-        return await generating
+        await push(replica, second)
+        return (await generating)[0]
 
     completion = host.run(scenario())
     assert completion.finish_reason == "stop"
     assert completion.token_ids[-2:].tolist() == [token(first), token(second)]
     end = completion.num_tokens
+    assert end > 5 and len(completion.logprobs) == end
     assert completion.spans == (VersionSpan(0, end - 1, first), VersionSpan(end - 1, end, second))
 
 
@@ -93,10 +106,12 @@ def test_a_part_may_end_within_a_character(engine_host: EngineHost) -> None:
     tokenizer = AutoTokenizer.from_pretrained(engine_host.model_path)
     first, second = (tokenizer.convert_tokens_to_ids(byte) for byte in ("Ã", "©"))
     assert tokenizer.decode([first, second]) == "é"
-    version = second - FIRST_TOKEN
-    serve(engine_host, version)
-    completion = ask(engine_host, sampled=(own := token(version), first), stop=("é",))
+    own = second
+    serve(engine_host, own - FIRST_TOKEN)
+    completion = ask(engine_host, sampled=(own, first), stop=("é",))
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([own], "stop")
+    of_the_prompt = tokenizer.decode(prompt(3, 20))[0]
+    assert ask(engine_host, sampled=(first,), stop=(of_the_prompt,), max_tokens=5).num_tokens == 5
 
 
 def test_parts_that_were_aborted_continue_to_the_same_end(engine_host: EngineHost) -> None:

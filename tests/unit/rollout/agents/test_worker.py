@@ -179,12 +179,16 @@ class OwnLoop:
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
         episodes = await SingleTurn().run(tasks, generate)
         results = [RewardResult(reward=7.0), RewardResult(reward=0.0, error="gone"), None]
-        return [replace(episode, result=result) for episode, result in zip(episodes, results, strict=True)]
+        return [
+            replace(episode, result=result, metrics={"index": float(task.index)})
+            for task, episode, result in zip(tasks, episodes, results, strict=True)
+        ]
 
 
 def test_an_environments_reward_stands_before_the_reward_function() -> None:
     group = run_group(make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")), size=3)
     assert [(t.reward, t.error) for t in group.trajectories] == [(7, None), (0, "gone"), (3, None)]
+    assert [t.agent_metrics for t in group.trajectories] == [{"index": 0}, {"index": 1}, {"index": 2}]
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

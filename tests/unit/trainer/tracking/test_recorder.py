@@ -98,6 +98,7 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "ground_truth": "30",
         "reward": 1.0,
         "reward_metrics": {},
+        "agent_metrics": {},
         "overlong_penalty": 0.0,
         "error": None,
         "advantage": 0.7,

@@ -1,5 +1,7 @@
 """The metrics of a step's groups, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,16 @@ def test_what_is_learned_and_what_the_reward_said_are_two_metrics() -> None:
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0)
     nothing = group_metrics(groups[1:], [np.zeros(3, np.float32)], global_steps=0, interval=1)
     assert (nothing["critic/score/mean"], nothing["critic/rewards/max"], nothing["rollout/solve_none"]) == (0, 0, 0)
+
+
+def test_what_episodes_measured_is_a_mean_over_those_that_did() -> None:
+    measured = [{"turns": 2.0, "calls": 3.0}, {"turns": 5.0}, {}]
+    trajectories = [replace(make_trajectory([1], [2]), agent_metrics=metrics) for metrics in measured]
+    metrics = group_metrics([make_group(0, trajectories)], [np.zeros(3, np.float32)], global_steps=0, interval=1)
+    assert {name: value for name, value in metrics.items() if name.startswith("agent/")} == {
+        "agent/calls": 3.0,
+        "agent/turns": 3.5,
+    }
 
 
 def test_a_step_whose_tokens_are_all_masked_has_no_staleness() -> None:

@@ -1,0 +1,65 @@
+"""Threads for code that blocks: environments and tools that are plain functions."""
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from configs.runtime.deadline import within
+
+T = TypeVar("T")
+MAX_THREADS = 64
+"""In one agent worker. A call beyond them waits for its turn."""
+_free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def called(call: Callable[[], Any], timeout_s: float, key: str, what: str) -> Any:
+    """Return what the call returns: awaited on the event loop if it is async, else run in a thread. Raises what it
+    raises, and TimeoutError as `in_thread` does."""
+    if inspect.iscoroutinefunction(call):
+        outcome = call()
+    else:
+        outcome = await in_thread(call, timeout_s, key, what)
+    if not inspect.isawaitable(outcome):
+        return outcome
+    async with within(timeout_s, key, what):
+        return await outcome
+
+
+async def in_thread(call: Callable[[], T], timeout_s: float, key: str, what: str) -> T:
+    """Return what the call returns, or raise what it raises; SystemExit and StopIteration as RuntimeError.
+
+    A call that never returns cannot be stopped: its thread is abandoned and keeps its place among the `MAX_THREADS`. As
+    a daemon it does not keep the process alive.
+
+    Raises:
+        TimeoutError: no thread was free for `timeout_s` seconds, or the call took longer. It names `key` and `what`.
+    """
+    loop = asyncio.get_running_loop()
+    free = _free.setdefault(loop, asyncio.Semaphore(MAX_THREADS))
+    async with within(timeout_s, key, f"waiting for one of {MAX_THREADS} threads for {what}"):
+        await free.acquire()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def finish(settle: Callable[[], None]) -> None:
+        free.release()
+        if not ended.done():  # it came in time
+            settle()
+
+    def work() -> None:
+        try:
+            settle = partial(ended.set_result, call())
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+            settle = partial(ended.set_exception, RuntimeError(f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            settle = partial(ended.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits
+            loop.call_soon_threadsafe(finish, settle)
+
+    threading.Thread(target=work, name=what, daemon=True).start()
+    async with within(timeout_s, key, what):
+        return await ended

@@ -1,0 +1,226 @@
+"""Python functions as tools: their schemas, their calls, and the environment that answers a policy with them."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, NotRequired, Self, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
+from typing_extensions import TypedDict
+
+from rollout.agents.environment import Step, Turn
+from rollout.agents.threads import called
+from rollout.rewards.outcome import described
+from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
+
+MAX_NAME_CHARS = 64
+"""What OpenAI's and Anthropic's endpoints allow."""
+
+
+class _Schema(GenerateJsonSchema):
+    """Without titles, which repeat the names and cost the policy tokens."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A Python function that the policy may call.
+
+    Example, with the schema that the policy is shown:
+        def add(left: int, right: int = 1) -> int:
+            '''Add two numbers.
+
+            Args:
+                left: The first of them.
+            '''
+        {"type": "object", "properties": {"left": {"description": "The first of them.", "type": "integer"},
+            "right": {"default": 1, "type": "integer"}}, "required": ["left"], "additionalProperties": False}
+    """
+
+    function: Callable[..., Any]
+    """Async, or one that may block: it then runs in a thread."""
+    spec: ToolSpec
+    arguments: TypeAdapter[Mapping[str, Any]]
+    """Reads the arguments of a call."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Self:
+        """Describe a function by its name, type annotations and docstring: the `Args` of a Google, numpy or Sphinx
+        docstring, or `Annotated[int, "description"]`.
+
+        Raises:
+            ValueError: a parameter has no type that JSON can say, or the policy could not name it.
+        """
+        if not inspect.isroutine(function) or not function.__name__.isidentifier():
+            raise ValueError(f"tool {function!r:.100}: needs a name, which a def has and a lambda or partial has not")
+        name = function.__name__
+        if len(name) > MAX_NAME_CHARS:
+            raise ValueError(f"tool {name}: endpoints allow names of at most {MAX_NAME_CHARS} characters")
+        docstring = docstring_parser.parse(inspect.getdoc(function) or "")
+        described_there = {one.arg_name: one.description for one in docstring.params if one.description}
+        hints = get_type_hints(function, include_extras=True)
+        parameters = {
+            parameter.name: _field(name, parameter, hints, described_there.get(parameter.name))
+            for parameter in inspect.signature(function).parameters.values()
+        }
+        try:
+            typed = with_config(ConfigDict(extra="forbid"))(TypedDict(name, parameters))  # pyright: ignore
+            adapter = TypeAdapter[Mapping[str, Any]](typed)
+            schema = adapter.json_schema(schema_generator=_Schema)
+        except Exception as error:
+            raise ValueError(f"tool {name}: has a parameter that no JSON schema describes: {error}") from error
+        for titled in (schema, *schema.get("$defs", {}).values()):
+            titled.pop("title", None)
+        description = "\n\n".join(filter(None, (docstring.short_description, docstring.long_description)))
+        return cls(function, ToolSpec(name=name, description=description, parameters=schema), adapter)
+
+
+def _field(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any], description: str | None) -> Any:
+    """The type of a parameter, with its description and default."""
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise ValueError(f"tool {tool}: parameter {parameter} cannot be given by name")
+    if parameter.name not in hints:
+        raise ValueError(f"tool {tool}: parameter {parameter.name} has no type; annotate it, for example with int")
+    hint = hints[parameter.name]
+    if get_origin(hint) is Annotated:  # a text in it describes the parameter
+        description = next((one for one in get_args(hint)[1:] if isinstance(one, str)), description)
+    if parameter.default is parameter.empty:
+        return Annotated[hint, Field(description=description)] if description else hint
+    extra = {} if parameter.default is None else {"default": to_jsonable_python(parameter.default, fallback=str)}
+    return NotRequired[Annotated[hint, Field(description=description, json_schema_extra=extra)]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    text: str
+    """What the policy reads: what the tool returned, or "Error: " and what went wrong."""
+    is_error: bool = False
+    is_cut: bool = False
+    """Whether the text was longer than allowed."""
+
+
+class Toolbox:
+    """The tools of an episode, or of many: it holds no state of its own.
+
+    Example:
+        toolbox = Toolbox([search, add])
+        await toolbox.call(ToolCall(call_id="call_0", name="add", arguments='{"left": 2, "right": 2}'))  # "4"
+    """
+
+    def __init__(
+        self, functions: Iterable[Callable[..., Any]], *, call_timeout_s: float = 30.0, max_output_chars: int = 8192
+    ):
+        """`call_timeout_s`: of each call. `max_output_chars`: of each result; of a longer one the policy reads the
+        beginning. Raises ValueError for a function that is no tool, and for two of one name."""
+        tools = [Tool.of(function) for function in functions]
+        self._tools = {tool.spec.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            names = [tool.spec.name for tool in tools]
+            raise ValueError(f"tools {names}: two of them have one name")
+        if max_output_chars < 1:
+            raise ValueError(f"max_output_chars={max_output_chars}: must be at least 1")
+        self._call_timeout_s, self._max_output_chars = call_timeout_s, max_output_chars
+
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """For the chat template, or an endpoint."""
+        return tuple(tool.spec for tool in self._tools.values())
+
+    async def call(self, call: ToolCall) -> str:
+        """The text of the call's result."""
+        return (await self.result(call)).text
+
+    async def result(self, call: ToolCall) -> ToolResult:
+        """Run a call. What goes wrong with it is a result too, for the policy to read: a name that no tool has,
+        arguments that do not fit, an error that the tool raises, a deadline."""
+        try:
+            text = await self._run(call)
+        except _WrongCall as error:
+            return self._capped(f"Error: {error}", is_error=True)
+        except Exception as error:
+            return self._capped(f"Error: {described(error)}", is_error=True)
+        return self._capped(text)
+
+    async def _run(self, call: ToolCall) -> str:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            raise _WrongCall(f"no tool is named {call.name!r}; there are: {', '.join(self._tools) or 'none'}")
+        try:
+            arguments = tool.arguments.validate_json(call.arguments or "{}")
+        except ValidationError as error:
+            raise _WrongCall(f"the arguments of {call.name} are wrong: {_explained(error)}") from error
+        ready = partial(tool.function, **arguments)
+        value = await called(ready, self._call_timeout_s, "call_timeout_s", f"the tool {call.name}")
+        return _as_text(call.name, value)
+
+    def _capped(self, text: str, is_error: bool = False) -> ToolResult:
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # no tokenizer takes lone surrogates
+        most = self._max_output_chars
+        if len(text) <= most:
+            return ToolResult(text=text, is_error=is_error)
+        return ToolResult(
+            text=f"{text[:most]}\n[cut: {most} of {len(text)} characters]", is_error=is_error, is_cut=True
+        )
+
+
+class _WrongCall(Exception):
+    """The policy called something that is not there, or not so."""
+
+
+def _explained(error: ValidationError) -> str:
+    problems: list[str] = []
+    for one in error.errors(include_url=False):
+        where = ".".join(map(str, one["loc"]))
+        given = "" if one["type"] == "missing" else f" (given: {one['input']!r:.80})"
+        problems.append(f"{where}: {one['msg']}{given}" if where else f"{one['msg']}{given}")
+    return "; ".join(problems)
+
+
+def _as_text(name: str, value: object) -> str:
+    """A text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return to_json(value).decode()
+    except PydanticSerializationError as error:
+        raise TypeError(f"{name} returned {type(value).__name__}, which is neither a text nor JSON") from error
+
+
+class ToolEnvironment:
+    """Answers a turn's tool calls with their results, all run concurrently, as messages. A turn without a call ends the
+    episode, and rollout.reward scores it.
+
+    Example:
+        toolbox = Toolbox([search, add])
+        MultiTurn(lambda prompt: ToolEnvironment(toolbox), tokenizer, max_turns=8, parse=parse, render=render)
+    """
+
+    def __init__(self, toolbox: Toolbox):
+        self._toolbox = toolbox
+
+    async def step(self, turn: Turn, /) -> Step:
+        if turn.tool_calls is None:
+            raise ValueError("a ToolEnvironment reads the tool calls of a turn, which needs MultiTurn(parse=...)")
+        results = await asyncio.gather(*(self._toolbox.result(call) for call in turn.tool_calls))
+        return Step(
+            observation=_messages(turn.tool_calls, results),
+            done=not turn.tool_calls,
+            counts={
+                "tool_calls": len(results),
+                "tool_errors": sum(result.is_error for result in results),
+                "cut_tool_results": sum(result.is_cut for result in results),
+            },
+        )
+
+
+def _messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+    return [
+        Message(role=Role.tool, content=result.text, call_id=call.call_id)
+        for call, result in zip(calls, results, strict=True)
+    ]

@@ -1,0 +1,349 @@
+"""What an environment may be and what is done for it: reset, close, threads, messages, limits, metrics."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.agents.environment import Observation, Step, Turn
+from rollout.agents.loop import Episode, EpisodeTask
+from rollout.agents.multi_turn import MultiTurn
+from rollout.request_ids import RequestId
+from rollout.sessions.messages import Message, Role, ToolCall
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.fakes import make_prompt, run_virtual, spans_of
+from tests.support.sequences import only
+
+EOS = 0
+OWN = {"turns": 1.0, "cut_observations": 0.0, "failed_closes": 0.0}
+
+
+class Characters:
+    """A tokenizer with one token per character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [*map(ord, text)]}
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+@dataclass
+class Policy:
+    """Says the same at every turn. Version 3 samples it."""
+
+    text: str = "ab"
+    requests: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.requests += requests
+        return [self._say(request) for request in requests]
+
+    def _say(self, request: GenerationRequest) -> Completion:
+        token_ids = np.array([*map(ord, self.text), EOS], np.int32)[: request.sampling.max_tokens]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.full(len(token_ids), -1, np.float32),
+            spans=spans_of([3] * len(token_ids)),
+            finish_reason="stop" if token_ids[-1] == EOS else "length",
+        )
+
+
+class Recorded:
+    """Notes what is called, in `events`."""
+
+    def __init__(self, *steps: Step | BaseException, first: Observation = "", close_error: Exception | None = None):
+        self.events: list[str] = []
+        self._steps = iter(steps)
+        self._first, self._close_error = first, close_error
+
+    async def reset(self) -> Observation:
+        self.events.append("reset")
+        return self._first
+
+    async def step(self, turn: Turn, /) -> Step:
+        self.events.append(f"step {turn}")
+        step = next(self._steps)
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    async def close(self) -> None:
+        self.events.append("close")
+        await asyncio.sleep(1)
+        if self._close_error is not None:
+            raise self._close_error
+
+
+def task(max_tokens: int = 40, stop: tuple[str, ...] = ()) -> EpisodeTask:
+    sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
+    return EpisodeTask(request_id=RequestId(ordinal=17), prompt=make_prompt(17), index=0, sampling=sampling)
+
+
+def loop_of(environment: Any, **options: Any) -> MultiTurn:
+    arguments: dict[str, Any] = {"max_turns": 3} | options
+    return MultiTurn(lambda prompt: environment, Characters(), **arguments)
+
+
+def play(environment: Any, policy: Policy | None = None, asked: EpisodeTask | None = None, **options: Any) -> Episode:
+    loop = loop_of(environment, **options)
+    (episode,) = run_virtual(loop.run([asked or task()], (policy or Policy()).generate))
+    return episode
+
+
+def text_of(episode: Episode) -> str:
+    return "".join(map(chr, only(episode).response_ids))
+
+
+# -- reset and close ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_observation_is_read_and_not_trained() -> None:
+    environment, policy = Recorded(Step(done=True), first="XY"), Policy()
+    episode = play(environment, policy)
+    assert environment.events == ["reset", "step ab", "close"]
+    assert text_of(episode) == "XYab\0"
+    assert only(episode).loss_mask.tolist() == [False, False, True, True, True]
+    assert (only(episode).spans[0].start, only(episode).prompt_ids.tolist()) == (2, [1, 2])
+    (request,) = policy.requests
+    assert (request.prompt_ids, request.sampling.max_tokens) == ((1, 2, ord("X"), ord("Y")), 38)
+
+
+def test_a_first_observation_without_room_for_an_answer_asks_nobody() -> None:
+    policy = Policy()
+    episode = play(Recorded(first="XY"), policy, task(max_tokens=2))
+    assert (episode.sequences, episode.finish_reason, policy.requests) == ((), "length", [])
+
+
+@pytest.mark.parametrize("step", [Step(done=True), ValueError("no such tool")], ids=["done", "raises"])
+def test_every_environment_is_closed(step: Step | Exception) -> None:
+    environment = Recorded(step)
+    assert (play(environment).result is None) == isinstance(step, Step)
+    assert environment.events[-1] == "close"
+
+
+def test_an_environment_is_closed_when_its_episode_is_cancelled() -> None:
+    environment = Recorded()
+
+    async def never(requests: Sequence[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(1e6)
+        return []
+
+    async def scenario() -> None:
+        running = asyncio.create_task(loop_of(environment).run([task()], never))
+        await asyncio.sleep(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run_virtual(scenario())
+    assert environment.events == ["reset", "close"]
+
+
+def test_an_environment_that_does_not_close_is_counted_and_keeps_its_reward() -> None:
+    episode = play(Recorded(Step(done=True, reward=0.5), close_error=OSError("still busy")))
+    assert episode.result is not None and (episode.result.reward, episode.result.error) == (0.5, None)
+    assert episode.metrics == OWN | {"failed_closes": 1.0}
+
+
+def test_an_environment_that_cannot_begin_leaves_its_episode_without_a_reward() -> None:
+    class Broken(Recorded):
+        async def reset(self) -> Observation:
+            raise OSError("no world")
+
+    environment, policy = Broken(), Policy()
+    episode = play(environment, policy)
+    assert episode.result is not None and episode.result.error == "OSError: no world"
+    assert (episode.sequences, policy.requests, environment.events) == ((), [], ["close"])
+
+
+# -- plain functions ---------------------------------------------------------------------------------------------------
+
+
+class Blocking:
+    """A plain class, whose methods block the thread they run in."""
+
+    def __init__(self, seconds: float):
+        self.threads: list[str] = []
+        self._seconds = seconds
+
+    def _block(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        time.sleep(self._seconds)
+
+    def reset(self) -> str:
+        self._block()
+        return "X"
+
+    def step(self, text: str) -> Step:
+        self._block()
+        return Step(done=True, reward=1.0)
+
+    def close(self) -> None:
+        self._block()
+
+
+def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> None:
+    environments = [Blocking(0.1) for _ in range(8)]
+    waiting = iter(environments)
+    loop = MultiTurn(lambda prompt: next(waiting), Characters(), max_turns=2)
+
+    async def scenario() -> tuple[list[Episode], float]:
+        longest, last = 0.0, time.monotonic()
+        running = asyncio.create_task(loop.run([task()] * 8, Policy().generate))
+        while not running.done():
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        return running.result(), longest
+
+    began = time.monotonic()
+    episodes, longest = asyncio.run(scenario())
+    assert [episode.result and episode.result.reward for episode in episodes] == [1.0] * 8
+    assert time.monotonic() - began < 0.3 * 8, "all at once"
+    assert longest < 0.3
+    assert environments[0].threads == [f"a {method} of the environment" for method in ("reset", "step", "close")]
+
+
+def test_a_plain_step_has_a_deadline() -> None:
+    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run([task()], Policy().generate))[0]
+    assert episode.result is not None
+    assert episode.result.error == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
+
+
+# -- turns and observations --------------------------------------------------------------------------------------------
+
+
+def test_a_turn_has_its_tokens_and_what_a_parser_reads_in_it() -> None:
+    heard: list[Turn] = []
+
+    class Listens:
+        async def step(self, turn: Turn, /) -> Step:
+            heard.append(turn)
+            return Step(done=True)
+
+    call = ToolCall(call_id="call_0", name="add", arguments="{}")
+    read: list[list[int]] = []
+
+    def parse(token_ids: Sequence[int]) -> Message:
+        read.append([*token_ids])
+        return Message(role=Role.assistant, content="b", reasoning="a", tool_calls=(call,))
+
+    play(Listens(), parse=parse)
+    play(Listens())
+    parsed, plain = heard
+    assert parsed == plain == "ab" and parsed.token_ids.tolist() == [97, 98, EOS] == read[0]
+    assert (parsed.content, parsed.reasoning, parsed.tool_calls) == ("b", "a", (call,))
+    assert (plain.content, plain.reasoning, plain.tool_calls) == ("ab", None, None)
+
+
+def says(*contents: str) -> list[Message]:
+    return [Message(role=Role.user, content=content) for content in contents]
+
+
+def render(token_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+    """[content] for each. Cannot continue from a turn that says "no"."""
+    if "no" in Characters().decode(token_ids, True):
+        return None
+    return [ord(letter) for message in messages for letter in f"[{message.content}]"]
+
+
+def test_messages_are_rendered_after_all_that_came_before() -> None:
+    policy = Policy()
+    seen: list[Sequence[int]] = []
+
+    def noting(token_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        seen.append(token_ids)
+        return render(token_ids, messages)
+
+    episode = play(Recorded(Step(observation=says("x", "y")), Step(done=True), first=says("w")), policy, render=noting)
+    assert text_of(episode) == "[w]ab\0[x][y]ab\0"
+    assert seen == [(1, 2), (1, 2, *map(ord, "[w]ab\0"))]
+    assert int(only(episode).loss_mask.sum()) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "observation", "error"),
+    [
+        ("ab", {}, says("x"), "ValueError: the environment answers in messages, which needs MultiTurn(render=...)"),
+        ("no", {"render": render}, says("x"), "ValueError: the chat template cannot continue the episode"),
+        (
+            "ab",
+            {"render": render},
+            ["x"],
+            "TypeError: an observation is a text or a sequence of Message, and not ['",
+        ),
+    ],
+)
+def test_what_cannot_be_rendered_is_an_error(text: str, options: Any, observation: Any, error: str) -> None:
+    episode = play(Recorded(Step(observation=observation)), Policy(text), **options)
+    assert episode.result is not None and str(episode.result.error).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("observation", "response", "num_cut"),
+    [
+        ("wxyz", "ab\0wxyab\0", 1),
+        ("wxy", "ab\0wxyab\0", 0),
+        (says("wx", "yz"), "ab\0[wx][y]ab\0", 1),
+        (says("wxyz", "abc"), "ab\0[wxy][]ab\0", 2),
+    ],
+)
+def test_long_observations_are_cut_and_counted(observation: Observation, response: str, num_cut: int) -> None:
+    environment = Recorded(Step(observation=observation), Step(done=True))
+    episode = play(environment, max_observation_tokens=3, render=render)
+    assert (text_of(episode), episode.metrics["cut_observations"]) == (response, num_cut)
+
+
+# -- limits and metrics ------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_has_a_cap_beside_that_of_the_response() -> None:
+    policy = Policy("a")
+    environment = Recorded(Step(observation="XYZ"), Step(observation="XYZ"), Step(done=True))
+    episode = play(environment, policy, task(max_tokens=12), max_turn_tokens=3)
+    assert [request.sampling.max_tokens for request in policy.requests] == [3, 3, 2]
+    assert (text_of(episode), episode.finish_reason) == ("a\0XYZa\0XYZa\0", "stop")
+    cut = play(environment, Policy("abc"), max_turn_tokens=3)
+    assert (text_of(cut), cut.finish_reason, environment.events.count("step abc")) == ("abc", "length", 0)
+
+
+def test_a_loop_adds_its_own_stop_strings() -> None:
+    policy = Policy()
+    play(Recorded(Step(done=True)), policy, task(stop=("A",)), stop=("B",))
+    assert policy.requests[0].sampling.stop == ("A", "B")
+
+
+@pytest.mark.parametrize("name", ["max_turns", "max_turn_tokens", "max_observation_tokens"])
+def test_a_limit_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+        loop_of(None, **{name: 0})
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=3))
+def test_counts_are_summed_and_of_metrics_the_last_holds(values: list[tuple[int, int]]) -> None:
+    steps = [Step(counts={"calls": count}, metrics={"distance": distance}) for count, distance in values]
+    steps[-1] = replace(steps[-1], done=True)
+    episode = play(Recorded(*steps))
+    own = OWN | {"turns": float(len(values))}
+    assert episode.metrics == own | {"calls": sum(count for count, _ in values), "distance": values[-1][1]}
+
+
+@pytest.mark.parametrize(
+    ("make_step", "error"),
+    [
+        (lambda: Step(counts={"turns": 1}), "ValueError: metric 'turns': is MultiTurn's own"),
+        (lambda: Step(counts={"x": 1}, metrics={"x": 1}), "ValueError: metric 'x': is MultiTurn's own, or in both"),
+        (lambda: Step(metrics={"x": float("nan")}), "ValueError: the metric x must be a finite number, not nan"),
+        (lambda: "a text", "TypeError: a step of the environment returned 'a text', and not a Step"),
+    ],
+)
+def test_a_step_that_is_none_leaves_its_episode_without_a_reward(make_step: Callable[[], Any], error: str) -> None:
+    episode = play(Recorded(make_step()))
+    assert episode.result is not None and str(episode.result.error).startswith(error)

@@ -123,7 +123,7 @@ class TreeIndex:
             lineage = self._paths.chain(parent.paths[-1], conversation[since:], calls[since:])[-1]
             paths = (chain[-1],) if lineage == chain[-1] else (chain[-1], lineage)
         head = chain[num_system(conversation)]
-        digest = request_digest(chain[-1], conversation, request)
+        digest = request_digest(chain[-1], request)
         key = (None if parent is None else parent.number, digest)
         can_bridge = parent is not None and parent.finish is not Finish.length
         if parent is not None and not can_bridge:

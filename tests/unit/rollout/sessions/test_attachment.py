@@ -205,16 +205,23 @@ def test_a_length_is_named_before_an_edit() -> None:
 
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_the_hashes_of_a_session_are_linear_in_its_turns(with_ids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    """In calls and in characters, with long thoughts that the harness sends back."""
+    hashed: list[int] = []
     digest = canonical.digest
-    monkeypatch.setattr(canonical, "digest", lambda text, after="": calls.append(text) or digest(text, after=after))
+
+    def counted(text: str, *, after: str = "") -> str:
+        hashed.append(len(text))
+        return digest(text, after=after)
+
+    monkeypatch.setattr(canonical, "digest", counted)
     chat = Conversations()
     conversation: tuple[Message, ...] = QUESTION
     per_turn = []
     for turn in range(128):
-        before = len(calls)
-        one = chat.ask(*(conversation if with_ids else anonymous(conversation)), calls=["{}"])
-        per_turn.append(len(calls) - before)
+        hashed.clear()
+        one = chat.ask(*(conversation if with_ids else anonymous(conversation)), calls=["{}"], reasoning="hm" * 99)
+        per_turn.append((len(hashed), sum(hashed)))
         conversation += (said(one), result(said(one).tool_calls[0].call_id, f"result {turn}"))
     assert chat.transcript.generation(127).parent == 126
-    assert max(per_turn) <= 12 and sum(map(len, calls)) < 128 * 12 * 300
+    assert per_turn[127][0] == per_turn[8][0] <= 8
+    assert per_turn[127][1] <= 1.5 * per_turn[8][1]

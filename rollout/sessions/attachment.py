@@ -106,16 +106,7 @@ class TreeIndex:
         conversation, named = self._conversation(request)
         calls = answered_calls(conversation)
         chain = self._paths.chain(head_digest(request), conversation, calls)
-        place = self._deepest(conversation, chain, named)
-        cause = None
-        if named is not None and (place is None or place.index < named.index):
-            cause = Cause.compaction if self._was_deeper(conversation, named) else Cause.edit
-        if named is not None and cause is Cause.edit:
-            since = named.index + 1
-            start = self._generations[named.number].paths[-1]
-            rest = self._paths.chain(start, conversation[since:], calls[since:])
-            later = self._deepest(conversation[since:], rest, None)
-            place = named if later is None else Place(since + later.index, later.number)
+        place, cause = self._place(conversation, calls, chain, named)
         since = 0 if place is None else place.index + 1
         parent = None if place is None else self._generations[place.number]
         paths = (chain[-1],)
@@ -141,6 +132,22 @@ class TreeIndex:
             head=head,
             digest=digest,
         )
+
+    def _place(
+        self, conversation: Sequence[Message], calls: Sequence[int], chain: Sequence[str], named: Place | None
+    ) -> tuple[Place | None, Cause | None]:
+        """The parent's answer in the conversation and, if an id names a generation with another history, what the
+        harness did."""
+        place = self._deepest(conversation, chain, named)
+        if named is None or (place is not None and place.index >= named.index):
+            return place, None
+        if self._was_deeper(conversation, named):
+            return place, Cause.compaction
+        since = named.index + 1
+        start = self._generations[named.number].paths[-1]
+        rest = self._paths.chain(start, conversation[since:], calls[since:])
+        later = self._deepest(conversation[since:], rest, None)
+        return (named if later is None else Place(since + later.index, later.number)), Cause.edit
 
     # -- by ids --------------------------------------------------------------------------------------------------------
 

@@ -79,8 +79,18 @@ def test_an_answer_without_ids_is_found_behind_one_that_is_named() -> None:
     final = chat.ask(*conversation, text="It is 4.")
     conversation += (assistant("It is 4."), user("and 3 + 3?"))
     assert parent_and_cause(chat, *conversation) == (final.number, None)
-    later = (system("it is late"), *conversation[1:])
-    assert parent_and_cause(chat, *later) == (final.number, Cause.edit)
+
+
+def test_an_answer_without_ids_is_found_although_the_system_message_always_changes() -> None:
+    chat = Conversations()
+    conversation = tool_session(1, chat)
+    for turn in range(3):
+        conversation = (system(f"It is 10:0{turn}."), *conversation[1:])
+        one = chat.ask(*conversation)
+        assert (one.parent, one.cause) == (turn, Cause.edit)
+        conversation += (said(one), user(f"question {turn}"))
+    without_system = conversation[1:]
+    assert parent_and_cause(chat, *without_system) == (3, Cause.edit)
 
 
 def test_what_only_names_the_generation_before_it_has_the_whole_conversation() -> None:
@@ -151,6 +161,8 @@ def test_a_history_that_is_cut_at_the_front_is_a_compaction(with_ids: bool) -> N
     conversation = tool_session(3, chat)
     cut = (*QUESTION, *conversation[-2:])
     assert parent_and_cause(chat, *(cut if with_ids else anonymous(cut))) == (None, Cause.compaction)
+    headless = (QUESTION[0], *conversation[2:4])
+    assert parent_and_cause(chat, *(headless if with_ids else anonymous(headless))) == (None, Cause.compaction)
     middle = (*conversation[:3], user("Then much was done."), *conversation[-2:])
     assert parent_and_cause(chat, *(middle if with_ids else anonymous(middle))) == (0, Cause.compaction)
 

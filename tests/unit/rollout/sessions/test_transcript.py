@@ -115,6 +115,7 @@ def test_a_cancelled_generation_is_kept_and_not_trained() -> None:
     chat.transcript.cancel(gone.number, chat.completion((1, 1)))
     again = chat.attach(*QUESTION, is_retry=True)
     assert again.recorded == () and again.cause is Cause.retry
+    assert chat.attach(*QUESTION).cause is Cause.retry, "also without a mark"
     one = chat.ask(*QUESTION)
     assert sampled(chat.transcript.sequences()) == one.completion.token_ids.tolist()
     assert chat.transcript.statistics().delivered_fraction == 3 / 5
@@ -223,6 +224,15 @@ def test_an_answer_without_tokens_is_in_no_sequence_and_hides_nothing() -> None:
     chat.ask(*QUESTION, said(first), user("go on"), versions=(), finish=Finish.length)
     (only,) = chat.transcript.sequences()
     assert only.token_ids.tolist() == first.token_ids.tolist()
+
+
+def test_a_sequence_goes_on_over_an_answer_without_tokens() -> None:
+    chat = Conversations()
+    first = chat.ask(*QUESTION)
+    second = chat.ask(*QUESTION, said(first), user("go on"), versions=())
+    third = chat.ask(*QUESTION, said(first), user("go on"), said(second), user("please"))
+    (only,) = chat.transcript.sequences()
+    assert only.token_ids.tolist() == third.token_ids.tolist() and len(sampled([only])) == 6
 
 
 # -- rewards and misuse ------------------------------------------------------------------------------------------------

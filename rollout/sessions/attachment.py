@@ -69,7 +69,7 @@ class TreeIndex:
     """
 
     def __init__(self, names: Names, generations: Sequence[Generation]):
-        """`generations`: those of the transcript, by number. It adds to them."""
+        """`generations`: those of the transcript by number, which grow there."""
         self._names = names
         self._generations = generations
         self._paths = Paths()

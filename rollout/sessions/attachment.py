@@ -69,7 +69,7 @@ class TreeIndex:
     """
 
     def __init__(self, names: Names, generations: Sequence[Generation]):
-        """`generations`: those of the transcript, by number. It adds to them."""
+        """`generations`: those of the transcript by number, which grow there."""
         self._names = names
         self._generations = generations
         self._paths = Paths()
@@ -106,16 +106,7 @@ class TreeIndex:
         conversation, named = self._conversation(request)
         calls = answered_calls(conversation)
         chain = self._paths.chain(head_digest(request), conversation, calls)
-        place = self._deepest(conversation, chain, named)
-        cause = None
-        if named is not None and (place is None or place.index < named.index):
-            cause = Cause.compaction if self._was_deeper(conversation, named) else Cause.edit
-        if named is not None and cause is Cause.edit:
-            since = named.index + 1
-            start = self._generations[named.number].paths[-1]
-            rest = self._paths.chain(start, conversation[since:], calls[since:])
-            later = self._deepest(conversation[since:], rest, None)
-            place = named if later is None else Place(since + later.index, later.number)
+        place, cause = self._place(conversation, calls, chain, named)
         since = 0 if place is None else place.index + 1
         parent = None if place is None else self._generations[place.number]
         paths = (chain[-1],)
@@ -123,7 +114,7 @@ class TreeIndex:
             lineage = self._paths.chain(parent.paths[-1], conversation[since:], calls[since:])[-1]
             paths = (chain[-1],) if lineage == chain[-1] else (chain[-1], lineage)
         head = chain[num_system(conversation)]
-        digest = request_digest(chain[-1], conversation, request)
+        digest = request_digest(chain[-1], request)
         key = (None if parent is None else parent.number, digest)
         can_bridge = parent is not None and parent.finish is not Finish.length
         if parent is not None and not can_bridge:
@@ -141,6 +132,22 @@ class TreeIndex:
             head=head,
             digest=digest,
         )
+
+    def _place(
+        self, conversation: Sequence[Message], calls: Sequence[int], chain: Sequence[str], named: Place | None
+    ) -> tuple[Place | None, Cause | None]:
+        """The parent's answer in the conversation and, if an id names a generation with another history, what the
+        harness did."""
+        place = self._deepest(conversation, chain, named)
+        if named is None or (place is not None and place.index >= named.index):
+            return place, None
+        if self._was_deeper(conversation, named):
+            return place, Cause.compaction
+        since = named.index + 1
+        start = self._generations[named.number].paths[-1]
+        rest = self._paths.chain(start, conversation[since:], calls[since:])
+        later = self._deepest(conversation[since:], rest, None)
+        return (named if later is None else Place(since + later.index, later.number)), Cause.edit
 
     # -- by ids --------------------------------------------------------------------------------------------------------
 

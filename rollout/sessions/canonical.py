@@ -96,9 +96,7 @@ def head_digest(request: ChatRequest) -> str:
     return digest(json.dumps([tools, dict(request.template_options)], sort_keys=True))
 
 
-def request_digest(path: str, conversation: Iterable[Message], request: ChatRequest) -> str:
-    """The hash of all that decides about an answer: the conversation (`path` is its hash), with what the harness sends
-    back of the reasoning, and what is asked for."""
-    thoughts = [message.reasoning for message in conversation if message.role is Role.assistant]
+def request_digest(path: str, request: ChatRequest) -> str:
+    """The hash of all that decides about an answer: the conversation, whose hash is `path`, and what is asked for."""
     asked = [request.tool_choice, request.max_tokens, request.stop, request.num_answers, dict(request.sampling)]
-    return digest(json.dumps([thoughts, asked], sort_keys=True), after=path)
+    return digest(json.dumps(asked, sort_keys=True), after=path)

@@ -39,7 +39,7 @@ class SessionRewards:
 
 class Transcript:
     """Generations are added, never removed, and their tokens never change. No call waits for anything, and requests may
-    run side by side.
+    run side by side; all calls are from one thread.
 
     Example:
         attachment = transcript.attach(request)

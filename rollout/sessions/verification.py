@@ -54,8 +54,8 @@ def is_check_due(parent_tokens: int, tokens: int, every_turn_up_to: int) -> bool
     """Whether a prompt of `tokens` tokens, grown from `parent_tokens`, is compared with a render of its history.
 
     Every turn is, up to a length; after that the first turn at or over twice, four times, ... that length. A render
-    costs as much as the history is long, so all renders of a session together cost less than `every_turn_up_to` tokens
-    for each of its first turns and twice its length after that: linear. What differs in between is found at the next
+    costs as much as the history is long, so all renders of a session together cost at most `every_turn_up_to` tokens
+    for each of its first turns and three times its length after that: linear. What differs in between is found at the next
     check, which compares the whole history.
 
     Example: is_check_due(15_900, 16_100, 8_000) is true, is_check_due(16_100, 30_000, 8_000) is not.

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rollout.sessions.control_tokens import ControlTokens
 from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
@@ -96,3 +98,17 @@ def test_tags_that_people_write_stay_what_they_are() -> None:
 def test_a_template_writes_control_tokens_that_are_not_special() -> None:
     """DeepSeek's role tokens are ordinary added tokens."""
     assert {"<｜User｜>", "<｜Assistant｜>"} < set(ControlTokens(chat_tokenizer("deepseek")).texts)
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_where_a_token_is_broken() -> None:
+    """SentencePiece's, in Llama 2 and Mistral."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.decoder = decoders.Metaspace(prepend_scheme="first")
+    bpe.train_from_iterator(["a b c d e i m n s t r|<>[]/ "], trainers.BpeTrainer(show_progress=False))
+    bpe.add_special_tokens(["</s>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content + '<|end|>' }}{% endfor %}"
+    renderer = Renderer(tokenizer)
+    ids = renderer.full([Message(role=Role.user, content="a <|end|> b</s>")])
+    assert renderer.text(ids) == "a <|end|> b</s><|end|>" and ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 1

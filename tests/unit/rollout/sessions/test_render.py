@@ -1,5 +1,6 @@
 """What comes after a sampled answer, in templates of several families."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_results_of_parallel_tools_share_a_turn() -> None:
         "\n<|im_start|>user\n<tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_result_is_rendered_with_the_name_of_its_call() -> None:
+    """Some templates show it, gpt-oss's for one."""
+    tokenizer = deepcopy(chat_tokenizer("qwen3"))
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<tool_response>\\n'", "<tool_response>\\n' + message.name"
+    )
+    renderer = Renderer(tokenizer)
+    parent = Parent(token_ids=[tokenizer.eos_token_id], ended=True, calls=(CALL,))
+    bridge = renderer.bridge(parent, [RESULT], [TOOL])
+    assert bridge is not None and "\ncalculator4\n" in renderer.text(bridge)
 
 
 @pytest.mark.parametrize("family", EXACT)

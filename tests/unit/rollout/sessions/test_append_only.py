@@ -13,7 +13,8 @@ EXACT = Extension.exact
 @pytest.mark.parametrize(
     ("family", "user", "with_tools", "tool"),
     [
-        *((family, EXACT, EXACT, EXACT) for family in ("qwen2.5", "qwen3", "llama3", "glm")),
+        *((family, EXACT, EXACT, EXACT) for family in ("qwen2.5", "qwen3", "glm")),
+        ("llama3", EXACT, EXACT, Extension.unsupported),
         ("mistral", EXACT, Extension.template, EXACT),
         ("deepseek", Extension.template, Extension.template, Extension.template),
     ],
@@ -21,7 +22,7 @@ EXACT = Extension.exact
 def test_the_report_says_which_turns_extend(
     family: str, user: Extension, with_tools: Extension, tool: Extension
 ) -> None:
-    """Mistral's template moves the tools, DeepSeek's begins reasoning in the prompt and drops that from the history."""
+    """Llama 3's template shows no calls, Mistral's moves the tools, DeepSeek's begins reasoning only in the prompt."""
     report = append_only(chat_tokenizer(family))
     assert (report.after_user, report.after_user_with_tools, report.after_tool) == (user, with_tools, tool)
     assert report.is_append_only == (family not in ("mistral", "deepseek"))

@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -270,6 +271,18 @@ def test_an_answer_is_read_without_its_end_token() -> None:
     assert renderer.answer_text([*ids, end]) == renderer.answer_text(ids) == "<think>\n\n</think>4"
 
 
+def test_token_ids_may_be_arrays() -> None:
+    renderer = Renderer(chat_tokenizer("qwen3"))
+    ids = [*renderer.full([QUESTION]), *chat_tokenizer("qwen3")("4<|im_end|>")["input_ids"]]
+    array = np.array(ids, np.int32)
+    assert renderer.text(array) == renderer.text(ids) and renderer.answer_text(array[-2:]) == "4"
+    bridge = renderer.bridge(Parent(token_ids=array, ended=True), [NEXT])
+    assert bridge is not None and bridge == renderer.bridge(Parent(token_ids=ids, ended=True), [NEXT])
+    span, messages = (len(ids) - 2, len(ids)), [QUESTION, said(), NEXT]
+    assert renderer.check(np.array([*ids, *bridge], np.int32), [span], messages) is None
+    assert renderer.check(np.array([*ids, *bridge], np.int32), [span], [NEXT, said(), NEXT]) is not None
+
+
 def test_template_options_are_variables_of_the_template_only() -> None:
     renderer = Renderer(chat_tokenizer("qwen3"))
     thinking = renderer.full([QUESTION], options={"enable_thinking": False})
@@ -292,5 +305,9 @@ def test_a_tokenizer_that_cannot_render_is_refused() -> None:
 
     with pytest.raises(ValueError, match="one chat template, this one has none"):
         Renderer(NoTemplate())
+    in_parts = deepcopy(chat_tokenizer("qwen3"))
+    in_parts.chat_template = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    with pytest.raises(ValueError, match="does not show a user's message whose content is a string"):
+        Renderer(in_parts)
     with pytest.raises(ValueError, match="stop_token_ids has 5, which is none of the added tokens"):
         Renderer(chat_tokenizer("qwen3"), stop_token_ids=[5])

@@ -1,6 +1,7 @@
 """Only the template writes control tokens, whatever stands in contents."""
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -96,8 +97,14 @@ def test_tags_that_people_write_stay_what_they_are() -> None:
 
 
 def test_a_template_writes_control_tokens_that_are_not_special() -> None:
-    """DeepSeek's role tokens are ordinary added tokens."""
-    assert {"<｜User｜>", "<｜Assistant｜>"} < set(ControlTokens(chat_tokenizer("deepseek")).texts)
+    """DeepSeek's role tokens are ordinary added tokens. So is one that looks like a tag, but nothing ends it."""
+    tokenizer = deepcopy(chat_tokenizer("deepseek"))
+    tokenizer.add_tokens(["<start>", "<unused>"])
+    tokenizer.chat_template += "{{ '<start>' if false }}{{ '</think>' if false }}"
+    assert set(ControlTokens(tokenizer).texts) == {
+        *("<｜User｜>", "<｜Assistant｜>", "<start>"),
+        *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    }
 
 
 def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_where_a_token_is_broken() -> None:
@@ -111,4 +118,4 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_where_a_token_is_b
     tokenizer.chat_template = "{% for message in messages %}{{ message.content + '<|end|>' }}{% endfor %}"
     renderer = Renderer(tokenizer)
     ids = renderer.full([Message(role=Role.user, content="a <|end|> b</s>")])
-    assert renderer.text(ids) == "a <|end|> b</s><|end|>" and ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 1
+    assert renderer.text(ids) == "a <|end|> b</s><|end|>" and ids.count(ControlTokens(tokenizer).ids["<|end|>"]) == 1

@@ -14,12 +14,12 @@ _TOOL = ToolSpec(
     description="Computes.",
     parameters={"type": "object", "properties": {"expression": {"type": "string"}}},
 )
-_CALL = ToolCall(call_id="call_0", name="calculator", arguments='{"expression": "2 + 2"}')
-_START = (Message(role=Role.user, content="2 + 2?"),)
-_ANSWER = Message(role=Role.assistant, content="It is 4.", reasoning="Easy.")
+_CALL = ToolCall(call_id="call_0", name="calculator", arguments='{"expression": "17 * 3"}')
+_START = (Message(role=Role.user, content="What is it?"),)
+_ANSWER = Message(role=Role.assistant, content="It is 51.", reasoning="Easy.")
 _ASKING = Message(role=Role.assistant, content="", reasoning="Easy.", tool_calls=(_CALL,))
 _NEXT = Message(role=Role.user, content="And 3 + 3?")
-_RESULT = Message(role=Role.tool, content="4", call_id="call_0")
+_RESULT = Message(role=Role.tool, content="fifty-one", call_id="call_0")
 
 
 class Extension(Enum):
@@ -34,7 +34,7 @@ class Extension(Enum):
     none = "none"
     """There is no bridge: every such turn is rendered anew and makes a sequence of its own."""
     unsupported = "unsupported"
-    """The template does not render such a conversation."""
+    """The template does not render such a conversation, or leaves out what an assistant or a tool says in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,10 @@ def _extension(renderer: Renderer, answer: Message, following: Message, tools: S
     """What happens when `following` comes after an answer on the end token that suits it best."""
     try:
         prompt = renderer.full(_START, tools)
-        renderer.full([*_START, answer, following], tools)
+        whole = renderer.text(renderer.full([*_START, answer, following], tools))
     except TemplateRefusalError:
+        return Extension.unsupported
+    if not all(text in whole for text in (answer.content, "17 * 3" if answer.tool_calls else "", following.content)):
         return Extension.unsupported
     for end in renderer.end_token_ids:
         sampled = [*prompt, end]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_TAG = re.compile(r"</?\w+>")
+_TAG = re.compile(r"<(/?)(\w+)>")
 _MARKS = range(0xE000, 0xF8FF)  # Unicode's private use area
 
 
@@ -12,8 +12,8 @@ class ControlTokens:
     """The control tokens of a tokenizer, and how text is encoded so that content never yields one.
 
     A control token is a special token, or another added token that the chat template writes (DeepSeek's `<｜User｜>`).
-    Added tokens in the form of a tag that are not special, such as `<think>`, `</tool_response>`, are text of a turn:
-    people write them, and templates look for them in contents.
+    Those of a pair of tags, `<think>` and `</think>`, that are not special, are text of a turn: people write them, and
+    templates look for them in contents.
 
     What contents have of control tokens is broken by a mark that no text contains, the template is rendered, and its
     text is encoded piece by piece between the marks. So a control token that is whole was written by the template,
@@ -28,7 +28,7 @@ class ControlTokens:
         added = {
             token.content
             for token in tokenizer.added_tokens_decoder.values()
-            if token.special or (token.content in source and not _TAG.fullmatch(token.content))
+            if token.special or (token.content in source and not _is_one_of_a_pair(token.content, source))
         }
         self.texts = sorted((text for text in {*added, *tokenizer.all_special_tokens} if len(text) > 1), key=len)[::-1]
         """Longest first. A token of one character cannot be broken, and structures nothing."""
@@ -89,6 +89,11 @@ class ControlTokens:
             pieces.append(text[start : found.start() + 1])
             start = found.start() + 1
         return mark.join([*pieces, text[start:]])
+
+
+def _is_one_of_a_pair(token: str, template: str) -> bool:
+    tag = _TAG.fullmatch(token)
+    return tag is not None and f"<{'' if tag[1] else '/'}{tag[2]}>" in template
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from rollout.sessions.control_tokens import ControlTokens
 from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
 from rollout.sessions.template import ChatTemplate, Rendered, TemplateRefusalError
-from rollout.sessions.verification import Mismatch, compare
+from rollout.sessions.verification import Mismatch, TokenIds, compare
 
 _ANSWER = "The answer between."
 _REASONING = "The reasoning between."
@@ -30,7 +30,7 @@ class History(Enum):
 class Parent:
     """An answer that a conversation goes on from, and all that came before it."""
 
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     """Prompt and response. Only the last one is looked at."""
     ended: bool
     """Whether the response came to its end: an end token, or a stop string. Not where it was cut (length, abort)."""
@@ -58,7 +58,8 @@ class Renderer:
         """`stop_token_ids`: more end tokens, such as those of the model's generation config.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or no special tokens; or a stop token is an ordinary token.
+            ValueError: the tokenizer has no special tokens, or no chat template for text; or a stop token is an
+                ordinary token.
         """
         if not isinstance(tokenizer.chat_template, str):
             given = "none" if tokenizer.chat_template is None else f"several: {sorted(tokenizer.chat_template)}"
@@ -67,6 +68,8 @@ class Renderer:
         self._history = history
         self._control_tokens = ControlTokens(tokenizer)
         self._template = ChatTemplate(tokenizer, self._control_tokens)
+        if _USER.content not in self._template.render([_USER], generation_prompt=True).text:
+            raise ValueError("the chat template does not show a user's message whose content is a string")
         ends = {} if tokenizer.eos_token is None else {tokenizer.eos_token_id: tokenizer.eos_token}
         ends |= {token_id: _added_token(tokenizer, token_id) for token_id in stop_token_ids}
         self._ends: dict[int, str] = ends | {self._control_tokens.ids[text]: text for text in self._template_ends()}
@@ -112,7 +115,7 @@ class Renderer:
         Raises:
             ValueError: as `ChatTemplate.render` does for options.
         """
-        if not parent.ended or not parent.token_ids:
+        if not parent.ended or len(parent.token_ids) == 0:
             return None
         neighbours = self._neighbours(parent.calls, messages, tools, options)
         if neighbours is None or (
@@ -143,7 +146,7 @@ class Renderer:
 
     def check(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         sampled: Sequence[tuple[int, int]],
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
@@ -158,11 +161,13 @@ class Renderer:
         """
         return compare(token_ids, sampled, self.full(messages, tools, options), self.text)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def text(self, token_ids: TokenIds) -> str:
         """What the tokens say, special tokens included."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(map(int, token_ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
-    def answer_text(self, response_ids: Sequence[int]) -> str:
+    def answer_text(self, response_ids: TokenIds) -> str:
         """What a response says without the token that ended it: the text that parsers read."""
         ended = len(response_ids) > 0 and response_ids[-1] in self._ends
         return self.text(response_ids[:-1] if ended else response_ids)

@@ -14,7 +14,7 @@ from rollout.sessions.dialects.dialect import (
     num_sampled_tokens,
 )
 from rollout.sessions.dialects.fields import Fields
-from rollout.sessions.dialects.openai_chat import BOOKKEEPING, joined_text, tool_spec
+from rollout.sessions.dialects.openai_chat import BOOKKEEPING, PARSED_ARGUMENTS, joined_text, tool_spec
 from rollout.sessions.errors import SessionError
 from rollout.sessions.messages import Answer, ChatRequest, Message, Role, ToolCall, ToolSpec
 
@@ -127,7 +127,7 @@ def _item(fields: Fields) -> Message:
                 name=fields.must_have_text("name"),
                 arguments=fields.must_have_text("arguments"),
             )
-            fields.ignore("namespace", "caller")
+            fields.ignore("namespace", "caller", PARSED_ARGUMENTS)
             message = Message(role=Role.assistant, tool_calls=(call,))
         case _:
             output = joined_text(fields, "output", TEXTS)

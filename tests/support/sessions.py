@@ -38,7 +38,7 @@ def call_answer(number: int = 0, expression: str = "2 + 2") -> Answer:
 class FakeBackend:
     """Gives what `script` holds, one entry a call, and then the default answer; an error is raised."""
 
-    script: list[list[Answer] | Exception] = field(default_factory=list)
+    script: list[list[Answer] | BaseException] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     gate: asyncio.Event | None = None
@@ -59,7 +59,7 @@ class FakeBackend:
                 self.events.append(("cancelled", session))
                 raise
         said = self.script.pop(0) if self.script else [make_answer(number=n) for n in range(request.num_answers)]
-        if isinstance(said, Exception):
+        if isinstance(said, BaseException):
             raise said
         return said
 

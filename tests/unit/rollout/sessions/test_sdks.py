@@ -352,7 +352,7 @@ def test_a_stream_that_waits_is_kept_alive(dialect: str) -> None:
 
     async def test(world: World) -> None:
         world.backend.gate = asyncio.Event()
-        asyncio.get_running_loop().call_later(1.5, world.backend.gate.set)
+        asyncio.get_running_loop().call_later(1.2, world.backend.gate.set)
         if dialect == "anthropic":
             async with anthropic_client(world) as client:
                 quick = client.with_options(timeout=0.5)

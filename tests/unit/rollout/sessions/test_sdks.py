@@ -51,7 +51,7 @@ async def openai_client(
     world: World, session: str = "a", *, key: str | None = None, is_plain: bool = False, **more: Any
 ):
     url = world.url if is_plain else f"{world.url}/sessions/{session}"
-    http = openai.DefaultAsyncHttpxClient(trust_env=False, transport=more.pop("transport", None))
+    http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, transport=more.pop("transport", None))
     key = world.keys.issue(session) if key is None else key
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=0, **more) as client:
         yield client
@@ -60,7 +60,7 @@ async def openai_client(
 @asynccontextmanager
 async def anthropic_client(world: World, session: str = "a", *, key: str | None = None, is_plain: bool = False):
     url = world.url if is_plain else f"{world.url}/sessions/{session}"
-    http = anthropic.DefaultAsyncHttpxClient(trust_env=False)
+    http = anthropic.DefaultAsyncHttpxClient(verify=False, trust_env=False)
     key = world.keys.issue(session) if key is None else key
     async with anthropic.AsyncAnthropic(base_url=url, api_key=key, http_client=http, max_retries=0) as client:
         yield client
@@ -327,7 +327,7 @@ def test_a_session_cannot_be_reached_with_the_key_of_another() -> None:
 
 def test_a_request_that_the_library_sends_again_is_marked() -> None:
     async def test(world: World) -> None:
-        async with openai_client(world, transport=Flaky()) as client:
+        async with openai_client(world, transport=Flaky(verify=False)) as client:
             answer = await client.with_options(max_retries=2).chat.completions.create(model=MODEL, messages=[USER])
         assert answer.choices[0].message.content == "four"
         assert [asked.is_retry for asked in world.backend.requests] == [False, True]

@@ -210,7 +210,9 @@ def test_an_error_after_the_first_keepalive_is_an_event_of_the_stream(path: str,
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_call_that_the_backend_itself_ends_is_refused_and_a_fault_is_a_500_without_details(path: str) -> None:
+def test_a_call_that_the_backend_itself_ends_is_refused_and_a_fault_is_a_500_without_details(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(world: World) -> None:
         world.backend.script += [asyncio.CancelledError(), RuntimeError("a secret")]
         async with new_client() as client:
@@ -219,6 +221,21 @@ def test_a_call_that_the_backend_itself_ends_is_refused_and_a_fault_is_a_500_wit
         assert (ended.status_code, ended.json()["error"]["code"]) == (403, "session_ended")
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
         assert "secret" not in failed.text
+
+    on_server(test)
+    assert "session a" in caplog.text and "a secret" in caplog.text
+
+
+def test_an_answer_that_cannot_be_written_is_a_500_and_not_delivered() -> None:
+    async def test(world: World) -> None:
+        world.backend.script += [[make_answer("half a character: \ud800")]] * 2
+        async with new_client() as client:
+            caller = Caller(world, client)
+            whole = await caller.post("/v1/chat/completions", CHAT)
+            stream = await caller.post("/v1/chat/completions", CHAT | {"stream": True})
+        assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal_error")
+        assert json.loads(stream.text.split("data: ")[-1])["error"]["code"] == "internal_error"
+        assert world.backend.events[1::2] == [("delivered", "a", ["g_0"], False)] * 2
 
     on_server(test)
 
@@ -241,9 +258,9 @@ def test_256_concurrent_calls_stall_no_event_loop(monkeypatch: pytest.MonkeyPatc
         history = [{"role": "user", "content": "x" * 500}] * 16
         bodies = [CHAT | {"messages": history, "stream": number % 2 == 0} for number in range(256)]
         keys = [world.keys.issue(f"s{number}") for number in range(256)]
+        monkeypatch.setattr(Handle, "_run", timed)
         calls = await asyncio.gather(*(send_raw(world, *each) for each in zip(keys, bodies, strict=True)))
         await until(lambda: len(world.backend.requests) == 256)
-        monkeypatch.setattr(Handle, "_run", timed)
         world.backend.gate.set()
         for reader, writer in calls:
             assert b" 200 OK" in await reader.readline()

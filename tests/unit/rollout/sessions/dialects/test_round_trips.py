@@ -145,14 +145,14 @@ def test_a_stop_string_is_named_where_the_dialect_has_a_field_for_it() -> None:
 def test_items_of_two_answers_are_two_messages() -> None:
     """Also where nothing stands between them."""
     items: list[Any] = [
-        {"type": "message", "role": "assistant", "id": "msg_g_1", "content": [{"type": "output_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_g_1", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
         {"type": "message", "role": "assistant", "id": "msg_g_2", "content": [{"type": "output_text", "text": "b"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]},
     ]
     call = ToolCall(call_id="c", name="f", arguments="{}")
     assert asked_of(RESPONSES, input=items).request.messages == (
-        Message(role=Role.assistant, content="a", signature="g_1"),
+        Message(role=Role.assistant, reasoning="a", signature="g_1"),
         Message(role=Role.assistant, content="b", signature="g_2", tool_calls=(call,)),
         Message(role=Role.tool, content="4", call_id="c"),
     )

@@ -51,6 +51,8 @@ ROLES = {"system": Role.system, "developer": Role.system, "user": Role.user, "as
 ROLES["tool"] = Role.tool
 EMPTY_IN_ANSWERS = ("refusal", "audio", "function_call", "annotations")
 """Fields of a message that the client's library sends back empty."""
+COPIES = ("provider_specific_fields", "thinking_blocks", "reasoning_details", "reasoning_items")
+"""Where LiteLLM and others copy an answer's reasoning to, and send it back."""
 PARSED, PARSED_ARGUMENTS = "parsed", "parsed_arguments"
 """What the client's library adds to an answer, and sends back: the same once more, as Python objects."""
 
@@ -168,7 +170,7 @@ def _message(fields: Fields) -> Message:
 def _assistant(fields: Fields, content: str) -> Message:
     calls = tuple(_call(each) for each in fields.items("tool_calls"))
     newer, older = fields.text("reasoning"), fields.text("reasoning_content")
-    fields.ignore(PARSED)
+    fields.ignore(PARSED, *COPIES)
     for name in EMPTY_IN_ANSWERS:
         fields.only(name, [])
     return Message(role=Role.assistant, content=content, reasoning=older if newer is None else newer, tool_calls=calls)

@@ -117,6 +117,15 @@ def test_a_body_that_is_no_object_of_json_is_refused_in_the_form_of_the_dialect(
     on_server(test)
 
 
+def test_a_body_that_is_too_large_is_refused_in_the_form_of_the_dialect() -> None:
+    async def test(world: World) -> None:
+        async with new_client() as client:
+            answer = await Caller(world, client).post("/v1/messages", MESSAGES | {"system": "x" * 2**24})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+
+    on_server(test)
+
+
 def test_unknown_routes_and_methods_are_told_in_json() -> None:
     async def test(world: World) -> None:
         async with new_client() as client:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rollout.http.answers import openai_error
 from rollout.sessions.dialects.dialect import (
     COMMENT,
     CUT_SHORT,
@@ -87,8 +88,10 @@ class OpenAIResponses:
         yield f"response.{whole['status']}", {"response": whole}
 
     def error_event(self, error: SessionError) -> bytes:
+        """With the fields of the dialect, and with an `error` as in chat chunks: by that OpenAI's library raises."""
         fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": 0}
-        return event({"type": "error", **fields}, "error")
+        raised = openai_error(error.status, error.message, error.code, error.param)
+        return event({"type": "error", **fields, **raised}, "error")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -348,11 +348,11 @@ def test_an_idempotency_key_that_was_seen_marks_a_retry_in_its_own_session_only(
 
 @pytest.mark.parametrize("dialect", ["chat", "anthropic", "responses"])
 def test_a_stream_that_waits_is_kept_alive(dialect: str) -> None:
-    """For many times the client's limit of silence."""
+    """For longer than its client bears silence."""
 
     async def test(world: World) -> None:
         world.backend.gate = asyncio.Event()
-        asyncio.get_running_loop().call_later(1.2, world.backend.gate.set)
+        asyncio.get_running_loop().call_later(1.0, world.backend.gate.set)
         if dialect == "anthropic":
             async with anthropic_client(world) as client:
                 quick = client.with_options(timeout=0.5)
@@ -368,3 +368,26 @@ def test_a_stream_that_waits_is_kept_alive(dialect: str) -> None:
                     assert (await stream.get_final_response()).output_text == "four"
 
     on_server(test, keepalive_s=0.1)
+
+
+def test_an_error_in_a_stream_that_has_begun_is_an_exception_of_the_library() -> None:
+    async def test(world: World) -> None:
+        world.backend.script += [SessionLimitError("an hour", code="wall_time")] * 3
+        async with openai_client(world) as client:
+            for begin in (
+                lambda: client.chat.completions.create(model=MODEL, messages=[USER], stream=True),
+                lambda: client.responses.create(model=MODEL, input="2 + 2?", stream=True),
+            ):
+                world.backend.gate = asyncio.Event()
+                stream: Any = await begin()  # returns with the first keepalive
+                world.backend.gate.set()
+                with pytest.raises(openai.APIError, match="an hour"):
+                    _ = [event async for event in stream]
+        async with anthropic_client(world, "b") as client:
+            world.backend.gate = asyncio.Event()
+            stream = await client.messages.create(model=MODEL, max_tokens=9, messages=[USER], stream=True)
+            world.backend.gate.set()
+            with pytest.raises(anthropic.APIStatusError, match="wall_time"):
+                _ = [event async for event in stream]
+
+    on_server(test, keepalive_s=0.05)

@@ -1,6 +1,7 @@
 """One call of a harness: its request is answered for as long as its client stays, and the answer is written whole."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionE
 from rollout.sessions.keys import SessionKeys
 from rollout.sessions.messages import Answer
 
+logger = logging.getLogger(__name__)
 KEEPALIVE_S = 3.0
 """How often a stream says that it is alive while its answer is being generated."""
 
@@ -93,9 +95,8 @@ class _Call:
         except SessionError as error:
             await self._fail(error)
         except Exception:
-            if self.answers is None:
-                await self._fail(InternalError("the server failed to answer; its log says why"))
-            raise
+            logger.exception("session %s: a request could not be answered", self.session)
+            await self._fail(InternalError("the server failed to answer; its log says why"))
         finally:
             if self.answers is not None:
                 self.endpoint.backend.delivered(self.session, [each.answer_id for each in self.answers], is_whole)

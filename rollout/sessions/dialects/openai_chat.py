@@ -51,6 +51,10 @@ ROLES = {"system": Role.system, "developer": Role.system, "user": Role.user, "as
 ROLES["tool"] = Role.tool
 EMPTY_IN_ANSWERS = ("refusal", "audio", "function_call", "annotations")
 """Fields of a message that the client's library sends back empty."""
+COPIES = ("provider_specific_fields", "thinking_blocks", "reasoning_details", "reasoning_items")
+"""Where LiteLLM and others copy an answer's reasoning to, and send it back."""
+PARSED, PARSED_ARGUMENTS = "parsed", "parsed_arguments"
+"""What the client's library adds to an answer, and sends back: the same once more, as Python objects."""
 
 
 class OpenAIChat:
@@ -134,7 +138,7 @@ def joined_text(fields: Fields, name: str, kinds: Sequence[str] = ("text",)) -> 
         part = Fields(each, f"{fields.path(name)}[{index}]")
         part.choice("type", kinds, "")
         texts.append(part.must_have_text("text"))
-        part.ignore("cache_control", "prompt_cache_breakpoint", "citations", "annotations", "logprobs")
+        part.ignore("cache_control", "prompt_cache_breakpoint", "citations", "annotations", "logprobs", PARSED)
         part.end()
     return "".join(texts)
 
@@ -166,6 +170,7 @@ def _message(fields: Fields) -> Message:
 def _assistant(fields: Fields, content: str) -> Message:
     calls = tuple(_call(each) for each in fields.items("tool_calls"))
     newer, older = fields.text("reasoning"), fields.text("reasoning_content")
+    fields.ignore(PARSED, *COPIES)
     for name in EMPTY_IN_ANSWERS:
         fields.only(name, [])
     return Message(role=Role.assistant, content=content, reasoning=older if newer is None else newer, tool_calls=calls)
@@ -180,6 +185,7 @@ def _call(fields: Fields) -> ToolCall:
     call = ToolCall(
         call_id=call_id, name=function.must_have_text("name"), arguments=function.must_have_text("arguments")
     )
+    function.ignore(PARSED_ARGUMENTS)
     function.end()
     fields.end()
     return call

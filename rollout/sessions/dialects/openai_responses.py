@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rollout.http.answers import openai_error
 from rollout.sessions.dialects.dialect import (
     COMMENT,
     CUT_SHORT,
@@ -14,7 +15,7 @@ from rollout.sessions.dialects.dialect import (
     num_sampled_tokens,
 )
 from rollout.sessions.dialects.fields import Fields
-from rollout.sessions.dialects.openai_chat import BOOKKEEPING, joined_text, tool_spec
+from rollout.sessions.dialects.openai_chat import BOOKKEEPING, PARSED_ARGUMENTS, joined_text, tool_spec
 from rollout.sessions.errors import SessionError
 from rollout.sessions.messages import Answer, ChatRequest, Message, Role, ToolCall, ToolSpec
 
@@ -87,8 +88,10 @@ class OpenAIResponses:
         yield f"response.{whole['status']}", {"response": whole}
 
     def error_event(self, error: SessionError) -> bytes:
+        """With the fields of the dialect, and with an `error` as in chat chunks: by that OpenAI's library raises."""
         fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": 0}
-        return event({"type": "error", **fields}, "error")
+        raised = openai_error(error.status, error.message, error.code, error.param)
+        return event({"type": "error", **fields, **raised}, "error")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def _item(fields: Fields) -> Message:
                 name=fields.must_have_text("name"),
                 arguments=fields.must_have_text("arguments"),
             )
-            fields.ignore("namespace", "caller")
+            fields.ignore("namespace", "caller", PARSED_ARGUMENTS)
             message = Message(role=Role.assistant, tool_calls=(call,))
         case _:
             output = joined_text(fields, "output", TEXTS)

@@ -1,0 +1,113 @@
+"""A backend of sessions that says what it is told to, and a real server over it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout.http.server import DEFAULTS, listen, served, url_of
+from rollout.http.token import Token
+from rollout.sessions.app import SessionAccess, session_app
+from rollout.sessions.backend import PromptRequest, Reward
+from rollout.sessions.keys import SessionKeys
+from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall
+from rollout.types import Completion, VersionSpan
+
+SERVER_TOKEN = "the server's own"
+PROMPT_IDS = (5, 6, 7)
+DEADLINE_S = 60
+
+
+def make_answer(content: str = "four", *, number: int = 0, finish: Finish = Finish.stop, **said: Any) -> Answer:
+    message = Message(role=Role.assistant, content=content, **said)
+    ids, logprobs = np.array([11, 12], np.int32), np.array([-0.5, -0.25], np.float32)
+    completion = Completion(
+        token_ids=ids, logprobs=logprobs, spans=(VersionSpan(0, 2, 3),), finish_reason="stop", cached_tokens=2
+    )
+    return Answer(answer_id=f"g_{number}", message=message, finish=finish, prompt_ids=PROMPT_IDS, completion=completion)
+
+
+def call_answer(number: int = 0, expression: str = "2 + 2") -> Answer:
+    call = ToolCall(call_id=f"call_{number}_0", name="calculator", arguments=f'{{"expression": "{expression}"}}')
+    return make_answer("", number=number, finish=Finish.tool_calls, tool_calls=(call,))
+
+
+@dataclass
+class FakeBackend:
+    """Gives what `script` holds, one entry a call, and then the default answer; an error is raised."""
+
+    script: list[list[Answer] | BaseException] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    """Answers wait until it is set."""
+    model: str = "policy"
+
+    async def create(self, task: Mapping[str, Any]) -> str:
+        self.events.append(("create", task))
+        return f"s{len(self.events)}"
+
+    async def answer(self, session: str, request: ChatRequest | PromptRequest) -> Sequence[Answer]:
+        self.requests.append(request)
+        self.events.append(("answer", session))
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.events.append(("cancelled", session))
+                raise
+        said = self.script.pop(0) if self.script else [make_answer(number=n) for n in range(request.num_answers)]
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    def delivered(self, session: str, answer_ids: Sequence[str], whole: bool) -> None:
+        self.events.append(("delivered", session, list(answer_ids), whole))
+
+    async def count_tokens(self, session: str, request: ChatRequest) -> int:
+        return sum(len(message.content.split()) for message in request.messages)
+
+    async def reward(self, session: str, reward: Reward) -> None:
+        self.events.append(("reward", session, reward))
+
+    async def finish(self, session: str) -> None:
+        self.events.append(("finish", session))
+
+    async def abort(self, session: str) -> None:
+        self.events.append(("abort", session))
+
+    async def transcript(self, session: str) -> Mapping[str, Any]:
+        return {"id": session, "generations": len(self.requests)}
+
+
+@dataclass(frozen=True)
+class World:
+    backend: FakeBackend
+    keys: SessionKeys
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+def on_server(test: Callable[[World], Awaitable[None]], keepalive_s: float = 30.0) -> None:
+    """Runs the test on the real clock, beside a server on a port of its own."""
+
+    async def main() -> None:
+        backend, keys, listener = FakeBackend(), SessionKeys(), listen("127.0.0.1", 0)
+        access = SessionAccess.of(DEFAULTS, Token(SERVER_TOKEN, is_given=False), on_loopback=True)
+        app = session_app(backend, keys, keepalive_s)
+        async with asyncio.timeout(DEADLINE_S), served(app, listener, access=access):
+            await test(World(backend, keys, url_of(listener)))
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Raises TimeoutError."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,161 @@
+"""What requests mean in each dialect, and which ones are refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.sessions.app import DIALECTS
+from rollout.sessions.errors import BadRequestError
+from rollout.sessions.messages import Message, Role
+
+CHAT, COMPLETIONS, RESPONSES, ANTHROPIC = DIALECTS.values()
+USER: Any = {"role": "user", "content": "2 + 2?"}
+MINIMAL: dict[Any, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": [USER]},
+    COMPLETIONS: {"model": "m", "prompt": "2 + 2?"},
+    RESPONSES: {"model": "m", "input": [USER]},
+    ANTHROPIC: {"model": "m", "messages": [USER], "max_tokens": 9},
+}
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+NAMES = st.sampled_from(
+    ["type", "role", "content", "text", "id", "call_id", "tool_call_id", "tool_calls", "function", "name", "arguments"]
+    + ["input", "tool_use_id", "thinking", "signature", "summary", "output", "index", "budget_tokens", "effort"]
+)
+WORDS = st.sampled_from(
+    ["user", "assistant", "tool", "text", "function", "tool_use", "tool_result", "thinking", "message", "reasoning"]
+    + ["function_call", "function_call_output", "output_text", "input_text", "auto", "enabled", "resp_x", ""]
+)
+JSON = st.recursive(
+    SCALARS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(
+    ["messages", "input", "prompt", "system", "tools", "tool_choice", "stop", "stream_options", "n", "thinking", "text"]
+    + ["max_tokens", "temperature", "instructions", "output_config", "reasoning", "chat_template_kwargs", "stream"]
+)
+
+
+def request_of(dialect: Any, **fields: Any) -> Any:
+    return dialect.parse(MINIMAL[dialect] | fields, 0).request
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "where", "allowed"),
+    [
+        (CHAT, {"max_token": 5}, "max_token", "max_tokens"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "an integer from 1"),
+        (CHAT, {"max_tokens": True}, "max_tokens", "an integer from 1"),
+        (CHAT, {"messages": []}, "messages", "at least one message"),
+        (CHAT, {"messages": [{"role": "function"}]}, "messages[0].role", '"tool"'),
+        (CHAT, {"messages": [USER | {"cotent": ""}]}, "messages[0].cotent", "content"),
+        (CHAT, {"messages": [{"role": "tool", "content": "4"}]}, "messages[0].tool_call_id", "a string"),
+        (CHAT, {"n": 129}, "n", "to 128"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", '{"type": "text"}'),
+        (CHAT, {"logit_bias": {"5": 100}}, "logit_bias", "only null"),
+        (CHAT, {"top_logprobs": 5}, "top_logprobs", "only null or 0"),
+        (CHAT, {"temperature": "hot"}, "temperature", "a finite number"),
+        (CHAT, {"stop": [""]}, "stop", "none of them empty"),
+        (CHAT, {"tools": [{"type": "custom"}]}, "tools[0].type", '"function"'),
+        (CHAT, {"tool_choice": "f"}, "tool_choice", "auto, none, required"),
+        (CHAT, {"stream_options": {"usage": True}}, "stream_options.usage", "include_usage"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "one text or one list of token ids"),
+        (COMPLETIONS, {"prompt": [1, -1]}, "prompt", "token ids"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "not empty"),
+        (COMPLETIONS, {"echo": True}, "echo", "only null or false"),
+        (COMPLETIONS, {"best_of": 4, "n": 2}, "best_of", "only null or 2"),
+        (COMPLETIONS, {"logprobs": 5}, "logprobs", "from 0 to 1"),
+        (RESPONSES, {"previous_response_id": "chatcmpl-g_0"}, "previous_response_id", "resp_"),
+        (RESPONSES, {"background": True}, "background", "false"),
+        (RESPONSES, {"conversation": "c"}, "conversation", "previous_response_id"),
+        (RESPONSES, {"input": []}, "input", "not empty"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "function_call_output"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type", '"function"'),
+        (ANTHROPIC, {"max_tokens": None}, "max_tokens", "a positive integer"),
+        (ANTHROPIC, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", '"custom"'),
+        (ANTHROPIC, {"messages": [USER, {"role": "assistant", "content": "4"}]}, "messages", "the user's turn"),
+        (ANTHROPIC, {"tool_choice": {"type": "tool"}}, "tool_choice.name", "a string"),
+        (ANTHROPIC, {"n": 2}, "n", "stop_sequences"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(
+    dialect: Any, fields: dict[str, Any], where: str, allowed: str
+) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        request_of(dialect, **fields)
+    assert refused.value.param == where
+    assert refused.value.message.startswith(f"{where} = ") and allowed in refused.value.message
+
+
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, ANTHROPIC])
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_image", "input_audio", "file", "input_file", "document"])
+def test_what_is_no_text_is_refused(dialect: Any, kind: str) -> None:
+    name = "input" if dialect is RESPONSES else "messages"
+    with pytest.raises(BadRequestError, match=rf'{name}\[0\].content\[0\].type = "{kind}": allowed is one of'):
+        request_of(dialect, **{name: [{"role": "user", "content": [{"type": kind}]}]})
+
+
+def test_a_value_that_is_long_is_shown_in_part() -> None:
+    with pytest.raises(BadRequestError) as refused:
+        request_of(CHAT, tool_choice="x" * 10_000)
+    assert len(refused.value.message) < 300
+
+
+def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?", "cache_control": {"type": "ephemeral"}}]
+    expected = (Message(role=Role.system, content="Be short."), Message(role=Role.user, content="2 + 2?"))
+    developer = {"role": "developer", "content": "Be short."}
+    user = {"role": "user", "content": parts}
+    assert request_of(CHAT, messages=[developer, user]).messages == expected
+    assert request_of(ANTHROPIC, system=[parts[0] | {"text": "Be short."}], messages=[user]).messages == expected
+    assert request_of(RESPONSES, input=[developer, user | {"type": "message"}]).messages == expected
+    assert request_of(RESPONSES, instructions="Be short.", input="2 + 2?").messages == expected
+
+
+@pytest.mark.parametrize(
+    ("dialect", "given", "meant"),
+    [
+        (CHAT, "required", "required"),
+        (CHAT, {"type": "function", "function": {"name": "f"}}, "f"),
+        (RESPONSES, {"type": "function", "name": "f"}, "f"),
+        (ANTHROPIC, {"type": "any"}, "required"),
+        (ANTHROPIC, {"type": "tool", "name": "f"}, "f"),
+        (ANTHROPIC, {"type": "none"}, "none"),
+    ],
+)
+def test_the_choice_of_a_tool(dialect: Any, given: Any, meant: str) -> None:
+    assert request_of(dialect, tool_choice=given).tool_choice == meant
+
+
+def test_sampling_that_is_asked_for_is_told_and_wishes_about_the_template_too() -> None:
+    chat = request_of(
+        CHAT, temperature=0, top_k=5, max_completion_tokens=7, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert (chat.sampling, chat.max_tokens) == ({"temperature": 0, "top_k": 5}, 7)
+    assert chat.template_options == {"enable_thinking": False}
+    anthropic = request_of(ANTHROPIC, thinking={"type": "enabled", "budget_tokens": 1024}, top_p=0.5)
+    assert (anthropic.sampling, anthropic.template_options) == ({"top_p": 0.5}, {"enable_thinking": True})
+    responses = request_of(RESPONSES, reasoning={"effort": "low"}, store=False, include=["reasoning.encrypted_content"])
+    assert responses.template_options == {"reasoning_effort": "low"}
+
+
+def test_a_tool_result_that_is_an_error_is_told_by_its_text() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "no"}], "is_error": True}
+    (message,) = request_of(ANTHROPIC, messages=[{"role": "user", "content": [result]}]).messages
+    assert message == Message(role=Role.tool, content="no", call_id="c")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@given(
+    changes=st.dictionaries(FIELDS, JSON | st.lists(st.dictionaries(NAMES, JSON, max_size=5), max_size=2), min_size=1)
+)
+@settings(max_examples=200)
+def test_whatever_a_body_holds_it_is_understood_or_refused_in_few_words(dialect: Any, changes: dict[str, Any]) -> None:
+    try:
+        dialect.parse(MINIMAL[dialect] | changes, 0)
+    except BadRequestError as refused:
+        assert len(refused.message) < 1000 and refused.param

@@ -1,8 +1,8 @@
-"""Attention within rows that hold a prompt with several responses.
+"""Attention within rows that hold a prefix tree of sequences.
 
 A model builds its own masks, of every kind that its layers need, from functions of a query's and a key's position:
-causal, sliding window, chunked. Here they are evaluated at the tokens' positions in their trajectories instead of their
-places in the row, and cut down to the tree of prompt and responses. So each trajectory attends as it would alone.
+causal, sliding window, chunked. Here they are evaluated at the tokens' positions in their sequences instead of their
+places in the row, and cut down to a token's ancestors in the tree. So each sequence attends as it would alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,35 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.batch import PROMPT
-
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query's position, key's position) -> whether the query attends to the key, elementwise."""
 FLOAT, BOOL = "eager", "sdpa"
 """The implementations of attention that take the mask as a tensor, by their names in transformers."""
 
 
-def tree_mask(segment_ids: Tensor) -> Tensor:
-    """[N, L] -> bool [N, 1, L, L]: attention is allowed to earlier tokens of the prompt and of the same response.
+def tree_mask(last: Tensor) -> Tensor:
+    """[N, L] -> bool [N, 1, L, L]: token i may attend to token j iff j <= i <= last[j].
 
-    Padding attends to itself, which keeps its softmax finite.
+    Args:
+        last: where each token's subtree ends (`MicroBatch.last`). Padding ends at itself, and so attends to itself,
+            which keeps its softmax finite.
     """
-    length = segment_ids.shape[1]
-    query, key = segment_ids[:, :, None], segment_ids[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    return (causal & ((query == key) | (key == PROMPT)))[:, None]
+    places = torch.arange(last.shape[1], device=last.device)
+    query, key = places[:, None], places[None, :]
+    return ((key <= query) & (query <= last[:, None, :]))[:, None]
 
 
 @contextmanager
-def tree_masks(segment_ids: Tensor, position_ids: Tensor) -> Iterator[None]:
-    """Let models build their masks for rows with these segments [N, L] and positions [N, L] inside the `with` block.
+def tree_masks(last: Tensor, position_ids: Tensor) -> Iterator[None]:
+    """Let models build their masks for rows with these subtrees [N, L] and positions [N, L] inside the `with` block.
 
-    A model that does not build its masks by transformers' `masking_utils` is not reached: its responses see each other.
+    A model that does not build its masks by transformers' `masking_utils` is not reached: its branches see each other.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as BUILDERS  # takes seconds to import
 
-    tree = tree_mask(segment_ids)
-    batch = torch.arange(len(segment_ids), device=segment_ids.device)[:, None, None, None]
+    tree = tree_mask(last)
+    batch = torch.arange(len(last), device=last.device)[:, None, None, None]
     query, key = position_ids[:, None, :, None], position_ids[:, None, None, :]
 
     def bool_mask(*, mask_function: MaskFunction, use_vmap: bool = False, **given: Any) -> Tensor:

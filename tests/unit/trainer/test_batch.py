@@ -12,8 +12,8 @@ from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, TrajectoryGroup
 from tests.support.batches import learning
 from tests.support.reference import make_group, make_trajectory
-from trainer.batch import MicroBatch, StepBatch, assemble
 from tests.support.sequences import only
+from trainer.batch import MicroBatch, StepBatch, assemble
 
 LAYOUTS = list(Layout)
 
@@ -116,7 +116,7 @@ def test_every_learning_token_is_there_once_with_its_context(
 
 def check_shapes(batch: MicroBatch, layout: Layout) -> None:
     assert batch.input_ids.shape == batch.position_ids.shape
-    assert (batch.segment_ids is not None) == (layout is Layout.shared_prompt)
+    assert (batch.segment_ids is not None) == (layout is Layout.tree)
     if batch.segment_ids is not None:
         assert batch.segment_ids.shape == batch.input_ids.shape
         assert (batch.input_ids[batch.segment_ids < 0] == 0).all()
@@ -158,7 +158,7 @@ def example_step() -> Step:
 
 
 def test_shared_prompt_by_hand() -> None:
-    step = example_step().assemble(Layout.shared_prompt, 1, 100)
+    step = example_step().assemble(Layout.tree, 1, 100)
     assert step.num_tokens == 2 + 3 + 2
     batch = step.micro_batches[0][0]
     assert batch.input_ids.tolist() == [[11, 12, 13, 15, 16]]

@@ -85,7 +85,7 @@ def test_one_rank_is_the_plain_trainer(
 def test_two_ranks_are_the_plain_trainer(
     layout: Layout, two_ranks: dict[str, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
 ) -> None:
-    if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
+    if layout is Layout.tree:  # one group to learn from: the second rank only takes part
         assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
     assert_same(two_ranks[layout.value], reference)
 
@@ -180,7 +180,7 @@ def test_the_current_policy_as_proximal_is_weighted_and_capped(
 ) -> None:
     algorithm = AlgorithmConfig(group_size=4, proximal=Proximal.current, importance_cap=1.1)
     config = replace(CONFIG, algorithm=algorithm)
-    found = one_rank(Job(config, model_path, pack(steps, Layout.shared_prompt, 1)))
+    found = one_rank(Job(config, model_path, pack(steps, Layout.tree, 1)))
     assert_same(found, reference_outcome(config, steps))
     assert [metrics["actor/pg_clipfrac"] for metrics in found.metrics] == [0, 0, 0]
     assert all(metrics["actor/importance_weight"] < 1.1 for metrics in found.metrics)
@@ -202,7 +202,7 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
     model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, dtype=DType.bfloat16))
-    batch = pack(steps, Layout.shared_prompt, 1)[0]
+    batch = pack(steps, Layout.tree, 1)[0]
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         assert worker.publish(make_order(0)).global_steps == 0
@@ -223,7 +223,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     trainer_config = replace(CONFIG.trainer, lr=0.5, lr_warmup_steps=4, weight_decay=0.0, max_grad_norm=1e9)
     config = replace(CONFIG, trainer=trainer_config)
     solved = make_group(0, [steps[0][-1].trajectories[1]] * 2)
-    empty, full = pack([[solved], steps[0]], Layout.shared_prompt, 1)
+    empty, full = pack([[solved], steps[0]], Layout.tree, 1)
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]

@@ -13,11 +13,11 @@ from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, Rollou
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, random_groups, sequence_logprobs
+from tests.support.sequences import only
 from tests.support.worker_runs import Job, Outcome, one_rank, two_ranks
 from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
-from tests.support.sequences import only
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
@@ -81,9 +81,9 @@ def on_two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {
-        "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.shared_prompt, 2)),
+        "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.tree, 2)),
         "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
-        "critic": Job(CRITIC, model_path, with_critic(steps, Layout.shared_prompt, 2)),
+        "critic": Job(CRITIC, model_path, with_critic(steps, Layout.tree, 2)),
     }
     return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
@@ -126,7 +126,7 @@ def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer
 def test_losses_of_whole_trajectories_do_not_depend_on_ranks_or_layout(
     on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.shared_prompt, 1)))
+    expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.tree, 1)))
     found = on_two_ranks["sequences"]
     assert_close(found.weights, expected.weights)
     keys = expected.metrics[0].keys() - {"perf/trainer_busy_s", "perf/padded_tokens"}

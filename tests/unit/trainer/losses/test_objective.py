@@ -1,7 +1,6 @@
 """The parts of the objective put together, and that no split of a step changes loss, gradient or metrics."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 from configs.algorithm import LOSSES, Correction, KLEstimator, LossAggregation, Proximal, Rejection
 from configs.schema import AlgorithmConfig, Config, Layout
 from rollout.types import TrajectoryGroup, VersionSpan
-from tests.support.sequences import only, with_sequence
 from tests.support.reference import make_group, make_trajectory
+from tests.support.sequences import only, with_sequence
 from trainer.advantages.credit import assign_credit, keeps_idle
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective, kl_estimate, load_policy_loss, loss_tokens
@@ -41,7 +40,9 @@ def random_groups(seed: int) -> list[TrajectoryGroup]:
                     reward=1.0 if ordinal == 5 else float(random.integers(0, 3)) + index,
                 )
             )
-        groups.append(make_group(ordinal, [with_sequence(t, prompt_ids=only(trajectories[0]).prompt_ids) for t in trajectories]))
+        groups.append(
+            make_group(ordinal, [with_sequence(t, prompt_ids=only(trajectories[0]).prompt_ids) for t in trajectories])
+        )
     return groups
 
 
@@ -90,7 +91,7 @@ def policy_outputs(groups: list[TrajectoryGroup], spread: float = 0.3) -> tuple[
     return (rollout_logprobs + spread * noise).clamp(max=-0.01), noise.abs()
 
 
-SPLITS = [(Layout.padded, 1, 1), (Layout.padded, 3, 20), (Layout.shared_prompt, 1, 40), (Layout.shared_prompt, 4, 1)]
+SPLITS = [(Layout.padded, 1, 1), (Layout.padded, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
 CASES = {
     **{f"{loss}": AlgorithmConfig(loss=loss, cov_ratio=0.2, clip_cov_low=0.0) for loss in LOSSES},
     **{f"{how.value}": AlgorithmConfig(loss_aggregation=how, loss_horizon=9) for how in LossAggregation},
@@ -134,7 +135,7 @@ def test_everything_at_once_by_the_formula() -> None:
     )
     groups = random_groups(1)
     logprobs, entropies = policy_outputs(groups)
-    batch = split(groups, algorithm, Layout.shared_prompt, 2, 30)
+    batch = split(groups, algorithm, Layout.tree, 2, 30)
     total, gradient, entropy_gradient, metrics = run(batch, algorithm, logprobs, entropies)
     tokens = signals(groups, algorithm)
     assert tokens.reference_logprobs is not None

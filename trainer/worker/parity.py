@@ -18,10 +18,10 @@ from trainer.tokens import sampled_tokens
 from trainer.worker.model import Policy, vocab_size
 
 SHAPES = ((24, 24, 9), (9, 17, 2))
-"""(prompt's tokens, response's tokens, trajectories) of each group. A trajectory is a response, and a branch that leaves
-it half way and ends where it ends. The first group is a tree of 330 tokens, so that attention by places in the row,
-instead of positions in the sequence, shows up to a window of 256. Masks of the model's own are functions of positions,
-whatever their window (`attention.py`). The second row is shorter: the rest is padding."""
+"""(prompt's tokens, response's tokens, trajectories) of each group. A trajectory is a response, and a branch that
+leaves it half way and ends where it ends. The first group is a tree of 330 tokens, so that attention by places in the
+row, instead of positions in the sequence, shows up to a window of 256. Masks of the model's own are functions of
+positions, whatever their window (`attention.py`). The second row is shorter: the rest is padding."""
 LARGEST_TOKEN = 1000
 """Token ids are drawn below it: special tokens of images and the like come later in a vocabulary."""
 CHUNKS = 3

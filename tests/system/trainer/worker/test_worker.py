@@ -14,7 +14,16 @@ from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
 from tests.support.fakes import make_order
-from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
+from tests.support.reference import (
+    VOCAB_SIZE,
+    ReferenceTrainer,
+    branched_groups,
+    double,
+    learning_tokens,
+    make_group,
+    random_groups,
+)
+from tests.support.sequences import only, with_sequence
 from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank, pack, run_worker
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
@@ -23,7 +32,6 @@ from trainer.worker.worker import TrainWorker
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
-NUM_STEPS = 3
 CONFIG = Config(
     algorithm=AlgorithmConfig(group_size=4),
     rollout=RolloutConfig(temperature=0.8),
@@ -33,9 +41,11 @@ CONFIG = Config(
 
 @pytest.fixture(scope="module")
 def steps() -> list[list[TrajectoryGroup]]:
-    """The groups of three steps; the last step has a single group to learn from, so a second rank has no work."""
+    """The groups of three steps; the trajectories of the second have branches, and the last has a single group to learn
+    from, so a second rank has no work."""
     model = double(build_model(VOCAB_SIZE, seed=0))
-    some = [random_groups(model, seed=seed, temperature=CONFIG.rollout.temperature) for seed in range(NUM_STEPS)]
+    kinds = [random_groups, branched_groups, random_groups]
+    some = [groups(model, seed=seed, temperature=CONFIG.rollout.temperature) for seed, groups in enumerate(kinds)]
     return [some[0], some[1], [some[2][0], some[2][-1]]]
 
 
@@ -138,7 +148,7 @@ def test_metrics_do_not_depend_on_ranks_or_layout(
 def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps: list[list[TrajectoryGroup]]) -> None:
     """Over the tokens whose trajectories have an advantage, all in one micro-batch."""
     first, second, *rest = steps[0][0].trajectories
-    surprising = replace(second, rollout_logprobs=0 * second.rollout_logprobs)  # the largest difference is negative
+    surprising = with_sequence(second, rollout_logprobs=0 * only(second).rollout_logprobs)  # the largest difference is negative
     groups = [replace(steps[0][0], trajectories=(first, surprising, *rest)), *steps[0][1:]]
     config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
     batches = pack([groups], Layout.padded, 1, budget=10_000)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
-from trainer.prefix_tree import PAIRS_PER_TOKEN, PrefixTree, cut, lexicographic_order
+from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
 from trainer.tokens import TokenSignals, join
 
 Int64Array = NDArray[np.int64]
@@ -114,14 +114,12 @@ def assemble(
     num_ranks: int,
     tokens_per_micro_batch: int,
     keep_idle: bool,
-    pairs_per_token: int = PAIRS_PER_TOKEN,
 ) -> StepBatch:
     """Build the micro-batches of a step.
 
     Args:
         tokens: the loss tokens of `groups`.
         keep_idle: include trajectories whose advantages are all 0, because entropy, KL or critic give them a gradient.
-        pairs_per_token: what attention costs, for layout=tree (`prefix_tree.cut`). Without effect on the result.
     """
     is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
     is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.advantages != 0]] = True
@@ -139,7 +137,7 @@ def assemble(
         if layout is Layout.padded:
             rows += [_row([one], [one.input_ids]) for one in learning]
         else:
-            rows += _trees(learning, tokens_per_micro_batch, pairs_per_token)
+            rows += _trees(learning, tokens_per_micro_batch)
     if first_token != len(tokens.targets):
         raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     per_rank = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(rows, num_ranks)]
@@ -150,12 +148,12 @@ def assemble(
     return StepBatch(micro_batches=micro_batches, num_tokens=len(tokens.targets))
 
 
-def _trees(learning: Sequence[Placed], max_tokens: int, pairs_per_token: int) -> Iterator[Row]:
+def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:
     """Put the sequences of a group into rows, each with what it shares computed once."""
     input_ids = [one.input_ids for one in learning]
     order = lexicographic_order(input_ids)
     learning, input_ids = [learning[number] for number in order], [input_ids[number] for number in order]
-    for part in cut(input_ids, max_tokens, pairs_per_token):
+    for part in cut(input_ids, max_tokens):
         yield _row(learning[part], input_ids[part])
 
 

@@ -14,7 +14,6 @@ from trainer.advantages.credit import assign_credit, keeps_idle, needs_scores, t
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
 from trainer.metrics import timed, to_floats
-from trainer.prefix_tree import pairs_per_token
 from trainer.tokens import TokenSignals, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.tracking.recorder import RunRecorder
@@ -224,7 +223,6 @@ class TrainLoop:
             num_ranks=trainer.num_ranks,
             tokens_per_micro_batch=trainer.tokens_per_micro_batch,
             keep_idle=keep_idle,
-            pairs_per_token=pairs_per_token(self.config.model),
         )
 
     async def _train(

@@ -12,13 +12,11 @@ from typing import Self
 
 import numpy as np
 
-from configs.model import ModelConfig, ModelKind
 from rollout.types import IntArray
 
-PAIRS_PER_TOKEN = 4096
-"""See `pairs_per_token`: for models of unknown width. Those that are pretrained have more than 500 dimensions."""
-PAIRS_PER_WIDTH = 7
-"""The least that was found on CPUs, at widths of 64 to 512. Arithmetic alone would give 6."""
+LEAST_SHARED = 1 / 4
+"""A sequence that shares less of its tokens with its neighbour gets a row of its own: a narrow model would take longer
+for the tree, whose attention is not plainly causal, than it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,32 +64,22 @@ def lexicographic_order(sequences: Sequence[IntArray]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def cut(sequences: Sequence[IntArray], max_tokens: int, pairs_per_token: int) -> list[slice]:
-    """Cut sorted sequences into trees of at most `max_tokens` tokens each, if more than one sequence.
-
-    The next sequence joins the tree if that is no slower than a row of its own: a row attends over all pairs of its
-    tokens, so that sharing a short prefix of long sequences costs more than it saves.
-    """
+def cut(sequences: Sequence[IntArray], max_tokens: int) -> list[slice]:
+    """Cut sorted sequences into those of each tree: neighbours that share enough, while the tree has at most
+    `max_tokens` tokens. A longer sequence is alone."""
     cuts: list[slice] = []
-    first, tokens, is_chain, cost = 0, 0, True, 0
+    first, tokens = 0, 0
     for number, ids in enumerate(sequences):
-        alone = _cost(len(ids), True, pairs_per_token)
         if number > first:
-            shared = common_prefix(sequences[number - 1], ids)
-            joined = tokens + len(ids) - shared
-            stays_chain = is_chain and shared == len(sequences[number - 1])
-            together = _cost(joined, stays_chain, pairs_per_token)
-            if joined <= max_tokens and together <= cost + alone:
-                tokens, is_chain, cost = joined, stays_chain, together
+            before = sequences[number - 1]
+            shared = common_prefix(before, ids)
+            is_enough = shared == len(before) or shared >= LEAST_SHARED * len(ids)
+            if is_enough and tokens + len(ids) - shared <= max_tokens:
+                tokens += len(ids) - shared
                 continue
             cuts.append(slice(first, number))
-        first, tokens, is_chain, cost = number, len(ids), True, alone
+        first, tokens = number, len(ids)
     return [*cuts, slice(first, len(sequences))] if sequences else []
-
-
-def pairs_per_token(model: ModelConfig) -> int:
-    """How many pairs of a query and a key take as long as everything that a layer does with one token by itself."""
-    return PAIRS_PER_WIDTH * model.hidden_size if model.kind is ModelKind.tiny else PAIRS_PER_TOKEN
 
 
 def common_prefix(one: IntArray, other: IntArray) -> int:
@@ -99,9 +87,3 @@ def common_prefix(one: IntArray, other: IntArray) -> int:
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def _cost(tokens: int, is_chain: bool, pairs_per_token: int) -> int:
-    """What a row costs, in pairs. Causal attention skips half of them; with a mask, none."""
-    pairs = tokens * tokens
-    return tokens * pairs_per_token + (pairs // 2 if is_chain else pairs)

@@ -145,6 +145,5 @@ def _micro_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:
         num_ranks=1,
         tokens_per_micro_batch=2**62,
         keep_idle=True,
-        pairs_per_token=2**20,  # everything that can be shared is
     )
     return batch.micro_batches[0][0]

@@ -16,8 +16,6 @@ from tests.support.sequences import only
 from trainer.batch import MicroBatch, StepBatch, assemble
 
 LAYOUTS = list(Layout)
-SHARE_ALL = 2**20
-"""Pairs per token: attention costs nothing in comparison."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class Step:
         num_ranks: int = 1,
         budget: int = 1000,
         keep_idle: bool = False,
-        pairs_per_token: int = SHARE_ALL,
     ) -> StepBatch:
         return assemble(
             self.groups,
@@ -40,7 +37,6 @@ class Step:
             num_ranks=num_ranks,
             tokens_per_micro_batch=budget,
             keep_idle=keep_idle,
-            pairs_per_token=pairs_per_token,
         )
 
 
@@ -129,13 +125,12 @@ def read(batch: MicroBatch) -> list[tuple[int, LossToken]]:
     num_ranks=st.integers(1, 4),
     budget=st.integers(1, 80),
     keep_idle=st.booleans(),
-    pairs_per_token=st.sampled_from([1, 10, SHARE_ALL]),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_learning_token_is_there_once_with_its_context(
-    layout: Layout, step: Step, num_ranks: int, budget: int, keep_idle: bool, pairs_per_token: int
+    layout: Layout, step: Step, num_ranks: int, budget: int, keep_idle: bool
 ) -> None:
-    batch = step.assemble(layout, num_ranks, budget, keep_idle, pairs_per_token)
+    batch = step.assemble(layout, num_ranks, budget, keep_idle)
     seen = [token for micro_batches in batch.micro_batches for b in micro_batches for token in read(b)]
     expected = expected_tokens(step, keep_idle)
     assert len(seen) == len(expected) and dict(seen) == expected
@@ -240,11 +235,9 @@ def test_a_tree_beyond_the_budget_is_cut_and_each_part_has_the_beginning() -> No
     assert shapes(step.assemble(Layout.tree, budget=1)) == [(1, 15)] * 4
 
 
-def test_a_beginning_is_shared_only_where_that_saves_more_than_attention_costs() -> None:
-    """Two sequences in one row save 10 of 30 tokens, and attend over 20 * 20 pairs instead of 2 * 15 * 15 / 2."""
-    step = similar_step(num_shared=10, num_own=5)
-    assert shapes(step.assemble(Layout.tree, budget=60, pairs_per_token=18)) == [(1, 30)]
-    assert shapes(step.assemble(Layout.tree, budget=60, pairs_per_token=17)) == [(4, 15)]
+def test_a_beginning_is_shared_from_a_quarter_of_the_sequence_on() -> None:
+    assert shapes(similar_step(num_shared=5, num_own=15).assemble(Layout.tree)) == [(1, 5 + 4 * 15)]
+    assert shapes(similar_step(num_shared=5, num_own=16).assemble(Layout.tree)) == [(4, 21)]
 
 
 @given(num_own=st.integers(1, 9), num_ranks=st.integers(1, 3), budget=st.integers(1, 99))

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.model import ModelConfig, ModelKind
 from rollout.types import IntArray
-from trainer.prefix_tree import PrefixTree, common_prefix, cut, lexicographic_order, pairs_per_token
+from trainer.prefix_tree import PrefixTree, common_prefix, cut, lexicographic_order
 
 sequences = st.lists(st.lists(st.sampled_from([0, 1, 300, 2**17]), min_size=1, max_size=8), min_size=1, max_size=12)
 
@@ -44,32 +43,27 @@ def test_every_distinct_prefix_is_one_token_that_sees_just_its_own_beginning(giv
         assert np.array_equal(tree.token_ids[path], ids) and np.array_equal(tree.depths[path], np.arange(len(ids)))
 
 
-@given(sequences, st.integers(1, 40), st.integers(0, 100))
+@given(sequences, st.integers(1, 40))
 def test_the_parts_of_a_cut_are_all_sequences_and_fit_the_budget(
-    given_sequences: list[list[int]], max_tokens: int, pairs: int
+    given_sequences: list[list[int]], max_tokens: int
 ) -> None:
     arrays = sorted_arrays(given_sequences)
-    parts = cut(arrays, max_tokens, pairs)
+    parts = cut(arrays, max_tokens)
     assert [number for part in parts for number in range(len(arrays))[part]] == list(range(len(arrays)))
     for part in parts:
         tree = PrefixTree.of(arrays[part])
         assert len(tree.token_ids) <= max_tokens or len(arrays[part]) == 1
 
 
-@given(sequences, st.integers(0, 100))
-def test_a_cut_never_costs_more_than_rows_of_their_own(given_sequences: list[list[int]], pairs: int) -> None:
-    """In pairs of a query and a key, of which plain causal attention skips half."""
-    arrays, total = sorted_arrays(given_sequences), 0
-    for part in cut(arrays, 2**62, pairs):
-        tree = PrefixTree.of(arrays[part])
-        length = len(tree.token_ids)
-        is_chain = tree.depths[-1] == length - 1
-        total += length * pairs + (length**2 // 2 if is_chain else length**2)
-    assert total <= sum(len(ids) * pairs + len(ids) ** 2 // 2 for ids in arrays)
+def test_sequences_that_share_little_are_cut_apart_unless_one_is_the_beginning_of_the_other() -> None:
+    long = [1, *range(10, 18)]
+    assert cut(sorted_arrays([[1, 2, 3, 4], [1, 2, 3, 5]]), 99) == [slice(0, 2)]
+    assert cut(sorted_arrays([[1, 2, 3, 4], long]), 99) == [slice(0, 1), slice(1, 2)]
+    assert cut(sorted_arrays([[1], long]), 99) == [slice(0, 2)]
 
 
 def test_nothing_is_cut_of_nothing() -> None:
-    assert cut([], 10, 10) == []
+    assert cut([], 10) == []
 
 
 @pytest.mark.parametrize(
@@ -77,8 +71,3 @@ def test_nothing_is_cut_of_nothing() -> None:
 )
 def test_common_prefixes(one: list[int], other: list[int], shared: int) -> None:
     assert common_prefix(np.array(one, np.int32), np.array(other, np.int32)) == shared
-
-
-def test_attention_weighs_less_in_wide_models() -> None:
-    narrow, wide = (pairs_per_token(ModelConfig(hidden_size=width)) for width in (64, 256))
-    assert narrow < wide < pairs_per_token(ModelConfig(kind=ModelKind.hf, path="some/model"))

@@ -28,8 +28,8 @@ from tests.support.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
-from trainer.worker.attention import tree_mask
-from trainer.worker.model import Policy, load_causal_lm
+from trainer.worker.attention import key_blocks, tree_mask
+from trainer.worker.model import Policy, load_causal_lm, prepared
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -174,6 +174,32 @@ def test_tree_mask_by_hand() -> None:
         [1, 1, 0, 1, 1, 0],
         [0, 0, 0, 0, 0, 1],
     ]
+
+
+def test_attention_in_blocks_is_over_ancestors_only() -> None:
+    """A prompt of 100 tokens with two responses of 100: the second response does not read the first one's block."""
+    last = torch.tensor([[299] * 100 + [199] * 100 + [299] * 100])
+    blocks = [
+        (places.tolist(), keys.tolist()) for places, keys in ((torch.arange(300)[q], k) for q, k in key_blocks(last))
+    ]
+    assert blocks == [
+        (list(range(128)), list(range(128))),
+        (list(range(128, 256)), list(range(256))),
+        (list(range(256, 300)), [*range(100), *range(200, 300)]),
+    ]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_rows_of_several_blocks_give_the_same(causal_lm: Qwen3ForCausalLM, gradient_checkpointing: bool) -> None:
+    random = np.random.default_rng(0)
+    prompt, responses = random.integers(4, VOCAB_SIZE, 120).tolist(), random.integers(4, VOCAB_SIZE, (4, 90)).tolist()
+    trajectories = [make_trajectory(prompt, ids, reward=i % 2) for i, ids in enumerate(responses)]
+    groups = [make_group(0, trajectories)]
+    policy = Policy(prepared(copy.deepcopy(causal_lm), "", gradient_checkpointing), TEMPERATURE)
+    tree, padded = (pack(groups, layout) for layout in (Layout.tree, Layout.padded))
+    assert tree.micro_batches[0][0].input_ids.shape == (1, 120 + 4 * 89)
+    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, padded)[0], rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(policy, tree), gradients(policy, padded), relative=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

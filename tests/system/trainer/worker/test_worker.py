@@ -148,7 +148,9 @@ def test_metrics_do_not_depend_on_ranks_or_layout(
 def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps: list[list[TrajectoryGroup]]) -> None:
     """Over the tokens whose trajectories have an advantage, all in one micro-batch."""
     first, second, *rest = steps[0][0].trajectories
-    surprising = with_sequence(second, rollout_logprobs=0 * only(second).rollout_logprobs)  # the largest difference is negative
+    surprising = with_sequence(
+        second, rollout_logprobs=0 * only(second).rollout_logprobs
+    )  # the largest difference is negative
     groups = [replace(steps[0][0], trajectories=(first, surprising, *rest)), *steps[0][1:]]
     config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
     batches = pack([groups], Layout.padded, 1, budget=10_000)

@@ -11,7 +11,7 @@ class Layout(Enum):
 
     tree = "tree"
     """Rows are prefix trees: what sequences of a group share (prompt, turns, any equal beginning) is computed once. A
-    sequence gets a row of its own where sharing would cost more than it saves."""
+    sequence that shares less than a quarter of its tokens has a row of its own."""
     padded = "padded"
     """One row per sequence, sorted by length."""
 

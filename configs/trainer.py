@@ -9,10 +9,11 @@ from configs.model import DType
 class Layout(Enum):
     """How trajectories are laid out in a micro-batch. The arithmetic is the same."""
 
-    shared_prompt = "shared_prompt"
-    """One row per group: the prompt once, then every response, under a tree mask. Best for short responses."""
+    tree = "tree"
+    """Rows are prefix trees: what sequences of a group share (prompt, turns, any equal beginning) is computed once. A
+    sequence that shares less than a quarter of its tokens has a row of its own."""
     padded = "padded"
-    """One row per trajectory, sorted by length. Best for long responses."""
+    """One row per sequence, sorted by length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class TrainerConfig:
     """Decay of AdamW's second moment."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm."""
-    layout: Layout = Layout.shared_prompt
-    """Rows of a micro-batch: shared_prompt (one per group) or padded (one per trajectory)."""
+    layout: Layout = Layout.tree
+    """Rows of a micro-batch: tree (what a group's sequences share is computed once) or padded (one per sequence)."""
     tokens_per_micro_batch: int = 2048
     """Padded tokens of one forward and backward pass, per rank. A longer single row still runs, alone."""
     unsharded_gradients_mb: int = 8192

@@ -5,7 +5,7 @@ do not change loss or gradient, because each token carries everything it needs, 
 sequence is split.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,33 +14,37 @@ from numpy.typing import NDArray
 
 from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
+from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
 from trainer.tokens import TokenSignals, join
 
-PADDING = -1
-PROMPT = 0
 Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One row of a micro-batch: a sequence (padded layout), or a prompt with several responses (shared prompt).
+    """One row of a micro-batch: the prefix tree of one or more sequences (`PrefixTree`), in the order of its tokens.
 
     Example, prompt [p q] with responses [a b] and [x y z]; the last token of a response is a target only:
         input_ids    p q a x y
         position_ids 0 1 2 2 3
-        segment_ids  0 0 1 2 2
+        last         4 4 2 4 4
         sources      1 2 1 3 4    (the position whose output predicts each target)
         targets      a b x y z
     """
 
     input_ids: IntArray  # [L]
     position_ids: IntArray  # [L]
-    segment_ids: IntArray  # [L] 0 for the prompt, j for the j-th response
+    last: IntArray  # [L]
     sources: IntArray  # [T]
     index: IntArray  # [T] place of each target among the step's loss tokens
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is more than one sequence and prefixes of it."""
+        return bool((self.last != len(self) - 1).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +53,9 @@ class MicroBatch:
 
     input_ids: Int64Array  # [N, L]
     position_ids: Int64Array  # [N, L]
-    segment_ids: IntArray | None  # [N, L], -1 for padding; None: each row is one sequence, plain causal attention
+    last: Int64Array | None
+    """[N, L] where each token's subtree ends: token i attends to j iff j <= i <= last[j]. Padding is a subtree of its
+    own, token by token. None: no row branches, plain causal attention."""
     rows: Int64Array  # [T] row of each loss token
     sources: Int64Array  # [T] position whose output predicts it
     index: Int64Array  # [T] place among the step's loss tokens
@@ -84,10 +90,20 @@ class StepBatch:
 
 
 class Placed(NamedTuple):
-    """A sequence, and the place of its first loss token in the step."""
+    """A sequence with a loss token, and the place of its first one in the step."""
 
     sequence: TokenSequence
     first_token: int
+
+    @property
+    def sources(self) -> NDArray[np.intp]:
+        """[T]: the place in the sequence from which each loss token is predicted, the one before it."""
+        return len(self.sequence.prompt_ids) - 1 + np.flatnonzero(self.sequence.loss_mask)
+
+    @property
+    def input_ids(self) -> IntArray:
+        """[L]: the tokens up to the last source. Nothing is computed of what follows."""
+        return self.sequence.token_ids[: self.sources[-1] + 1]
 
 
 def assemble(
@@ -119,52 +135,39 @@ def assemble(
                 first_token += num_tokens
             number += 1
         if layout is Layout.padded:
-            rows += [_row([one]) for one in learning]
+            rows += [_row([one], [one.input_ids]) for one in learning]
         else:
-            rows += [_row(list(same)) for same in _by_prompt(learning)]
+            rows += _trees(learning, tokens_per_micro_batch)
     if first_token != len(tokens.targets):
         raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     per_rank = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(rows, num_ranks)]
     most = max(1, *(len(batches) for batches in per_rank))
     micro_batches = tuple(
-        tuple(_collate(batch, tokens, layout) for batch in [*batches, *[[]] * (most - len(batches))])
-        for batches in per_rank
+        tuple(_collate(batch, tokens) for batch in [*batches, *[[]] * (most - len(batches))]) for batches in per_rank
     )
     return StepBatch(micro_batches=micro_batches, num_tokens=len(tokens.targets))
 
 
-def _by_prompt(placed: Sequence[Placed]) -> Iterable[list[Placed]]:
-    """Sequences with the same prompt together."""
-    prompts: dict[bytes, list[Placed]] = {}
-    for one in placed:
-        prompts.setdefault(one.sequence.prompt_ids.tobytes(), []).append(one)
-    return prompts.values()
+def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:
+    """Put the sequences of a group into rows, each with what it shares computed once."""
+    input_ids = [one.input_ids for one in learning]
+    order = lexicographic_order(input_ids)
+    learning, input_ids = [learning[number] for number in order], [input_ids[number] for number in order]
+    for part in cut(input_ids, max_tokens):
+        yield _row(learning[part], input_ids[part])
 
 
-def _row(learning: Sequence[Placed]) -> Row:
-    """Put sequences of one prompt into one row."""
-    prompt_ids = learning[0].sequence.prompt_ids
-    num_prompt = len(prompt_ids)
-    ids, positions = [prompt_ids], [np.arange(num_prompt)]
-    segments = [np.full(num_prompt, PROMPT)]
-    sources, indices = [], []
-    offset = num_prompt
-    for segment, (sequence, first_token) in enumerate(learning, 1):
-        inputs = sequence.response_ids[:-1]
-        ids.append(inputs)
-        positions.append(num_prompt + np.arange(len(inputs)))
-        segments.append(np.full(len(inputs), segment))
-        # The first response token is predicted at the prompt's end, every later one at the token before it.
-        source = np.concatenate([[num_prompt - 1], offset + np.arange(len(inputs))])
-        sources.append(source[sequence.loss_mask])
-        indices.append(first_token + np.arange(int(sequence.loss_mask.sum())))
-        offset += len(inputs)
+def _row(learning: Sequence[Placed], input_ids: Sequence[IntArray]) -> Row:
+    """Put sorted sequences into one row."""
+    tree = PrefixTree.of(input_ids)
+    sources = [path[one.sources] for one, path in zip(learning, tree.paths, strict=True)]
+    indices = [one.first_token + np.arange(len(mine)) for one, mine in zip(learning, sources, strict=True)]
     return Row(
-        input_ids=np.concatenate(ids).astype(np.int32),
-        position_ids=np.concatenate(positions).astype(np.int32),
-        segment_ids=np.concatenate(segments).astype(np.int32),
-        sources=np.concatenate(sources).astype(np.int32),
-        index=np.concatenate(indices).astype(np.int32),
+        input_ids=tree.token_ids,
+        position_ids=tree.depths,
+        last=tree.last,
+        sources=np.concatenate(sources),
+        index=join(indices, np.int32),
     )
 
 
@@ -190,25 +193,26 @@ def _pack(rows: list[Row], budget: int) -> list[list[Row]]:
     return batches
 
 
-def _collate(rows: list[Row], tokens: TokenSignals, layout: Layout) -> MicroBatch:
+def _collate(rows: list[Row], tokens: TokenSignals) -> MicroBatch:
     """Build a micro-batch. No rows give one padding token and no loss: an idle rank still joins the collectives."""
     length = max((len(row) for row in rows), default=1)
     shape = (max(len(rows), 1), length)
-    input_ids = np.zeros(shape, np.int64)
-    position_ids = np.broadcast_to(np.arange(length), shape).copy()
-    if layout is Layout.shared_prompt:
-        position_ids[:] = 0  # padding too stays within the positions that the model has: rows are longer than sequences
-    segment_ids = np.full(shape, PADDING, np.int32)
+    branches = any(row.branches for row in rows)
+    places = np.broadcast_to(np.arange(length), shape)
+    input_ids, last = np.zeros(shape, np.int64), places.copy()
+    # Padding too stays within the positions that the model has: rows that branch are longer than sequences. Models take
+    # positions that do not just count up for packed sequences, unless they are told what attends to what.
+    position_ids = np.zeros(shape, np.int64) if branches else places.copy()
     for number, row in enumerate(rows):
         input_ids[number, : len(row)] = row.input_ids
         position_ids[number, : len(row)] = row.position_ids
-        segment_ids[number, : len(row)] = row.segment_ids
+        last[number, : len(row)] = row.last
     index = join([row.index for row in rows], np.int64)
     mine = tokens.take(index)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        segment_ids=segment_ids if layout is Layout.shared_prompt else None,
+        last=last if branches else None,
         rows=join([np.full(len(row.index), number) for number, row in enumerate(rows)], np.int64),
         sources=join([row.sources for row in rows], np.int64),
         index=index,

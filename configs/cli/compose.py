@@ -9,11 +9,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.cli.overrides import hint
+from configs.cli.overrides import RENAMED_VALUES, hint
 from configs.load import one_line, register
 from configs.validate import ConfigError
 
 UNKNOWN_KEY = re.compile(r"([\w.]+): .*Key '\w+' not in ")
+INVALID_VALUE = re.compile(r"([\w.]+)(?:=\w+)?: .*Invalid value '(\w+)'")
 
 
 def compose_job(name: str, overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
@@ -51,6 +52,9 @@ def folder(hydra_config: DictConfig, part: str) -> str:
 
 
 def _with_hint(text: str) -> str:
-    """An unknown key in a YAML file gets the hint that one on the command line gets."""
-    unknown = UNKNOWN_KEY.match(text)
-    return f"{text}; {hint(unknown[1])}" if unknown else text
+    """An unknown key in a YAML file gets the hint that one on the command line gets, a former value its new name."""
+    if unknown := UNKNOWN_KEY.match(text):
+        return f"{text}; {hint(unknown[1])}"
+    if (invalid := INVALID_VALUE.match(text)) and (now := RENAMED_VALUES.get((invalid[1], invalid[2]))):
+        return f"{text}; {invalid[2]} is called {now} now"
+    return text

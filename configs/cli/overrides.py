@@ -14,6 +14,9 @@ from configs.cli.arguments import parsed
 from configs.cli.peers import Equivalent, equivalents
 from configs.validate import ConfigError
 
+RENAMED_VALUES = {("trainer.layout", "shared_prompt"): "tree"}
+"""(key, former value) -> what it is called now."""
+
 
 @cache
 def groups() -> frozenset[str]:

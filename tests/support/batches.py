@@ -5,12 +5,52 @@ from dataclasses import replace
 
 import numpy as np
 
-from configs.algorithm import LossAggregation
-from configs.schema import Layout
+from configs.algorithm import LOSSES, Correction, LossAggregation, Proximal, Rejection
+from configs.schema import AlgorithmConfig, Config, Layout
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support.reference import advantages_of
+from trainer.advantages.credit import assign_credit, keeps_idle
 from trainer.batch import StepBatch, assemble
 from trainer.tokens import TokenSignals, aggregation_weights, sampled_tokens
+
+STEP = 5
+"""Optimizer steps taken before the one that `credited` and `split` make."""
+ALGORITHMS = {
+    **{f"{loss}": AlgorithmConfig(loss=loss, cov_ratio=0.2, clip_cov_low=0.0) for loss in LOSSES},
+    **{f"{how.value}": AlgorithmConfig(loss_aggregation=how, loss_horizon=9) for how in LossAggregation},
+    "everything at once": AlgorithmConfig(
+        loss="gspo",
+        proximal=Proximal.interpolated,
+        correction=Correction.seq_is,
+        rejection=Rejection.seq_max_k2,
+        rejection_high=0.2,
+        entropy_coef=0.01,
+        kl_loss_coef=0.1,
+    ),
+}
+"""One of every kind of loss, by name."""
+
+
+def credited(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmConfig) -> TokenSignals:
+    """What every token learns by the algorithm, with a reference policy near the one that sampled."""
+    tokens = sampled_tokens(groups, STEP)
+    reference = tokens.rollout_logprobs + np.float32(0.3) * np.sin(np.arange(len(tokens.targets), dtype=np.float32))
+    scores = {"reference_logprobs": reference.astype(np.float32)}
+    return assign_credit(groups, tokens, scores, Config(algorithm=algorithm), STEP).tokens
+
+
+def split(
+    groups: Sequence[TrajectoryGroup], algorithm: AlgorithmConfig, layout: Layout, num_ranks: int, budget: int
+) -> StepBatch:
+    """The step as the algorithm trains it."""
+    return assemble(
+        groups,
+        credited(groups, algorithm),
+        layout=layout,
+        num_ranks=num_ranks,
+        tokens_per_micro_batch=budget,
+        keep_idle=keeps_idle(algorithm),
+    )
 
 
 def learning(

@@ -1,12 +1,14 @@
 """What the trainer should compute, written again the slow way: float64, one sequence at a time, nothing packed.
 
 The loss is stated as cases of the advantage's sign, not as the maximum of two surrogates, so that the two
-implementations share no formula. Groups to feed both come from `random_groups`.
+implementations share no formula. Groups to feed both come from `random_groups` and `branched_groups`.
 """
 
 import copy
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,26 +70,64 @@ def random_groups(
     random = np.random.default_rng(seed)
     groups = []
     for ordinal in range(num_groups):
-        prompt_ids = random.integers(4, VOCAB_SIZE, random.integers(1, 8)).tolist()
+        prompt_ids = random.integers(4, VOCAB_SIZE, random.integers(1, 8))
         trajectories = []
         for index in range(group_size):
-            response_ids = random.integers(4, VOCAB_SIZE, 1 if index == 0 else random.integers(2, 10)).tolist()
-            loss_mask = random.random(len(response_ids)) < 0.8
-            with torch.no_grad():
-                exact = sequence_logprobs(model, make_trajectory(prompt_ids, response_ids), temperature)[0].numpy()
-            noisy = np.minimum(exact + random.normal(0, 0.4, len(response_ids)), 0)
-            reward = 1.0 if ordinal == num_groups - 1 else float(index % 2 == ordinal % 2)
-            trajectories.append(
-                make_trajectory(
-                    prompt_ids,
-                    response_ids,
-                    loss_mask=loss_mask,
-                    rollout_logprobs=np.where(loss_mask, noisy, 0),
-                    reward=reward,
-                )
-            )
+            response_ids = random.integers(4, VOCAB_SIZE, 1 if index == 0 else random.integers(2, 10))
+            sequence = _sampled(model, random, prompt_ids, response_ids, temperature)
+            trajectories.append(_rewarded((sequence,), ordinal, index, num_groups))
         groups.append(make_group(ordinal, trajectories))
     return groups
+
+
+def branched_groups(
+    model: nn.Module, seed: int, *, num_groups: int = 4, group_size: int = 4, temperature: float = 1.0
+) -> list[TrajectoryGroup]:
+    """Groups as those of `random_groups`, but trajectories have up to three branches each, and branches of those. Some
+    responses begin with that of the trajectory before."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(num_groups):
+        prompt_ids = random.integers(4, VOCAB_SIZE, random.integers(1, 8))
+        before, trajectories = np.empty(0, np.int32), []
+        for index in range(group_size):
+            alike = before[: random.integers(0, len(before) + 1)]
+            before = np.concatenate([alike, random.integers(4, VOCAB_SIZE, random.integers(1, 9))])
+            sequences = [_sampled(model, random, prompt_ids, before, temperature)]
+            for _ in range(random.integers(0, 4)):
+                parent = sequences[random.integers(len(sequences))].token_ids
+                begun = parent[: random.integers(len(prompt_ids), len(parent) + 1)]
+                response_ids = random.integers(4, VOCAB_SIZE, random.integers(1, 9))
+                sequences.append(_sampled(model, random, begun, response_ids, temperature))
+            trajectories.append(_rewarded(tuple(sequences), ordinal, index, num_groups))
+        groups.append(make_group(ordinal, trajectories))
+    return groups
+
+
+def _sampled(
+    model: nn.Module, random: np.random.Generator, prompt_ids: Any, response_ids: Any, temperature: float
+) -> TokenSequence:
+    loss_mask = random.random(len(response_ids)) < 0.8
+    trajectory = make_trajectory(prompt_ids, response_ids, loss_mask=loss_mask)
+    with torch.no_grad():
+        exact = sequence_logprobs(model, trajectory, temperature)[0].numpy()
+    noisy = np.minimum(exact + random.normal(0, 0.4, len(response_ids)), 0)
+    return replace(trajectory.sequences[0], rollout_logprobs=np.where(loss_mask, noisy, 0).astype(np.float32))
+
+
+def _rewarded(sequences: tuple[TokenSequence, ...], ordinal: int, index: int, num_groups: int) -> Trajectory:
+    reward = 1.0 if ordinal == num_groups - 1 else float(index % 2 == ordinal % 2)
+    return Trajectory(sequences=sequences, reward=reward, finish_reason="stop", text="", replica="replica-0")
+
+
+def loss_mask_of(trajectory: Trajectory) -> Tensor:
+    """bool [R], over the responses of all its sequences."""
+    return torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in trajectory.sequences]))
+
+
+def rollout_logprobs_of(trajectory: Trajectory) -> Tensor:
+    """float64 [R], over the responses of all its sequences."""
+    return torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in trajectory.sequences])).double()
 
 
 def double(model: nn.Module) -> nn.Module:
@@ -95,11 +135,16 @@ def double(model: nn.Module) -> nn.Module:
 
 
 def sequence_logprobs(model: nn.Module, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logprobs [R], entropy [R]) of the response, from one plain forward of the whole sequence."""
-    ids = torch.tensor([*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()])
+    """(logprobs [R], entropy [R]) of the responses, from one plain forward of each whole sequence."""
+    found = [_response_logprobs(model, sequence, temperature) for sequence in trajectory.sequences]
+    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropy for _, entropy in found])
+
+
+def _response_logprobs(model: nn.Module, sequence: TokenSequence, temperature: float) -> tuple[Tensor, Tensor]:
+    ids, start = torch.from_numpy(sequence.token_ids.astype(np.int64)), len(sequence.prompt_ids)
     logits = model(input_ids=ids[None], use_cache=False).logits[0].double() / temperature
-    log_probs = logits.log_softmax(-1)[len(trajectory.prompt_ids) - 1 : -1]
-    chosen = log_probs[torch.arange(len(log_probs)), ids[len(trajectory.prompt_ids) :]]
+    log_probs = logits.log_softmax(-1)[start - 1 : -1]
+    chosen = log_probs[torch.arange(len(log_probs)), ids[start:]]
     return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -117,10 +162,10 @@ def learning_tokens(
     exact = double(model)
     for group in groups:
         for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
-            mask = torch.from_numpy(trajectory.loss_mask) & (advantage != 0)
+            mask = loss_mask_of(trajectory) & (advantage != 0)
             with torch.no_grad():
                 logprobs, entropy = sequence_logprobs(exact, trajectory, temperature)
-            log_ratio = logprobs - torch.from_numpy(trajectory.rollout_logprobs).double()
+            log_ratio = logprobs - rollout_logprobs_of(trajectory)
             if mask.any():
                 parts.append((log_ratio[mask], entropy[mask], torch.full_like(logprobs, advantage)[mask]))
     log_ratios, entropies, advantages = zip(*parts, strict=True)
@@ -149,9 +194,9 @@ def grpo_loss(
     temperature = config.rollout.temperature
     for group in groups:
         for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
-            mask = torch.from_numpy(trajectory.loss_mask)
+            mask = loss_mask_of(trajectory)
             logprobs, entropy = (x[mask] for x in sequence_logprobs(model, trajectory, temperature))
-            rollout_logprobs = torch.from_numpy(trajectory.rollout_logprobs).double()[mask]
+            rollout_logprobs = rollout_logprobs_of(trajectory)[mask]
             losses = losses + token_losses(logprobs, rollout_logprobs, advantage, config.algorithm).sum()
             if first_model is not None:
                 with torch.no_grad():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from configs.validate import ConfigError
-from trainer.batch import PADDING, MicroBatch
+from trainer.batch import MicroBatch
 from trainer.worker.attention import tree_masks
 
 MAX_LOGITS = 2**27
@@ -95,12 +95,12 @@ def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
     """Run the decoder over the batch's rows. Return what it returns, of which `last_hidden_state` is [N, L, H]."""
     input_ids = torch.as_tensor(batch.input_ids, device=device)
     position_ids = torch.as_tensor(batch.position_ids, device=device)
-    if batch.segment_ids is None:
+    if batch.last is None:
         return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    segment_ids = torch.as_tensor(batch.segment_ids, device=device)
-    is_token = (segment_ids != PADDING).long()  # without it, transformers would guess sequences from the positions
-    with tree_masks(segment_ids, position_ids):
-        return decoder(input_ids=input_ids, position_ids=position_ids, attention_mask=is_token, use_cache=False)
+    last = torch.as_tensor(batch.last, device=device)
+    with tree_masks(last, position_ids):
+        every = torch.ones_like(input_ids)  # without it, transformers would guess sequences from the positions
+        return decoder(input_ids=input_ids, position_ids=position_ids, attention_mask=every, use_cache=False)
 
 
 def target_states(outputs: Any, batch: MicroBatch, device: torch.device) -> Tensor:

@@ -12,15 +12,16 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from configs.schema import Config, Layout
 from configs.validate import ConfigError
-from rollout.types import Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.types import IntArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
 from trainer.batch import MicroBatch, assemble
 from trainer.tokens import sampled_tokens
 from trainer.worker.model import Policy, vocab_size
 
-SHAPES = ((24, 24, 12), (9, 17, 2))
-"""(prompt's tokens, response's tokens, responses) of each group. The first one's row has 300 tokens, so that attention
-by places in the row, instead of positions in the trajectory, shows up to a window of 256. Masks of the model's own are
-functions of positions, whatever their window (`attention.py`). The second row is shorter: the rest is padding."""
+SHAPES = ((24, 24, 9), (9, 17, 2))
+"""(prompt's tokens, response's tokens, trajectories) of each group. A trajectory is a response, and a branch that
+leaves it half way and ends where it ends. The first group is a tree of 330 tokens, so that attention by places in the
+row, instead of positions in the sequence, shows up to a window of 256. Masks of the model's own are functions of
+positions, whatever their window (`attention.py`). The second row is shorter: the rest is padding."""
 LARGEST_TOKEN = 1000
 """Token ids are drawn below it: special tokens of images and the like come later in a vocabulary."""
 CHUNKS = 3
@@ -100,9 +101,11 @@ def _problem(
 
 def _plain_logprobs(policy: Policy, group: TrajectoryGroup, device: torch.device) -> Tensor:
     """[T] of the group's responses, one after another, each in a row of its own without padding."""
-    sequences = np.stack([trajectory.sequences[0].token_ids for trajectory in group.trajectories]).astype(np.int64)
-    logprobs = policy.plain_logprobs(torch.as_tensor(sequences, device=device))
-    return logprobs[:, len(group.prompt.token_ids) - 1 :].flatten()
+    sequences = [sequence for trajectory in group.trajectories for sequence in trajectory.sequences]
+    token_ids = np.stack([sequence.token_ids for sequence in sequences]).astype(np.int64)  # all are of one length
+    logprobs = policy.plain_logprobs(torch.as_tensor(token_ids, device=device))
+    starts = [len(sequence.prompt_ids) - 1 for sequence in sequences]
+    return torch.cat([row[start:] for row, start in zip(logprobs, starts, strict=True)])
 
 
 def _random_groups(num_tokens: int) -> list[TrajectoryGroup]:
@@ -111,27 +114,27 @@ def _random_groups(num_tokens: int) -> list[TrajectoryGroup]:
     groups = []
     for ordinal, (prompt_length, length, size) in enumerate(SHAPES):
         prompt_ids = random.integers(num_tokens, size=prompt_length).astype(np.int32)
-        trajectories = [
-            Trajectory(
-                sequences=(
-                    TokenSequence(
-                        prompt_ids=prompt_ids,
-                        response_ids=random.integers(num_tokens, size=length).astype(np.int32),
-                        loss_mask=np.ones(length, np.bool_),
-                        rollout_logprobs=np.zeros(length, np.float32),
-                        spans=(VersionSpan(0, length, 0),),
-                    ),
-                ),
-                reward=0.0,
-                finish_reason="stop",
-                text="",
-                replica="",
-            )
-            for _ in range(size)
-        ]
+        trajectories = []
+        for _ in range(size):
+            response_ids = random.integers(num_tokens, size=length).astype(np.int32)
+            other_ids = random.integers(num_tokens, size=length - length // 2).astype(np.int32)
+            begun = np.concatenate([prompt_ids, response_ids[: length // 2]])
+            sequences = (_sampled(prompt_ids, response_ids), _sampled(begun, other_ids))
+            trajectories.append(Trajectory(sequences=sequences, reward=0.0, finish_reason="stop", text="", replica=""))
         prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(prompt_ids.tolist()), ground_truth="")
         groups.append(TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories)))
     return groups
+
+
+def _sampled(prompt_ids: IntArray, response_ids: IntArray) -> TokenSequence:
+    length = len(response_ids)
+    return TokenSequence(
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        loss_mask=np.ones(length, np.bool_),
+        rollout_logprobs=np.zeros(length, np.float32),
+        spans=(VersionSpan(0, length, 0),),
+    )
 
 
 def _micro_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:

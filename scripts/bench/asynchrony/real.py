@@ -95,7 +95,7 @@ def trainer_bound_config(num_steps: int) -> Config:
         config,
         model=replace(config.model, hidden_size=512, num_layers=12),
         algorithm=replace(config.algorithm, group_size=4),
-        trainer=replace(config.trainer, prompts_per_step=1, layout=Layout.shared_prompt),
+        trainer=replace(config.trainer, prompts_per_step=1, layout=Layout.tree),
     )
 
 

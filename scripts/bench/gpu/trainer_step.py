@@ -101,7 +101,7 @@ def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
     return MicroBatch(
         input_ids=input_ids,
         position_ids=np.broadcast_to(np.arange(length), (rows, length)).copy(),
-        segment_ids=None,
+        last=None,
         rows=of_row,
         sources=sources,
         index=np.arange(count),

@@ -1,7 +1,7 @@
 """From groups to micro-batches: whatever the layout, budget and ranks, every learning token is there once, and sees
 exactly what it saw when it was sampled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Layout
-from rollout.types import FloatArray, IntArray, TrajectoryGroup
+from rollout.types import FloatArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup
 from tests.support.batches import learning
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import only
@@ -23,7 +23,13 @@ class Step:
     groups: list[TrajectoryGroup]
     advantages: list[FloatArray]
 
-    def assemble(self, layout: Layout, num_ranks: int, budget: int, keep_idle: bool = False) -> StepBatch:
+    def assemble(
+        self,
+        layout: Layout,
+        num_ranks: int = 1,
+        budget: int = 1000,
+        keep_idle: bool = False,
+    ) -> StepBatch:
         return assemble(
             self.groups,
             learning(self.groups, self.advantages),
@@ -36,41 +42,63 @@ class Step:
 
 @dataclass(frozen=True)
 class LossToken:
-    """What a token of the loss needs; tokens are told apart by their ids, which are unique."""
+    """What a token of the loss needs."""
 
+    target: int
     context: tuple[int, ...]
     advantage: float
     rollout_logprob: float
 
 
 @st.composite
+def token_sequences(draw: st.DrawFn, prompt_ids: list[int]) -> TokenSequence:
+    """Of three token ids, so that some begin alike."""
+    response_ids = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    loss_mask = draw(st.lists(st.booleans(), min_size=len(response_ids), max_size=len(response_ids)))
+    logprobs = draw(st.lists(st.integers(-64, 0), min_size=len(response_ids), max_size=len(response_ids)))
+    logprobs = [logprob / 64 for logprob in logprobs]
+    return only(make_trajectory(prompt_ids, response_ids, loss_mask=loss_mask, rollout_logprobs=logprobs))
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, prompt_ids: list[int]) -> Trajectory:
+    """Up to three sequences, each after the first a branch of one before; or none."""
+    sequences: list[TokenSequence] = []
+    for _ in range(draw(st.integers(0, 3))):
+        begun = prompt_ids
+        if sequences:
+            parent = draw(st.sampled_from(sequences)).token_ids.tolist()
+            begun = parent[: draw(st.integers(len(prompt_ids), len(parent)))]
+        sequences.append(draw(token_sequences(begun)))
+    return replace(make_trajectory(prompt_ids, [1]), sequences=tuple(sequences))
+
+
+@st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Up to five groups of up to four trajectories. No token id comes twice, except in the prompt of a group."""
-    groups, advantages, next_id = [], [], 1
-    for ordinal in range(draw(st.integers(0, 5))):
-        prompt_ids = list(range(next_id, next_id := next_id + draw(st.integers(1, 6))))
-        trajectories = []
-        for _ in range(draw(st.integers(1, 4))):
-            response_ids = list(range(next_id, next_id := next_id + draw(st.integers(1, 7))))
-            loss_mask = draw(st.lists(st.booleans(), min_size=len(response_ids), max_size=len(response_ids)))
-            logprobs = [-token / 64 for token in response_ids]
-            trajectories.append(
-                make_trajectory(prompt_ids, response_ids, loss_mask=loss_mask, rollout_logprobs=logprobs)
-            )
-        groups.append(make_group(ordinal, trajectories))
+    """Up to four groups of up to four trajectories."""
+    groups, advantages = [], []
+    for ordinal in range(draw(st.integers(0, 4))):
+        prompt_ids = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+        of_group = tuple(draw(st.lists(trajectories(prompt_ids), min_size=1, max_size=4)))
+        prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(prompt_ids), ground_truth="")
+        groups.append(TrajectoryGroup(prompt=prompt, trajectories=of_group))
         signs = st.sampled_from([-1.5, 0.0, 0.25])
-        advantages.append(np.array([draw(signs) for _ in trajectories], np.float32))
+        advantages.append(np.array([draw(signs) for _ in of_group], np.float32))
     return Step(groups, advantages)
 
 
 def expected_tokens(step: Step, keep_idle: bool) -> dict[int, LossToken]:
-    found = {}
+    """By the token's place in the step."""
+    found, place = {}, 0
     for group, advantages in zip(step.groups, step.advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
-            for i in np.flatnonzero(only(trajectory).loss_mask) if advantage or keep_idle else []:
-                context = (*only(trajectory).prompt_ids.tolist(), *only(trajectory).response_ids[:i].tolist())
-                logprob = float(only(trajectory).rollout_logprobs[i])
-                found[int(only(trajectory).response_ids[i])] = LossToken(context, advantage, logprob)
+            for sequence in trajectory.sequences:
+                for i in np.flatnonzero(sequence.loss_mask):
+                    target, context = int(sequence.response_ids[i]), (*sequence.prompt_ids, *sequence.response_ids[:i])
+                    if advantage or keep_idle:
+                        logprob = float(sequence.rollout_logprobs[i])
+                        found[place] = LossToken(target, tuple(map(int, context)), advantage, logprob)
+                    place += 1
     return found
 
 
@@ -79,19 +107,25 @@ def read(batch: MicroBatch) -> list[tuple[int, LossToken]]:
     found = []
     for t, (row, source) in enumerate(zip(batch.rows.tolist(), batch.sources.tolist(), strict=True)):
         visible = np.arange(source + 1)
-        if batch.segment_ids is not None:
-            segments = batch.segment_ids[row, : source + 1]
-            visible = visible[(segments == 0) | (segments == segments[source])]
+        if batch.last is not None:
+            visible = visible[source <= batch.last[row, : source + 1]]
         # Attention knows the order from the positions alone.
         assert batch.position_ids[row, visible].tolist() == list(range(len(visible)))
         context, tokens = tuple(batch.input_ids[row, visible].tolist()), batch.tokens
-        token = LossToken(context, float(tokens.advantages[t]), float(tokens.rollout_logprobs[t]))
-        found.append((int(tokens.targets[t]), token))
+        token = LossToken(
+            int(tokens.targets[t]), context, float(tokens.advantages[t]), float(tokens.rollout_logprobs[t])
+        )
+        found.append((int(batch.index[t]), token))
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@given(step=steps(), num_ranks=st.integers(1, 4), budget=st.integers(1, 80), keep_idle=st.booleans())
+@given(
+    step=steps(),
+    num_ranks=st.integers(1, 4),
+    budget=st.integers(1, 80),
+    keep_idle=st.booleans(),
+)
 @settings(max_examples=150, deadline=None)
 def test_every_learning_token_is_there_once_with_its_context(
     layout: Layout, step: Step, num_ranks: int, budget: int, keep_idle: bool
@@ -100,9 +134,8 @@ def test_every_learning_token_is_there_once_with_its_context(
     seen = [token for micro_batches in batch.micro_batches for b in micro_batches for token in read(b)]
     expected = expected_tokens(step, keep_idle)
     assert len(seen) == len(expected) and dict(seen) == expected
-    num_masked = sum(int(only(t).loss_mask.sum()) for group in step.groups for t in group.trajectories)
-    assert batch.num_tokens == num_masked
-    check_gather(batch, learning(step.groups, step.advantages).targets)
+    assert batch.num_tokens == sum(t.num_loss_tokens for group in step.groups for t in group.trajectories)
+    check_gather(batch)
 
     # Ranks run the same collectives.
     assert len(batch.micro_batches) == num_ranks
@@ -110,22 +143,23 @@ def test_every_learning_token_is_there_once_with_its_context(
     assert len(batch.micro_batches[0]) >= 1
     for micro_batches in batch.micro_batches:
         for micro_batch in micro_batches:
-            check_shapes(micro_batch, layout)
-            assert micro_batch.input_ids.size <= budget or len(micro_batch.input_ids) == 1
+            check_shapes(micro_batch)
+            check_sequences(micro_batch, layout)
+            assert micro_batch.input_ids.size <= budget or micro_batch.num_sequences == 1
 
 
-def check_shapes(batch: MicroBatch, layout: Layout) -> None:
+def check_shapes(batch: MicroBatch) -> None:
     assert batch.input_ids.shape == batch.position_ids.shape
-    assert (batch.segment_ids is not None) == (layout is Layout.shared_prompt)
-    if batch.segment_ids is not None:
-        assert batch.segment_ids.shape == batch.input_ids.shape
-        assert (batch.input_ids[batch.segment_ids < 0] == 0).all()
-    else:  # the engine of a Hugging Face model takes any other positions for packed sequences
+    if batch.last is None:  # the code of a Hugging Face model takes any other positions for packed sequences
         assert (batch.position_ids == np.arange(batch.input_ids.shape[1])).all()
-    check_sequences(batch)
+    else:
+        assert batch.last.shape == batch.input_ids.shape
+        is_padding = batch.input_ids == 0
+        assert (batch.last == np.arange(batch.input_ids.shape[1]))[is_padding].all()
+        assert (batch.position_ids[is_padding] == 0).all()
 
 
-def check_sequences(batch: MicroBatch) -> None:
+def check_sequences(batch: MicroBatch, layout: Layout) -> None:
     """Numbered 0 .. K - 1, and each is all the tokens of one response and prompt."""
     numbers = batch.tokens.sequences
     assert np.array_equal(np.unique(numbers), np.arange(batch.num_sequences))
@@ -134,16 +168,16 @@ def check_sequences(batch: MicroBatch) -> None:
         assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
         assert len(set(batch.rows[mine])) == 1
         assert np.array_equal(batch.index[mine], np.arange(batch.index[mine[0]], batch.index[mine[-1]] + 1))
-    if batch.segment_ids is None:
+    if layout is Layout.padded:
+        assert batch.last is None
         assert len(set(batch.rows)) == batch.num_sequences
 
 
-def check_gather(batch: StepBatch, targets: IntArray) -> None:
+def check_gather(batch: StepBatch) -> None:
     """What workers say of their tokens finds its way back; nothing is said of those left out."""
-    answers = [[b.tokens.targets.astype(np.float32) for b in rank] for rank in batch.micro_batches]
-    computed = {int(target) for rank in answers for answer in rank for target in answer}
-    expected = [target if target in computed else 0 for target in targets.tolist()]
-    assert batch.gather(answers).tolist() == expected
+    answers = [[(b.index + 1).astype(np.float32) for b in rank] for rank in batch.micro_batches]
+    computed = {place for rank in batch.micro_batches for b in rank for place in b.index.tolist()}
+    assert batch.gather(answers).tolist() == [i + 1 if i in computed else 0 for i in range(batch.num_tokens)]
 
 
 def example_step() -> Step:
@@ -157,14 +191,14 @@ def example_step() -> Step:
     return Step([make_group(0, trajectories)], [np.array([1, 0, -2], np.float32)])
 
 
-def test_shared_prompt_by_hand() -> None:
-    step = example_step().assemble(Layout.shared_prompt, 1, 100)
+def test_a_tree_by_hand() -> None:
+    step = example_step().assemble(Layout.tree)
     assert step.num_tokens == 2 + 3 + 2
     batch = step.micro_batches[0][0]
     assert batch.input_ids.tolist() == [[11, 12, 13, 15, 16]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3]]
-    assert batch.segment_ids is not None
-    assert batch.segment_ids.tolist() == [[0, 0, 1, 2, 2]]
+    assert batch.last is not None
+    assert batch.last.tolist() == [[4, 4, 2, 4, 4]]
     assert batch.rows.tolist() == [0, 0, 0, 0]
     assert batch.sources.tolist() == [1, 2, 1, 4]
     assert batch.tokens.targets.tolist() == [13, 14, 15, 17]
@@ -173,6 +207,47 @@ def test_shared_prompt_by_hand() -> None:
     assert batch.tokens.loss_weights.tolist() == [np.float32(1 / 7)] * 4
     assert batch.tokens.sequences.tolist() == [0, 0, 1, 1]
     assert batch.index.tolist() == [0, 1, 5, 6]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_follows_the_last_loss_token_is_not_computed(layout: Layout) -> None:
+    groups = [make_group(0, [make_trajectory([5], [6, 7, 8, 9], loss_mask=[True, True, False, False])])]
+    (batch,) = Step(groups, [np.ones(1, np.float32)]).assemble(layout).micro_batches[0]
+    assert batch.input_ids.tolist() == [[5, 6]]
+
+
+def similar_step(num_shared: int, num_own: int) -> Step:
+    """A group of four sequences that begin alike: so many tokens are inputs, shared by all or only its own."""
+    own = np.arange(4 * (num_own + 1)).reshape(4, -1) + 100
+    shared = list(range(num_shared))
+    group = make_group(0, [make_trajectory(shared or [row[0]], row[not shared :].tolist()) for row in own])
+    return Step([group], [np.ones(4, np.float32)])
+
+
+def shapes(batch: StepBatch) -> list[tuple[int, int]]:
+    return [b.input_ids.shape for rank in batch.micro_batches for b in rank]
+
+
+def test_a_tree_beyond_the_budget_is_cut_and_each_part_has_the_beginning() -> None:
+    step = similar_step(num_shared=10, num_own=5)
+    assert shapes(step.assemble(Layout.tree, budget=30)) == [(1, 10 + 4 * 5)]
+    assert shapes(step.assemble(Layout.tree, budget=29)) == [(1, 25), (1, 15)]
+    assert shapes(step.assemble(Layout.tree, budget=1)) == [(1, 15)] * 4
+
+
+def test_a_beginning_is_shared_from_a_quarter_of_the_sequence_on() -> None:
+    assert shapes(similar_step(num_shared=5, num_own=15).assemble(Layout.tree)) == [(1, 5 + 4 * 15)]
+    assert shapes(similar_step(num_shared=5, num_own=16).assemble(Layout.tree)) == [(4, 21)]
+
+
+@given(num_own=st.integers(1, 9), num_ranks=st.integers(1, 3), budget=st.integers(1, 99))
+def test_where_nothing_is_shared_a_tree_is_what_padded_rows_are(num_own: int, num_ranks: int, budget: int) -> None:
+    step = similar_step(0, num_own)
+    tree, padded = (step.assemble(layout, num_ranks, budget) for layout in (Layout.tree, Layout.padded))
+    for found, expected in zip(tree.micro_batches, padded.micro_batches, strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.last is theirs.last is None
+            assert np.array_equal(ours.input_ids, theirs.input_ids)
 
 
 def lengths_step(*lengths: int) -> Step:

@@ -7,8 +7,7 @@ import torch
 
 from configs.schema import Layout
 from tests.support.batches import pack
-from tests.support.reference import VOCAB_SIZE, double, random_groups
-from tests.support.sequences import only
+from tests.support.reference import VOCAB_SIZE, branched_groups, double, random_groups
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
 
@@ -51,17 +50,17 @@ def test_nan_is_not_hidden_by_the_clip() -> None:
 def test_values_are_read_where_each_token_was_sampled(layout: Layout) -> None:
     """Of plain float64 forwards, one sequence at a time: the hidden state before each token, times the head."""
     causal_lm = build_model(VOCAB_SIZE, seed=0)
-    groups = random_groups(double(causal_lm), seed=3, num_groups=2)
+    groups = branched_groups(double(causal_lm), seed=3, num_groups=2)
     model = ValueModel(causal_lm.model, causal_lm.config.hidden_size)
     torch.nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(0))
     batch = pack(groups, layout, budget=20, keep_idle=True)
     with torch.no_grad():
         outputs = [[model(b, torch.device("cpu")).numpy() for b in rank] for rank in batch.micro_batches]
         head, plain, expected = model.value_head.weight.double()[0], double(causal_lm), []
-        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-            ids = torch.tensor([*only(trajectory).prompt_ids.tolist(), *only(trajectory).response_ids.tolist()])
+        for sequence in (s for group in groups for trajectory in group.trajectories for s in trajectory.sequences):
+            ids = torch.from_numpy(sequence.token_ids).long()
             hidden = plain.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            states = hidden[len(only(trajectory).prompt_ids) - 1 : -1][torch.from_numpy(only(trajectory).loss_mask)]
+            states = hidden[len(sequence.prompt_ids) - 1 : -1][torch.from_numpy(sequence.loss_mask)]
             expected += (states @ head).tolist()
     assert len(outputs[0]) > 1
     assert batch.gather(outputs).tolist() == pytest.approx(expected, abs=1e-4)

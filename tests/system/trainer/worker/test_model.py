@@ -16,19 +16,20 @@ from tests.support.batches import learning, pack
 from tests.support.reference import (
     VOCAB_SIZE,
     advantages_of,
+    branched_groups,
     double,
     grpo_loss,
+    loss_mask_of,
     make_group,
     make_trajectory,
     random_groups,
 )
 from tests.support.reference import sequence_logprobs as plain_logprobs
-from tests.support.sequences import only
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
-from trainer.worker.attention import tree_mask
-from trainer.worker.model import Policy, load_causal_lm
+from trainer.worker.attention import key_blocks, tree_mask
+from trainer.worker.model import Policy, load_causal_lm, prepared
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -40,15 +41,15 @@ def causal_lm() -> Qwen3ForCausalLM:
     return build_model(VOCAB_SIZE, seed=0)
 
 
-@pytest.fixture(scope="module")
-def groups(causal_lm: Qwen3ForCausalLM) -> list[TrajectoryGroup]:
-    return random_groups(double(causal_lm), seed=1, temperature=TEMPERATURE)
+@pytest.fixture(scope="module", params=[random_groups, branched_groups])
+def groups(causal_lm: Qwen3ForCausalLM, request: pytest.FixtureRequest) -> list[TrajectoryGroup]:
+    return request.param(double(causal_lm), seed=1, temperature=TEMPERATURE)
 
 
 def in_order(batch: StepBatch, values: list[Tensor]) -> Tensor:
-    """Values per loss token, sorted by rollout logprob, which tells tokens apart whatever the layout."""
-    keys = np.concatenate([b.tokens.rollout_logprobs for rank in batch.micro_batches for b in rank])
-    return torch.cat(values)[torch.from_numpy(np.argsort(keys))]
+    """Values per computed loss token, in the order of the step."""
+    index = np.concatenate([b.index for rank in batch.micro_batches for b in rank])
+    return torch.cat(values)[torch.from_numpy(np.argsort(index))]
 
 
 def forward(policy: Policy, batch: StepBatch) -> tuple[Tensor, Tensor]:
@@ -69,17 +70,15 @@ def reference_values(
     causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """(logprobs, entropy) of the learning tokens, in the order of `in_order`."""
-    model, keys, logprobs, entropies = double(causal_lm), [], [], []
+    model, logprobs, entropies = double(causal_lm), [], []
     for group in groups:
         for trajectory, advantage in zip(group.trajectories, advantages_of(group), strict=True):
             if advantage:
-                mask = torch.from_numpy(only(trajectory).loss_mask)
+                mask = loss_mask_of(trajectory)
                 values = plain_logprobs(model, trajectory, temperature)
-                keys.append(only(trajectory).rollout_logprobs[only(trajectory).loss_mask])
                 logprobs.append(values[0][mask])
                 entropies.append(values[1][mask])
-    order = torch.from_numpy(np.argsort(np.concatenate(keys)))
-    return torch.cat(logprobs)[order], torch.cat(entropies)[order]
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
@@ -150,13 +149,13 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
         batch = assemble(
             [group, other],
             learning([group, other], advantages),
-            layout=Layout.shared_prompt,
+            layout=Layout.tree,
             num_ranks=1,
             tokens_per_micro_batch=1000,
             keep_idle=False,
-        ).micro_batches[0]
-        assert len(batch) == 1
-        return Policy(causal_lm, 1.0)(batch[0], CPU)[0].detach()
+        )
+        assert len(batch.micro_batches[0]) == 1
+        return in_order(batch, [Policy(causal_lm, 1.0)(batch.micro_batches[0][0], CPU)[0].detach()])
 
     before, after = logprobs_with([20, 21, 22, 23, 24]), logprobs_with([25, 26, 27, 28, 29])
     changed = (before != after).tolist()
@@ -164,7 +163,8 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
 
 
 def test_tree_mask_by_hand() -> None:
-    mask = tree_mask(torch.tensor([[0, 0, 1, 2, 2, -1]]))
+    """Prompt [p q], a response of one token, one of two, and padding."""
+    mask = tree_mask(torch.tensor([[4, 4, 2, 4, 4, 5]]))
     assert mask.shape == (1, 1, 6, 6)
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
@@ -172,9 +172,34 @@ def test_tree_mask_by_hand() -> None:
         [1, 1, 1, 0, 0, 0],
         [1, 1, 0, 1, 0, 0],
         [1, 1, 0, 1, 1, 0],
-        [1, 1, 0, 0, 0, 1],
+        [0, 0, 0, 0, 0, 1],
     ]
-    assert tree_mask(torch.full((2, 3), -1)).diagonal(dim1=-2, dim2=-1).all()
+
+
+def test_attention_in_blocks_is_over_ancestors_only() -> None:
+    """A prompt of 100 tokens with two responses of 100: the second response does not read the first one's block."""
+    last = torch.tensor([[299] * 100 + [199] * 100 + [299] * 100])
+    blocks = [
+        (places.tolist(), keys.tolist()) for places, keys in ((torch.arange(300)[q], k) for q, k in key_blocks(last))
+    ]
+    assert blocks == [
+        (list(range(128)), list(range(128))),
+        (list(range(128, 256)), list(range(256))),
+        (list(range(256, 300)), [*range(100), *range(200, 300)]),
+    ]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_rows_of_several_blocks_give_the_same(causal_lm: Qwen3ForCausalLM, gradient_checkpointing: bool) -> None:
+    random = np.random.default_rng(0)
+    prompt, responses = random.integers(4, VOCAB_SIZE, 120).tolist(), random.integers(4, VOCAB_SIZE, (4, 90)).tolist()
+    trajectories = [make_trajectory(prompt, ids, reward=i % 2) for i, ids in enumerate(responses)]
+    groups = [make_group(0, trajectories)]
+    policy = Policy(prepared(copy.deepcopy(causal_lm), "", gradient_checkpointing), TEMPERATURE)
+    tree, padded = (pack(groups, layout) for layout in (Layout.tree, Layout.padded))
+    assert tree.micro_batches[0][0].input_ids.shape == (1, 120 + 4 * 89)
+    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, padded)[0], rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(policy, tree), gradients(policy, padded), relative=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,6 +222,6 @@ def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activation
     reference = Policy(copy.deepcopy(causal_lm), TEMPERATURE)
     for parameter in reference.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
-    batch = pack(groups, Layout.shared_prompt)
+    batch = pack(groups, Layout.tree)
     assert_same_gradients(gradients(policy, batch), gradients(reference, batch), relative=1e-5)
     assert len(entries) == (2 if gradient_checkpointing else 1)

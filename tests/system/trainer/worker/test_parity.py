@@ -12,7 +12,7 @@ from torch import Tensor
 import trainer.worker.model
 from configs.schema import AlgorithmConfig, Config, DataConfig, Layout, RolloutConfig, TrainerConfig
 from configs.validate import ConfigError
-from rollout.types import TrajectoryGroup
+from rollout.types import Trajectory, TrajectoryGroup
 from tests.support.batches import pack
 from tests.support.families import BY_PLACE_IN_ROW, FAMILIES, RECURRENT, SHARES_PARAMETERS, VOCAB_SIZE, random_model
 from tests.support.reference import make_group, make_trajectory, sequence_logprobs
@@ -35,18 +35,20 @@ def with_layout(layout: Layout) -> Config:
 
 @pytest.fixture(scope="module")
 def groups() -> list[TrajectoryGroup]:
-    """Sequences of up to 32 tokens: longer than the windows."""
+    """Sequences of up to 32 tokens: longer than the windows. Each response but the shortest has a branch."""
     random = np.random.default_rng(0)
     return [
-        make_group(
-            ordinal,
-            [
-                make_trajectory(prompt, random.integers(VOCAB_SIZE, size=length).tolist(), reward=float(length % 2))
-                for length in (1, 6, 17, 20, 12)
-            ],
-        )
+        make_group(ordinal, [branched(random, prompt, length) for length in (1, 6, 17, 20, 12)])
         for ordinal, prompt in enumerate(random.integers(VOCAB_SIZE, size=length).tolist() for length in (12, 7, 1))
     ]
+
+
+def branched(random: np.random.Generator, prompt: list[int], length: int) -> Trajectory:
+    """A response, and another that leaves it half way."""
+    response, other = random.integers(VOCAB_SIZE, size=(2, length)).tolist()
+    first = make_trajectory(prompt, response, reward=float(length % 2))
+    second = make_trajectory(prompt + response[: length // 2], other[length // 2 :])
+    return replace(first, sequences=first.sequences + second.sequences) if length > 1 else first
 
 
 def micro_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:
@@ -77,9 +79,9 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
             logprobs = policy(batch, CPU, SEVEN_TOKENS)[0].double()
             torch.testing.assert_close(logprobs, plain(policy.causal_lm, groups, batch), rtol=0, atol=1e-5)
     if family in BY_PLACE_IN_ROW | RECURRENT:
-        assert refused.keys() == {Layout.shared_prompt}
-        assert f"trainer.layout=shared_prompt: {type(policy.causal_lm).__name__}" in refused[Layout.shared_prompt]
-        assert "set trainer.layout=padded, which works" in refused[Layout.shared_prompt]
+        assert refused.keys() == {Layout.tree}
+        assert f"trainer.layout=tree: {type(policy.causal_lm).__name__}" in refused[Layout.tree]
+        assert "set trainer.layout=padded, which works" in refused[Layout.tree]
     else:
         assert refused == {}
 
@@ -87,7 +89,7 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma2", "granite", "mixtral", "opt"])
 def test_gradients_are_those_of_the_models_own_forward(family: str, groups: list[TrajectoryGroup]) -> None:
     causal_lm = random_model(family)
-    batch = micro_batch(groups, Layout.padded if family in RECURRENT else Layout.shared_prompt)
+    batch = micro_batch(groups, Layout.padded if family in RECURRENT else Layout.tree)
     weights = torch.randn(len(batch.index), generator=torch.Generator().manual_seed(0))
     gradients = []
     for logprobs in (Policy(causal_lm, TEMPERATURE)(batch, CPU, SEVEN_TOKENS)[0], plain(causal_lm, groups, batch)):
@@ -108,16 +110,16 @@ def test_nothing_is_dropped_or_jittered_in_training(
     causal_lm = random_model(family)
     causal_lm.save_pretrained(tmp_path)
     policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE)
-    batch = micro_batch(groups, Layout.shared_prompt)
+    batch = micro_batch(groups, Layout.tree)
     logprobs, _ = policy(batch, CPU)
     torch.testing.assert_close(logprobs.double(), plain(causal_lm, groups, batch), rtol=0, atol=1e-5)
     logprobs.sum().backward()
 
 
 def test_a_wrong_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.worker.model, "tree_masks", lambda segment_ids, position_ids: nullcontext())
+    monkeypatch.setattr(trainer.worker.model, "tree_masks", lambda last, position_ids: nullcontext())
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes other .*set trainer.layout=padded, which works"):
-        refuse_other_logprobs(Policy(random_model("llama"), 1.0), with_layout(Layout.shared_prompt), CPU)
+        refuse_other_logprobs(Policy(random_model("llama"), 1.0), with_layout(Layout.tree), CPU)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -147,7 +149,7 @@ def test_positions_that_depend_on_the_batch_are_refused_where_they_are_reached()
 def test_a_worker_refuses_a_model_before_the_run(tmp_path: Path) -> None:
     random_model("qwen3_next").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="Qwen3NextForCausalLM"):
-        run_worker(with_layout(Layout.shared_prompt), str(tmp_path), lambda worker, inbox: None)
+        run_worker(with_layout(Layout.tree), str(tmp_path), lambda worker, inbox: None)
 
 
 @pytest.mark.usefixtures("process_as_it_was")
@@ -158,20 +160,20 @@ def test_policy_reference_and_critic_of_another_family_train(
     """OPT's last hidden states are narrower than its hidden size, and its decoder is not what its base model is."""
     causal_lm = random_model(family)
     causal_lm.save_pretrained(tmp_path)
-    config = replace(with_layout(Layout.shared_prompt), algorithm=AlgorithmConfig(advantage="gae", kl_loss_coef=0.1))
-    size = sum(len(only(trajectory).response_ids) for group in groups for trajectory in group.trajectories)
+    config = replace(with_layout(Layout.tree), algorithm=AlgorithmConfig(advantage="gae", kl_loss_coef=0.1))
+    size = sum(group.num_tokens for group in groups)
     known = {"values": np.zeros(size, np.float32), "returns": np.ones(size, np.float32)}
-    batch = micro_batch(groups, Layout.shared_prompt)
+    batch = micro_batch(groups, Layout.tree)
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         scores = worker.score((batch,))
         expected = plain(causal_lm, groups, batch).detach().numpy()
         assert scores["reference_logprobs"][0] == pytest.approx(expected, abs=1e-5)
         reference = {"reference_logprobs": step.gather([scores["reference_logprobs"]])}
-        (ready,) = pack(groups, Layout.shared_prompt, keep_idle=True, **known, **reference).micro_batches[0]
+        (ready,) = pack(groups, Layout.tree, keep_idle=True, **known, **reference).micro_batches[0]
         metrics = to_floats(worker.train_step((ready,), 0))
         assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
 
-    step = pack(groups, Layout.shared_prompt, keep_idle=True)
+    step = pack(groups, Layout.tree, keep_idle=True)
     run_worker(config, str(tmp_path), use)

@@ -14,7 +14,16 @@ from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
 from tests.support.fakes import make_order
-from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, learning_tokens, make_group, random_groups
+from tests.support.reference import (
+    VOCAB_SIZE,
+    ReferenceTrainer,
+    branched_groups,
+    double,
+    learning_tokens,
+    make_group,
+    random_groups,
+)
+from tests.support.sequences import only, with_sequence
 from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank, pack, run_worker
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
@@ -23,7 +32,6 @@ from trainer.worker.worker import TrainWorker
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
-NUM_STEPS = 3
 CONFIG = Config(
     algorithm=AlgorithmConfig(group_size=4),
     rollout=RolloutConfig(temperature=0.8),
@@ -33,9 +41,11 @@ CONFIG = Config(
 
 @pytest.fixture(scope="module")
 def steps() -> list[list[TrajectoryGroup]]:
-    """The groups of three steps; the last step has a single group to learn from, so a second rank has no work."""
+    """The groups of three steps; the trajectories of the second have branches, and the last has a single group to learn
+    from, so a second rank has no work."""
     model = double(build_model(VOCAB_SIZE, seed=0))
-    some = [random_groups(model, seed=seed, temperature=CONFIG.rollout.temperature) for seed in range(NUM_STEPS)]
+    kinds = [random_groups, branched_groups, random_groups]
+    some = [groups(model, seed=seed, temperature=CONFIG.rollout.temperature) for seed, groups in enumerate(kinds)]
     return [some[0], some[1], [some[2][0], some[2][-1]]]
 
 
@@ -85,7 +95,7 @@ def test_one_rank_is_the_plain_trainer(
 def test_two_ranks_are_the_plain_trainer(
     layout: Layout, two_ranks: dict[str, Outcome], steps: list[list[TrajectoryGroup]], reference: Outcome
 ) -> None:
-    if layout is Layout.shared_prompt:  # one group to learn from: the second rank only takes part
+    if layout is Layout.tree:  # one group to learn from: the second rank only takes part
         assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
     assert_same(two_ranks[layout.value], reference)
 
@@ -138,7 +148,9 @@ def test_metrics_do_not_depend_on_ranks_or_layout(
 def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps: list[list[TrajectoryGroup]]) -> None:
     """Over the tokens whose trajectories have an advantage, all in one micro-batch."""
     first, second, *rest = steps[0][0].trajectories
-    surprising = replace(second, rollout_logprobs=0 * second.rollout_logprobs)  # the largest difference is negative
+    surprising = with_sequence(
+        second, rollout_logprobs=0 * only(second).rollout_logprobs
+    )  # the largest difference is negative
     groups = [replace(steps[0][0], trajectories=(first, surprising, *rest)), *steps[0][1:]]
     config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
     batches = pack([groups], Layout.padded, 1, budget=10_000)
@@ -180,7 +192,7 @@ def test_the_current_policy_as_proximal_is_weighted_and_capped(
 ) -> None:
     algorithm = AlgorithmConfig(group_size=4, proximal=Proximal.current, importance_cap=1.1)
     config = replace(CONFIG, algorithm=algorithm)
-    found = one_rank(Job(config, model_path, pack(steps, Layout.shared_prompt, 1)))
+    found = one_rank(Job(config, model_path, pack(steps, Layout.tree, 1)))
     assert_same(found, reference_outcome(config, steps))
     assert [metrics["actor/pg_clipfrac"] for metrics in found.metrics] == [0, 0, 0]
     assert all(metrics["actor/importance_weight"] < 1.1 for metrics in found.metrics)
@@ -202,7 +214,7 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
     model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, dtype=DType.bfloat16))
-    batch = pack(steps, Layout.shared_prompt, 1)[0]
+    batch = pack(steps, Layout.tree, 1)[0]
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         assert worker.publish(make_order(0)).global_steps == 0
@@ -223,7 +235,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     trainer_config = replace(CONFIG.trainer, lr=0.5, lr_warmup_steps=4, weight_decay=0.0, max_grad_norm=1e9)
     config = replace(CONFIG, trainer=trainer_config)
     solved = make_group(0, [steps[0][-1].trajectories[1]] * 2)
-    empty, full = pack([[solved], steps[0]], Layout.shared_prompt, 1)
+    empty, full = pack([[solved], steps[0]], Layout.tree, 1)
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]

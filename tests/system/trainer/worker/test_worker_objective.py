@@ -12,7 +12,15 @@ from configs.algorithm import Correction, LossAggregation, Proximal
 from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, RolloutConfig, TrainerConfig
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
-from tests.support.reference import VOCAB_SIZE, ReferenceTrainer, double, random_groups, sequence_logprobs
+from tests.support.reference import (
+    VOCAB_SIZE,
+    ReferenceTrainer,
+    branched_groups,
+    double,
+    loss_mask_of,
+    random_groups,
+    sequence_logprobs,
+)
 from tests.support.sequences import only
 from tests.support.worker_runs import Job, Outcome, one_rank, two_ranks
 from trainer.batch import StepBatch
@@ -21,7 +29,6 @@ from trainer.worker.critic import ValueModel, clipped_value_loss
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
-NUM_STEPS = 3
 TRAINER = TrainerConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S)
 BONUSES = Config(
     algorithm=AlgorithmConfig(entropy_coef=0.05, kl_loss_coef=0.5),
@@ -37,8 +44,10 @@ CRITIC = replace(BONUSES, algorithm=AlgorithmConfig(advantage="gae"), critic=Cri
 
 @pytest.fixture(scope="module")
 def steps() -> list[list[TrajectoryGroup]]:
+    """The trajectories of the second have branches."""
     model = double(build_model(VOCAB_SIZE, seed=0))
-    return [random_groups(model, seed=seed, temperature=0.8) for seed in range(NUM_STEPS)]
+    kinds = [random_groups, branched_groups, random_groups]
+    return [groups(model, seed=seed, temperature=0.8) for seed, groups in enumerate(kinds)]
 
 
 def reference_logprobs(groups: Sequence[TrajectoryGroup]) -> FloatArray:
@@ -46,7 +55,7 @@ def reference_logprobs(groups: Sequence[TrajectoryGroup]) -> FloatArray:
     model = double(build_model(VOCAB_SIZE, seed=0))
     with torch.no_grad():
         values = [
-            sequence_logprobs(model, trajectory, 0.8)[0][torch.from_numpy(only(trajectory).loss_mask)].numpy()
+            sequence_logprobs(model, trajectory, 0.8)[0][loss_mask_of(trajectory)].numpy()
             for group in groups
             for trajectory in group.trajectories
         ]
@@ -67,8 +76,8 @@ def of_sequences(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: 
 
 def critic_signals(groups: Sequence[TrajectoryGroup]) -> dict[str, FloatArray]:
     """Any values and returns will do, if they depend on the token and on nothing else."""
-    targets = np.concatenate([only(t).response_ids[only(t).loss_mask] for group in groups for t in group.trajectories])
-    returns = np.sin(targets).astype(np.float32)
+    sequences = [s for group in groups for trajectory in group.trajectories for s in trajectory.sequences]
+    returns = np.sin(np.concatenate([s.response_ids[s.loss_mask] for s in sequences])).astype(np.float32)
     return {"values": np.zeros_like(returns), "returns": returns}
 
 
@@ -81,9 +90,9 @@ def on_two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {
-        "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.shared_prompt, 2)),
+        "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.tree, 2)),
         "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
-        "critic": Job(CRITIC, model_path, with_critic(steps, Layout.shared_prompt, 2)),
+        "critic": Job(CRITIC, model_path, with_critic(steps, Layout.tree, 2)),
     }
     return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
@@ -126,7 +135,7 @@ def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer
 def test_losses_of_whole_trajectories_do_not_depend_on_ranks_or_layout(
     on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.shared_prompt, 1)))
+    expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.tree, 1)))
     found = on_two_ranks["sequences"]
     assert_close(found.weights, expected.weights)
     keys = expected.metrics[0].keys() - {"perf/trainer_busy_s", "perf/padded_tokens"}

@@ -73,6 +73,16 @@ def test_what_is_wrong_is_said_in_one_line(override: str, line: str) -> None:
     assert said.startswith(line) and "\n" not in said
 
 
+def test_a_former_value_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "old.yaml").write_text("# @package _global_\ntrainer:\n  layout: shared_prompt\n")
+    for line in (
+        refusal("trainer.layout=shared_prompt"),
+        refusal(f"hydra.searchpath=[file://{tmp_path}]", "recipe=old"),
+    ):
+        assert "trainer.layout" in line and line.endswith("[tree, padded]; shared_prompt is called tree now")
+
+
 def test_a_reward_whose_module_exits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)

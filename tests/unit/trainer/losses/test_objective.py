@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.algorithm import LOSSES, Correction, KLEstimator, LossAggregation, Proximal, Rejection
+from configs.algorithm import Correction, KLEstimator, LossAggregation, Proximal
 from configs.schema import AlgorithmConfig, Config, Layout
 from rollout.types import TrajectoryGroup, VersionSpan
+from tests.support.batches import ALGORITHMS, STEP, credited, split
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import only, with_sequence
-from trainer.advantages.credit import assign_credit, keeps_idle
+from trainer.advantages.credit import assign_credit
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective, kl_estimate, load_policy_loss, loss_tokens
 from trainer.metrics import Metric, merge_metrics, to_floats
-from trainer.tokens import TokenSignals, sampled_tokens
-
-STEP = 5
+from trainer.tokens import sampled_tokens
 
 
 def random_groups(seed: int) -> list[TrajectoryGroup]:
@@ -40,29 +39,10 @@ def random_groups(seed: int) -> list[TrajectoryGroup]:
                     reward=1.0 if ordinal == 5 else float(random.integers(0, 3)) + index,
                 )
             )
-        prompt_ids = only(trajectories[0]).prompt_ids
-        groups.append(make_group(ordinal, [with_sequence(t, prompt_ids=prompt_ids) for t in trajectories]))
+        groups.append(
+            make_group(ordinal, [with_sequence(t, prompt_ids=only(trajectories[0]).prompt_ids) for t in trajectories])
+        )
     return groups
-
-
-def signals(groups: list[TrajectoryGroup], algorithm: AlgorithmConfig) -> TokenSignals:
-    tokens = sampled_tokens(groups, STEP)
-    reference = tokens.rollout_logprobs + np.float32(0.3) * np.sin(np.arange(len(tokens.targets), dtype=np.float32))
-    scores = {"reference_logprobs": reference.astype(np.float32)}
-    return assign_credit(groups, tokens, scores, Config(algorithm=algorithm), STEP).tokens
-
-
-def split(
-    groups: list[TrajectoryGroup], algorithm: AlgorithmConfig, layout: Layout, num_ranks: int, budget: int
-) -> StepBatch:
-    return assemble(
-        groups,
-        signals(groups, algorithm),
-        layout=layout,
-        num_ranks=num_ranks,
-        tokens_per_micro_batch=budget,
-        keep_idle=keeps_idle(algorithm),
-    )
 
 
 def run(
@@ -90,25 +70,12 @@ def policy_outputs(groups: list[TrajectoryGroup], spread: float = 0.3) -> tuple[
     return (rollout_logprobs + spread * noise).clamp(max=-0.01), noise.abs()
 
 
-SPLITS = [(Layout.padded, 1, 1), (Layout.padded, 3, 20), (Layout.shared_prompt, 1, 40), (Layout.shared_prompt, 4, 1)]
-CASES = {
-    **{f"{loss}": AlgorithmConfig(loss=loss, cov_ratio=0.2, clip_cov_low=0.0) for loss in LOSSES},
-    **{f"{how.value}": AlgorithmConfig(loss_aggregation=how, loss_horizon=9) for how in LossAggregation},
-    "everything at once": AlgorithmConfig(
-        loss="gspo",
-        proximal=Proximal.interpolated,
-        correction=Correction.seq_is,
-        rejection=Rejection.seq_max_k2,
-        rejection_high=0.2,
-        entropy_coef=0.01,
-        kl_loss_coef=0.1,
-    ),
-}
+SPLITS = [(Layout.padded, 1, 1), (Layout.padded, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_split_changes_the_objective_its_gradient_or_the_metrics(name: str) -> None:
-    groups, algorithm = random_groups(0), CASES[name]
+    groups, algorithm = random_groups(0), ALGORITHMS[name]
     outputs = policy_outputs(groups)
     whole = run(split(groups, algorithm, Layout.padded, 1, 10_000), algorithm, *outputs)
     assert whole[1].any()
@@ -134,9 +101,9 @@ def test_everything_at_once_by_the_formula() -> None:
     )
     groups = random_groups(1)
     logprobs, entropies = policy_outputs(groups)
-    batch = split(groups, algorithm, Layout.shared_prompt, 2, 30)
+    batch = split(groups, algorithm, Layout.tree, 2, 30)
     total, gradient, entropy_gradient, metrics = run(batch, algorithm, logprobs, entropies)
-    tokens = signals(groups, algorithm)
+    tokens = credited(groups, algorithm)
     assert tokens.reference_logprobs is not None
     expected, expected_gradient, num_rejected = 0.0, np.zeros(len(logprobs)), 0
     present = sorted(set(tokens.trajectories.tolist()))
@@ -167,7 +134,7 @@ def test_gmpo_weighs_a_trajectory_by_one_number() -> None:
     groups = random_groups(2)
     logprobs, entropies = policy_outputs(groups, spread=1.0)
     found = run(split(groups, algorithm, Layout.padded, 1, 10_000), algorithm, logprobs, entropies)[0]
-    tokens = signals(groups, algorithm)
+    tokens = credited(groups, algorithm)
     weights = np.exp(logprobs.numpy() - tokens.rollout_logprobs).clip(max=2)
     expected = []
     for trajectory in np.unique(tokens.trajectories):
@@ -217,7 +184,7 @@ def test_a_loss_by_dotted_path_is_used(own: str) -> None:
     outputs = policy_outputs(groups)
     batch = split(groups, algorithm, Layout.padded, 1, 100)
     _, gradient, _, metrics = run(batch, algorithm, *outputs)
-    tokens = signals(groups, algorithm)
+    tokens = credited(groups, algorithm)
     np.testing.assert_allclose(gradient.numpy(), -2 * tokens.advantages * tokens.loss_weights, rtol=1e-6)
     assert metrics["actor/pg_clipfrac"] == pytest.approx((tokens.advantages > 0).mean())
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from rollout.http.answers import anthropic_error
 from rollout.http.strict_json import parse_strictly
+from rollout.sessions.dialects.contents import joined_text, tool_spec
 from rollout.sessions.dialects.dialect import CUT_SHORT, Asked, event, num_prompt_tokens, num_sampled_tokens
 from rollout.sessions.dialects.fields import Fields
-from rollout.sessions.dialects.openai_chat import joined_text, tool_spec
 from rollout.sessions.errors import SessionError
 from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall, ToolSpec
 

@@ -66,23 +66,6 @@ def num_sampled_tokens(answers: Sequence[Answer]) -> int:
     return sum(answer.completion.num_tokens for answer in answers)
 
 
-def openai_usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Counts of the real token ids; the prompt counts once, however many answers it has."""
-    prompt, sampled = num_prompt_tokens(answers), num_sampled_tokens(answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": answers[0].completion.cached_tokens},
-    }
-
-
-def token_name(token_id: int) -> str:
-    """How an answer writes a token: by its id, as vLLM does with return_tokens_as_token_ids, since the text of a single
-    token need not be text."""
-    return f"token_id:{token_id}"
-
-
 def id_without(prefix: str, given: str | None) -> str | None:
     """The id of a generation, if an id that a harness sends back is one of ours."""
     return given.removeprefix(prefix) if given is not None and given.startswith(prefix) else None

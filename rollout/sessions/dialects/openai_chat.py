@@ -3,58 +3,31 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout.http.answers import openai_error
-from rollout.sessions.dialects.dialect import (
-    COMMENT,
-    CUT_SHORT,
-    Asked,
-    event,
+from rollout.sessions.dialects.contents import PARSED, PARSED_ARGUMENTS, joined_text, tool_spec
+from rollout.sessions.dialects.dialect import COMMENT, CUT_SHORT, Asked, event
+from rollout.sessions.dialects.fields import Fields
+from rollout.sessions.dialects.openai_common import (
+    BOOKKEEPING,
+    DONE,
+    MAX_ANSWERS,
+    SAMPLING,
+    openai_error_event,
     openai_usage,
+    prompt_ids,
+    stream_options,
     token_name,
 )
-from rollout.sessions.dialects.fields import Fields
 from rollout.sessions.errors import SessionError
 from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall, ToolSpec
 
-MAX_ANSWERS = 128
 PREFIX = "chatcmpl-"
 """Of the `id` of an answer; the id of its generation follows."""
-DONE = b"data: [DONE]\n\n"
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-)
-BOOKKEEPING = (
-    "metadata",
-    "user",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "cache_salt",
-    "priority",
-    "session_id",
-    "request_id",
-    "return_tokens_as_token_ids",
-    "parallel_tool_calls",
-)
-"""What a client tells an operator or a cache, and how many calls an answer should have, which the policy decides."""
 ROLES = {"system": Role.system, "developer": Role.system, "user": Role.user, "assistant": Role.assistant}
 ROLES["tool"] = Role.tool
 EMPTY_IN_ANSWERS = ("refusal", "audio", "function_call", "annotations")
 """Fields of a message that the client's library sends back empty."""
 COPIES = ("provider_specific_fields", "thinking_blocks", "reasoning_details", "reasoning_items")
 """Where LiteLLM and others copy an answer's reasoning to, and send it back."""
-PARSED, PARSED_ARGUMENTS = "parsed", "parsed_arguments"
-"""What the client's library adds to an answer, and sends back: the same once more, as Python objects."""
 
 
 class OpenAIChat:
@@ -102,45 +75,6 @@ class OpenAIChat:
 
     def error_event(self, error: SessionError) -> bytes:
         return openai_error_event(error)
-
-
-# -- what all of OpenAI's dialects share -------------------------------------------------------------------------------
-
-
-def stream_options(fields: Fields) -> tuple[bool, bool]:
-    """Whether the answer is a stream, and whether that ends with the usage."""
-    is_stream, options = fields.flag("stream"), fields.object("stream_options")
-    if options is None:
-        return is_stream, False
-    with_usage = options.flag("include_usage")
-    options.ignore("include_obfuscation", "continuous_usage_stats")
-    options.end()
-    return is_stream, with_usage
-
-
-def prompt_ids(asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-    return {"prompt_token_ids": list(answers[0].prompt_ids)} if asked.request.wants_token_ids else {}
-
-
-def openai_error_event(error: SessionError) -> bytes:
-    return event(openai_error(error.status, error.message, error.code, error.param))
-
-
-def joined_text(fields: Fields, name: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A string, or a list of parts of these types, joined. Images, audio and files are refused."""
-    value = fields.take(name)
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise fields.refuse(name, value, "a string or a list of text parts")
-    texts: list[str] = []
-    for index, each in enumerate(value):
-        part = Fields(each, f"{fields.path(name)}[{index}]")
-        part.choice("type", kinds, "")
-        texts.append(part.must_have_text("text"))
-        part.ignore("cache_control", "prompt_cache_breakpoint", "citations", "annotations", "logprobs", PARSED)
-        part.end()
-    return "".join(texts)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -199,18 +133,6 @@ def _tool(fields: Fields) -> ToolSpec:
     fields.ignore("cache_control")
     fields.end()
     return tool_spec(function)
-
-
-def tool_spec(fields: Fields, schema: str = "parameters") -> ToolSpec:
-    """A tool; arguments are sampled freely, so that "strict" is a wish."""
-    spec = ToolSpec(
-        name=fields.must_have_text("name"),
-        description=fields.text("description") or "",
-        parameters=fields.mapping(schema),
-    )
-    fields.ignore("strict", "cache_control")
-    fields.end()
-    return spec
 
 
 def _tool_choice(fields: Fields) -> str:

@@ -4,16 +4,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollout.sessions.backend import PromptRequest
-from rollout.sessions.dialects.dialect import COMMENT, CUT_SHORT, Asked, event, openai_usage, token_name
+from rollout.sessions.dialects.dialect import COMMENT, CUT_SHORT, Asked, event
 from rollout.sessions.dialects.fields import Fields
-from rollout.sessions.dialects.openai_chat import (
+from rollout.sessions.dialects.openai_common import (
     BOOKKEEPING,
     DONE,
     MAX_ANSWERS,
     SAMPLING,
     openai_error_event,
+    openai_usage,
     prompt_ids,
     stream_options,
+    token_name,
 )
 from rollout.sessions.errors import SessionError
 from rollout.sessions.messages import Answer

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.http.answers import openai_error
+from rollout.sessions.dialects.contents import PARSED_ARGUMENTS, joined_text, tool_spec
 from rollout.sessions.dialects.dialect import (
     COMMENT,
     CUT_SHORT,
@@ -15,7 +16,7 @@ from rollout.sessions.dialects.dialect import (
     num_sampled_tokens,
 )
 from rollout.sessions.dialects.fields import Fields
-from rollout.sessions.dialects.openai_chat import BOOKKEEPING, PARSED_ARGUMENTS, joined_text, tool_spec
+from rollout.sessions.dialects.openai_common import BOOKKEEPING
 from rollout.sessions.errors import SessionError
 from rollout.sessions.messages import Answer, ChatRequest, Message, Role, ToolCall, ToolSpec
 

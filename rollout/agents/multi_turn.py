@@ -29,9 +29,10 @@ from rollout.types import (
 logger = logging.getLogger(__name__)
 Parse = Callable[[Sequence[int]], Message]
 """(token ids of a turn) -> what the policy said: content, reasoning, tool calls. A malformed call stays text."""
-Render = Callable[[Sequence[int], Sequence[Message]], Sequence[int] | None]
-"""(all token ids of the episode, new messages) -> the ids that follow, up to where the policy writes: what is missing
-of the turn's end, the messages, the generation prompt. None where the chat template cannot go on from there."""
+Render = Callable[[Sequence[int], Turn | None, Sequence[Message]], Sequence[int] | None]
+"""(all token ids of the episode, the turn that they end with, new messages) -> the ids that follow, up to where the
+policy writes: what is missing of the turn's end, the messages, the generation prompt. No turn comes before the first
+observation. None where the chat template cannot go on from there."""
 OWN_METRICS = ("turns", "cut_observations", "failed_closes")
 
 
@@ -111,7 +112,8 @@ class MultiTurn:
             return
         try:
             assert episode.environment is not None
-            step = await self._in_time("step", episode.environment.step, self._turn(completion))
+            episode.turn = self._turn(completion)
+            step = await self._in_time("step", episode.environment.step, episode.turn)
             if not isinstance(step, Step):
                 raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
             episode.measure(step)
@@ -165,7 +167,7 @@ class MultiTurn:
             return []
         if self.render is None:
             raise ValueError("the environment answers in messages, which needs MultiTurn(render=...)")
-        token_ids = self.render(episode.token_ids, self._shortened(episode, messages))
+        token_ids = self.render(episode.token_ids, episode.turn, self._shortened(episode, messages))
         if token_ids is None:
             raise ValueError("the chat template cannot continue the episode with the environment's messages")
         return token_ids
@@ -201,6 +203,8 @@ class _Episode:
     """"" while it is open."""
     num_turns: int = 0
     """Of the policy."""
+    turn: Turn | None = None
+    """The last of them."""
     turn_rewards: list[TurnReward] = field(default_factory=list)
     error: str | None = None
     response: Completion = EMPTY

@@ -247,7 +247,7 @@ def says(*contents: str) -> list[Message]:
     return [Message(role=Role.user, content=content) for content in contents]
 
 
-def render(token_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+def render(token_ids: Sequence[int], turn: Turn | None, messages: Sequence[Message]) -> list[int] | None:
     """[content] for each. Cannot continue from a turn that says "no"."""
     if "no" in Characters().decode(token_ids, True):
         return None
@@ -256,15 +256,15 @@ def render(token_ids: Sequence[int], messages: Sequence[Message]) -> list[int] |
 
 def test_messages_are_rendered_after_all_that_came_before() -> None:
     policy = Policy()
-    seen: list[Sequence[int]] = []
+    seen: list[tuple[Sequence[int], Turn | None]] = []
 
-    def noting(token_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        seen.append(token_ids)
-        return render(token_ids, messages)
+    def noting(token_ids: Sequence[int], turn: Turn | None, messages: Sequence[Message]) -> list[int] | None:
+        seen.append((token_ids, turn))
+        return render(token_ids, turn, messages)
 
     episode = play(Recorded(Step(observation=says("x", "y")), Step(done=True), first=says("w")), policy, render=noting)
     assert text_of(episode) == "[w]ab\0[x][y]ab\0"
-    assert seen == [(1, 2), (1, 2, *map(ord, "[w]ab\0"))]
+    assert seen == [((1, 2), None), ((1, 2, *map(ord, "[w]ab\0")), "ab")]
     assert int(only(episode).loss_mask.sum()) == 6
 
 

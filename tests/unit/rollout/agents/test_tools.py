@@ -256,8 +256,10 @@ def test_an_episode_with_tools() -> None:
         calls = (ToolCall(call_id="call_0", name="add", arguments=arguments),) if plus else ()
         return Message(role=Role.assistant, tool_calls=calls)
 
-    def render(token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        return [ord(letter) for message in messages for letter in f"<{message.content}>"]
+    def render(token_ids: Sequence[int], turn: Turn | None, messages: Sequence[Message]) -> list[int]:
+        assert turn is not None and turn.tool_calls is not None
+        names = {call.call_id: call.name for call in turn.tool_calls}
+        return [ord(letter) for message in messages for letter in f"<{names[str(message.call_id)]} {message.content}>"]
 
     class Characters:
         def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -271,7 +273,7 @@ def test_an_episode_with_tools() -> None:
         request_id=RequestId(ordinal=0), prompt=make_prompt(0), index=0, sampling=SamplingParams(max_tokens=40)
     )
     (episode,) = asyncio.run(loop.run([task], generate))
-    assert "".join(map(chr, only(episode).response_ids)) == "2+2<4>4!"
+    assert "".join(map(chr, only(episode).response_ids)) == "2+2<add 4>4!"
     assert (episode.finish_reason, episode.result) == ("stop", None), "rollout.reward scores it"
     assert episode.metrics["tool_calls"] == 1 and episode.metrics["turns"] == 2
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -139,3 +140,10 @@ async def test_a_killed_engine_fails_every_request_now_and_later(engine: Clocked
     with pytest.raises(EngineDiedError):
         await engine.generate(make_request("d", 1))
     engine.kill()  # twice is once
+
+
+@on_engine()
+async def test_it_refuses_what_it_cannot_do(engine: ClockedEngine) -> None:
+    request = make_request("r", 3)
+    with pytest.raises(ValueError, match="the simulated engine has no texts"):
+        await engine.generate(replace(request, sampling=replace(request.sampling, stop=("END",))))

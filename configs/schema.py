@@ -14,10 +14,9 @@ from configs.data import DataConfig
 from configs.model import Device, ModelConfig
 from configs.model import DType as DType
 from configs.model import ModelKind as ModelKind
-from configs.rollout import EvaluationConfig, RolloutConfig
+from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig
 from configs.rollout import StalePolicy as StalePolicy
 from configs.serve import ServeConfig
-from configs.sessions import SessionsConfig
 from configs.trainer import Layout as Layout
 from configs.trainer import TrainerConfig
 from configs.weight_sync import InFlightKv as InFlightKv

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from configs.rollout import OnLimit, OnMismatch, SessionsConfig
 from configs.schema import Config
-from configs.sessions import OnLimit, OnMismatch, SessionsConfig
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, settled
+from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
 from rollout.sessions.host import OneThread, SessionHost
 from rollout.sessions.parsing import TagParser
 from rollout.sessions.render import History, Renderer
 from rollout.sessions.session import Session, SessionLimits, Words
+from rollout.sessions.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 LOOKS_PER_S = 4.0
@@ -116,7 +118,13 @@ class HarnessLoop:
             result = RewardResult(reward=0.0, error="the harness has asked the policy for nothing")
         finish_reason = "abort" if session.is_aborted else "length" if was_limited else "stop"
         cached = sum(one.completion.cached_tokens for one in transcript.generations)
-        return Episode(sequences=sequences, finish_reason=finish_reason, cached_tokens=cached, result=result)
+        return Episode(
+            sequences=sequences,
+            finish_reason=finish_reason,
+            cached_tokens=cached,
+            result=result,
+            metrics=_metrics(transcript),
+        )
 
     def _result(self, session: Session, where: str, returned: object) -> RewardResult | None:
         """What the harness returned, or else what it posted; None leaves the reward to rollout.reward."""
@@ -127,3 +135,18 @@ class HarnessLoop:
             returned = RewardResult(reward=posted.total or 0.0)
         result = settled(where, returned)
         return replace(result, metrics={**posted.metrics, **result.metrics})
+
+
+def _metrics(transcript: Transcript) -> dict[str, float]:
+    """Of a session, logged as agent/<name>."""
+    found = transcript.statistics()
+    forks = {f"forks_{cause.name}": float(found.forks.get(cause, 0)) for cause in Cause}
+    return {
+        "turns": float(len(transcript.generations)),
+        "sequences": float(found.num_sequences),
+        "merged_fraction": found.merged_fraction,
+        "delivered_fraction": found.delivered_fraction,
+        "repeated_requests": float(found.num_repeated),
+        "undelivered_answers": float(found.num_undelivered),
+        **forks,
+    }

@@ -78,8 +78,6 @@ class SessionHost:
         raise BadRequestError("sessions are opened by the run that trains: rollout.agent or rollout.agent_command")
 
     async def answer(self, session: str, request: ChatRequest | PromptRequest) -> Sequence[Answer]:
-        if isinstance(request, PromptRequest):
-            raise BadRequestError("plain completions have no messages: use chat completions, messages or responses")
         return await self._of(session).answer(request)
 
     def delivered(self, session: str, answer_ids: Sequence[str], whole: bool) -> None:

@@ -161,6 +161,10 @@ class Renderer:
         """
         return compare(token_ids, sampled, self.full(messages, tools, options), self.text)
 
+    def plain(self, text: str) -> list[int]:
+        """Token ids of a text with no template around it, as of a prompt for plain completion. Control tokens count."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def text(self, token_ids: TokenIds) -> str:
         """What the tokens say, special tokens included."""
         return self._tokenizer.decode(

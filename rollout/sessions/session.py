@@ -6,17 +6,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rollout.agents.loop import EpisodeTask, GenerateGroup
-from rollout.sessions.attachment import Attachment
-from rollout.sessions.errors import SessionEndedError, SessionLimitError
+from rollout.sessions.attachment import Attachment, UnknownGenerationError
+from rollout.sessions.backend import PromptRequest
+from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionLimitError
 from rollout.sessions.generation import Cause, Generation, State
 from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
 from rollout.sessions.parsing import AnswerParser, leaves_reasoning_open
 from rollout.sessions.render import Parent, Renderer
-from rollout.sessions.transcript import Transcript
+from rollout.sessions.transcript import Transcript, TranscriptClosedError
+from rollout.sessions.verification import is_check_due
 from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
 
 T = TypeVar("T")
+CHECK_EVERY_TURN_UP_TO = 8192
+"""Tokens. Longer prompts are compared with a render of their history once each time their length doubles."""
 PROMPT_END = 16
 """Last tokens of a prompt, which show whether it has begun the reasoning of the answer."""
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
@@ -81,23 +87,31 @@ class Session:
         """Whether a request is under way."""
         return self._under_way > 0
 
-    async def answer(self, request: ChatRequest) -> list[Answer]:
+    async def answer(self, request: ChatRequest | PromptRequest) -> list[Answer]:
         """Return the answers to a request, or those that it had before. Cancelling the last call that waits for a
         generation ends it at the engine.
+
+        A `PromptRequest` is a conversation by itself, or goes on from the answer whose tokens it begins with.
 
         Raises:
             SessionLimitError: a limit was reached, and the harness has heard of it by an answer that ended by length.
             SessionEndedError: the session was aborted.
         """
-        self._require_open()
-        attachment = self.transcript.attach(request)
+        prompt_ids = None
+        if isinstance(request, PromptRequest):
+            prompt_ids, chat = await self._words.in_thread(self._as_chat, request)
+        else:
+            chat = request
+        attachment = self._attach(chat)
+        if prompt_ids is not None:
+            attachment = replace(attachment, parent=self._parent_of(prompt_ids), can_bridge=False, cause=None)
         if attachment.recorded:
             generations = self.transcript.repeat(attachment)
         else:
             if self._is_over(request.num_answers):
                 return [self._cut() for _ in range(request.num_answers)]
             generations = self.transcript.begin(attachment)
-            call = asyncio.create_task(self._run(attachment, [one.number for one in generations]))
+            call = asyncio.create_task(self._run(attachment, [one.number for one in generations], prompt_ids))
             self._running |= {one.number: call for one in generations}
         numbers = [one.number for one in generations]
         await self._hear(numbers)
@@ -105,8 +119,7 @@ class Session:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Tokens of the prompt that the request would get."""
-        self._require_open()
-        prompt_ids, _ = await self._prompt(self.transcript.attach(request))
+        prompt_ids, _ = await self._prompt(self._attach(request))
         return len(prompt_ids)
 
     def deliver(self, answer_id: str, whole: bool) -> None:
@@ -148,11 +161,12 @@ class Session:
             self._listeners[first] -= 1
             self._leave()
 
-    async def _run(self, attachment: Attachment, numbers: Sequence[int]) -> None:
-        """Generate the answers of one request, and put them into the transcript."""
+    async def _run(self, attachment: Attachment, numbers: Sequence[int], given: Sequence[int] | None) -> None:
+        """Generate the answers of one request, and put them into the transcript. `given`: its prompt, if that is not
+        rendered from messages."""
         completions: dict[int, Completion] = {}
         try:
-            prompt_ids, cause = await self._prompt(attachment)
+            prompt_ids, cause = await self._prompt(attachment) if given is None else (given, None)
             for number in numbers:
                 self.transcript.set_prompt(number, prompt_ids, cause)
             if (room := self._room(attachment.request, len(prompt_ids), len(numbers))) <= 0:
@@ -221,21 +235,65 @@ class Session:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     async def _prompt(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
-        return await self._words.in_thread(self._rendered, attachment)
+        """Raises BadRequestError for messages that the chat template does not take."""
+        try:
+            return await self._words.in_thread(self._rendered, attachment)
+        except ValueError as error:
+            raise BadRequestError(f"the chat template refuses this request: {error}") from None
 
     def _rendered(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
         """The tokens of the parent with the new messages, or all messages anew with the cause of that."""
-        request, renderer = attachment.request, self._words.renderer
-        is_trusted = attachment.cause is None or not self._words.forks_on_mismatch
+        request, words = attachment.request, self._words
+        is_trusted = attachment.cause in (None, Cause.retry) or not words.forks_on_mismatch
+        cause = attachment.cause
         if attachment.parent is not None and attachment.can_bridge and is_trusted:
             parent = self.transcript.generation(attachment.parent)
-            bridge = renderer.bridge(
+            bridge = words.renderer.bridge(
                 self._parent(parent, attachment), attachment.messages, request.tools, request.template_options
             )
-            if bridge is not None:
-                return [*parent.token_ids.tolist(), *bridge], None
-        cause = None if attachment.parent is None else attachment.cause or Cause.template
-        return renderer.full(attachment.conversation, request.tools, request.template_options), cause
+            prompt_ids = [] if bridge is None else [*parent.token_ids.tolist(), *bridge]
+            mismatch = None if bridge is None else self._mismatch(parent, prompt_ids, attachment)
+            if bridge is not None and (mismatch is None or not words.forks_on_mismatch):
+                return prompt_ids, mismatch
+            cause = cause or mismatch or Cause.template
+        return words.renderer.full(attachment.conversation, request.tools, request.template_options), cause
+
+    def _as_chat(self, request: PromptRequest) -> tuple[list[int], ChatRequest]:
+        """The ids of the prompt, and a request whose one message stands for it in the transcript."""
+        prompt = request.prompt
+        ids = self._words.renderer.plain(prompt) if isinstance(prompt, str) else list(prompt)
+        return ids, ChatRequest(
+            messages=(Message(role=Role.user, content=str(prompt)),),
+            max_tokens=request.max_tokens,
+            stop=request.stop,
+            num_answers=request.num_answers,
+            sampling=request.sampling,
+            is_retry=request.is_retry,
+        )
+
+    def _parent_of(self, prompt_ids: Sequence[int]) -> int | None:
+        """The newest answer whose tokens the prompt begins with."""
+        ids = np.asarray(prompt_ids, np.int32)
+        for one in reversed(self.transcript.generations):
+            if one.state is State.finished and np.array_equal(ids[: len(one.token_ids)], one.token_ids):
+                return one.number
+        return None
+
+    def _mismatch(self, parent: Generation, prompt_ids: list[int], attachment: Attachment) -> Cause | None:
+        """How a bridged prompt differs from a render of its whole history, where it is time to look."""
+        if not is_check_due(len(parent.token_ids), len(prompt_ids), CHECK_EVERY_TURN_UP_TO):
+            return None
+        sampled, at = [], parent
+        while True:
+            sampled.append((len(at.prompt_ids), len(at.prompt_ids) + at.completion.num_tokens))
+            if at.parent is None or not at.continues:
+                break
+            at = self.transcript.generation(at.parent)
+        request = attachment.request
+        found = self._words.renderer.check(
+            prompt_ids, sampled[::-1], attachment.conversation, request.tools, request.template_options
+        )
+        return None if found is None else Cause[found.cause.name]
 
     def _parent(self, one: Generation, attachment: Attachment) -> Parent:
         assert one.answer is not None
@@ -287,9 +345,13 @@ class Session:
             completion=EMPTY,
         )
 
-    def _require_open(self) -> None:
-        if self.transcript.is_closed:
-            raise SessionEndedError("the session has ended")
+    def _attach(self, request: ChatRequest) -> Attachment:
+        try:
+            return self.transcript.attach(request)
+        except TranscriptClosedError as error:
+            raise SessionEndedError(str(error)) from None
+        except UnknownGenerationError as error:
+            raise BadRequestError(str(error), code="previous_response_not_found") from None
 
     def _enter(self) -> None:
         self._under_way += 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
-from configs.sessions import SessionsConfig
 from rollout.agents.loop import Episode, EpisodeTask
 from rollout.request_ids import RequestId
 from rollout.sessions.harness import Harness

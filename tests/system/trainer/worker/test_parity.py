@@ -16,7 +16,6 @@ from rollout.types import Trajectory, TrajectoryGroup
 from tests.support.batches import pack
 from tests.support.families import BY_PLACE_IN_ROW, FAMILIES, RECURRENT, SHARES_PARAMETERS, VOCAB_SIZE, random_model
 from tests.support.reference import make_group, make_trajectory, sequence_logprobs
-from tests.support.sequences import only
 from tests.support.worker_runs import Inbox, run_worker
 from trainer.batch import MicroBatch
 from trainer.metrics import to_floats

@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from configs.sessions import OnLimit
+from configs.rollout import OnLimit
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import SESSION_ENV, CommandHarness, Connection, HarnessTask, reward_of
 from rollout.types import GenerationRequest, VersionSpan

@@ -177,15 +177,14 @@ def test_tree_mask_by_hand() -> None:
 
 
 def test_attention_in_blocks_is_over_ancestors_only() -> None:
-    """A prompt of 100 tokens with two responses of 100: the second response does not read the first one's block."""
-    last = torch.tensor([[299] * 100 + [199] * 100 + [299] * 100])
-    blocks = [
-        (places.tolist(), keys.tolist()) for places, keys in ((torch.arange(300)[q], k) for q, k in key_blocks(last))
-    ]
+    """A prompt of 100 tokens with responses of 29 and 171: the first one ends with the first token of the second block,
+    and is not read in the third."""
+    last = torch.tensor([[299] * 100 + [128] * 29 + [299] * 171])
+    blocks = [(list(range(300))[queries], keys.tolist()) for queries, keys in key_blocks(last)]
     assert blocks == [
         (list(range(128)), list(range(128))),
         (list(range(128, 256)), list(range(256))),
-        (list(range(256, 300)), [*range(100), *range(200, 300)]),
+        (list(range(256, 300)), [*range(100), *range(129, 300)]),
     ]
 
 

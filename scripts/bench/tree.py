@@ -120,7 +120,8 @@ async def train_step(policy: Policy, group: TrajectoryGroup, layout: Layout, bud
     started = time.perf_counter()
     step = assemble([group], tokens, layout=layout, num_ranks=1, tokens_per_micro_batch=budget, keep_idle=False)
     for batch in step.micro_batches[0]:
-        share, _ = objective(*policy(batch, CPU), batch)
+        logprobs, entropy = policy(batch, CPU)
+        share, _ = objective(logprobs, entropy, batch)
         share.backward()
         loss, computed = loss + share.item(), computed + batch.input_ids.size
     seconds = time.perf_counter() - started

@@ -34,11 +34,13 @@ def groups() -> list[TrajectoryGroup]:
 
 def loss_and_gradients(batch: StepBatch, algorithm: AlgorithmConfig, dtype: torch.dtype) -> tuple[float, Gradients]:
     """Summed over all micro-batches of all ranks, as workers do."""
-    causal_lm = build_model(VOCAB_SIZE, seed=0).to(dtype)
+    causal_lm = build_model(VOCAB_SIZE, seed=0)
+    torch.nn.Module.to(causal_lm, dtype)
     policy = Policy(causal_lm, TEMPERATURE, entropy_has_gradient=True)
     objective, total = Objective(algorithm), 0.0
     for micro_batch in (b for rank in batch.micro_batches for b in rank):
-        loss, _ = objective(*policy(micro_batch, CPU), micro_batch)
+        logprobs, entropy = policy(micro_batch, CPU)
+        loss, _ = objective(logprobs, entropy, micro_batch)
         loss.backward()
         total += loss.item()
     return total, gradients_of(causal_lm)

@@ -174,7 +174,8 @@ class SessionsConfig:
     idle_timeout_s: float = 300.0
     """Seconds without a request under way after which a harness is ended."""
     on_limit: OnLimit = OnLimit.train
-    """What becomes of an episode that reached a limit or a deadline: train, mask or zero."""
+    """What becomes of an episode that reached a limit or a deadline: train, mask or zero. If it has posted no reward,
+    rollout.reward scores it."""
     on_mismatch: OnMismatch = OnMismatch.bridge
     """What happens where a harness changed the history: bridge or fork."""
     reasoning: ReasoningHistory = ReasoningHistory.keep

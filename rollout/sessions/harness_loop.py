@@ -13,7 +13,7 @@ from configs.rollout import OnLimit, OnMismatch, SessionsConfig
 from configs.schema import Config
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.rewards.base import RewardResult
-from rollout.rewards.outcome import Raised, settled
+from rollout.rewards.outcome import Raised, described, settled
 from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
 from rollout.sessions.host import OneThread, SessionHost
@@ -78,6 +78,9 @@ class HarnessLoop:
                 logger.warning("%s was ended: %s", where, error)
             except Exception as error:
                 returned = Raised(error)
+                if session.limit_reached is not None:  # it has been refused an answer, and made no more of that
+                    logger.info("%s ended with %s after %s", where, described(error), session.limit_reached)
+                    returned = None
             session.close()
             return self._episode(session, where, returned)
 

@@ -1,0 +1,93 @@
+"""Runs that train harnesses: other people's clients talk to the policy over HTTP while its weights change."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.chat_models import QWEN25
+from tests.support.whole_runs import SIZES, started
+from trainer.tiny import model as tiny
+from trainer.tracking.audit import audit
+
+AGENT = """
+STOP = ["e", "a", " "]
+
+
+async def agent(task, client):
+    messages, said = [{"role": "user", "content": task.prompt}], ""
+    for turn in range(3):
+        answer = await client.chat.completions.create(model="any", messages=messages, stop=STOP, max_tokens=12)
+        text = answer.choices[0].message.content or ""
+        said += text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More?"}]
+    return float(len(said) % 2)
+"""
+COMMAND = """
+import json, sys
+import anthropic
+task, said = json.loads(sys.stdin.readline()), ""
+messages = [{"role": "user", "content": task["prompt"]}]
+with anthropic.Anthropic() as client:
+    for turn in range(2):
+        with client.messages.stream(model="any", max_tokens=12, messages=messages, stop_sequences=["e", "a"]) as stream:
+            text = "".join(stream.text_stream)
+        said += text
+        messages += [{"role": "assistant", "content": text or "."}, {"role": "user", "content": "More?"}]
+print(json.dumps({"reward": len(said) % 2}))
+"""
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model whose tokenizer has a chat template."""
+    tokenizer = tiny.build_tokenizer(["The weather in Paris is sunny.\n"] * 4)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = QWEN25
+    model = tiny.build_model(len(tokenizer), seed=0)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tiny.write_model_directory(folder, model, tokenizer)
+    return folder
+
+
+def overrides(model: Path, steps: int) -> list[str]:
+    return [
+        *(*SIZES, "model.kind=hf", f"model.path={model}", f"trainer.total_steps={steps}", "trainer.eval_every=0"),
+        *("rollout.max_response_tokens=64", "data.max_prompt_tokens=512", "data.num_val=4", "sessions.max_turns=4"),
+        "rollout.max_failed_rewards=0",
+    ]
+
+
+def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path: Path, chat_model: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    with started(tmp_path, *overrides(chat_model, 3), "rollout.agent=my_agent:agent", PYTHONPATH=str(tmp_path)) as run:
+        assert run.wait_for_end(240) == 0, run.output.read_text()
+        assert audit(run.run_dir).findings == ()
+        versions: set[int] = set()
+        for step in range(1, 4):
+            lines = (run.run_dir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+            records = [json.loads(line) for line in lines]
+            assert len(records) == 32 and {record["reward"] for record in records} == {0.0, 1.0}
+            for sequence in (sequence for record in records for sequence in record["sequences"]):
+                sampled = sum(end - start for start, end, _ in sequence["versions"])
+                assert sequence["loss_tokens"] == sampled > 0
+                versions |= {version for _, _, version in sequence["versions"]}
+            assert any(len(record["sequences"][0]["turns"]) == 3 for record in records), "three turns in one sequence"
+        assert len(versions) >= 2, "the weights changed under the sessions"
+        logged = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+        (first,) = [line for line in logged if line.get("step") == 1 and "actor/rollout_kl" in line]
+        assert abs(first["actor/rollout_kl"]) < 1e-3, "the trainer computes the logprobs that the replica sampled with"
+        assert 0 < first["agent/merged_fraction"] <= 1 and first["agent/turns"] == 3
+
+
+@pytest.mark.slow
+def test_a_command_over_the_anthropic_sdk_is_trained_too(tmp_path: Path, chat_model: Path) -> None:
+    (tmp_path / "agent.py").write_text(COMMAND)
+    command = f"rollout.agent_command='{sys.executable} {tmp_path / 'agent.py'}'"
+    with started(tmp_path, *overrides(chat_model, 2), command, "trainer.prompts_per_step=1") as run:
+        assert run.wait_for_end(280) == 0, run.output.read_text()
+        arrays = np.load(run.run_dir / "trajectories" / "step_000002.npz")
+        assert arrays["loss_mask"].any() and set(arrays["versions"][~arrays["loss_mask"]]) <= {-1}

@@ -84,7 +84,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Replicas, engines, staleness, sampling, agents, rewards."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
-    """Conversations over HTTP with harnesses: rollout.agent and rollout.agent_command."""
+    """Conversations of harnesses over HTTP."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Steps, batches, optimizer, ranks and their memory."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

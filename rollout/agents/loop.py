@@ -1,5 +1,6 @@
 """What an agent loop is: it makes episodes of prompts, over a `generate` callable."""
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -87,14 +88,26 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:
     """`generate` for a later attempt: requests that are complete are answered at once, others continue from the tokens
-    they have. A request with another prompt than before begins anew."""
+    they have. A request with another prompt than before begins anew.
+
+    The turns of an episode may come in another order than before, as those of sub-agents that run side by side: a
+    request takes what was sampled for its prompt.
+    """
+    known: defaultdict[tuple[int, int], dict[int, PartialCompletion]] = defaultdict(dict)
+    for (episode, turn), partial in sorted(partials.items(), key=lambda item: item[0]):
+        known[episode, partial.prompt_checksum][turn] = partial
+
+    def take(request: GenerationRequest) -> PartialCompletion | None:
+        episode, turn = request.request_id.in_group
+        of_prompt = known[episode, prompt_checksum(request.prompt_ids)]
+        return of_prompt.pop(turn if turn in of_prompt else next(iter(of_prompt), turn), None)
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
         answers: dict[RequestId, Completion] = {}
         rest: list[GenerationRequest] = []
         for request in requests:
-            partial = partials.get(request.request_id.in_group)
-            if partial is None or partial.prompt_checksum != prompt_checksum(request.prompt_ids):
+            partial = take(request)
+            if partial is None:
                 rest.append(request)
             elif partial.completion.finish_reason:
                 answers[request.request_id] = partial.completion

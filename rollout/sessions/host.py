@@ -42,7 +42,7 @@ class SessionHost:
         """A session, which ends with the block: what it has under way is cancelled, its key is worth nothing."""
         await self._started()
         name = f"{task.request_id}-{secrets.token_hex(4)}".replace(".", "_")
-        session = Session(name, task, generate, self._words, self._limits)
+        session = Session(task, generate, self._words, self._limits)
         self._sessions[name] = session
         url = f"{self._url}/sessions/{name}"
         try:

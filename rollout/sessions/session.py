@@ -56,13 +56,14 @@ class Session:
     """Answers the requests of one harness, which may come side by side.
 
     Example:
-        session = Session("s1", task, generate, words, limits)
+        session = Session(task, generate, words, limits)
         (answer,) = await session.answer(request)
         session.transcript.sequences()
     """
 
-    def __init__(self, name: str, task: EpisodeTask, generate: GenerateGroup, words: Words, limits: SessionLimits):
-        self.transcript = Transcript(name)
+    def __init__(self, task: EpisodeTask, generate: GenerateGroup, words: Words, limits: SessionLimits):
+        # By what the episode is, so that its harness hears the same ids when it starts again.
+        self.transcript = Transcript(str(replace(task.request_id, attempt=0)))
         self.limit_reached: str | None = None
         """The limit that ended the conversation."""
         self.is_aborted = False

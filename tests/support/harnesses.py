@@ -28,6 +28,7 @@ class Policy:
         self.events: list[str] = []
         self.sampled: dict[int, Completion] = {}
         """By the turn of the request."""
+        self.prompts: dict[int, tuple[int, ...]] = {}
         self.version = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -39,6 +40,7 @@ class Policy:
     async def _answer(self, request: GenerationRequest) -> Completion:
         turn = request.request_id.turn
         self.events.append(f"begin {turn}")
+        self.prompts[turn] = request.prompt_ids
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:

@@ -24,10 +24,12 @@ from rollout.agents.loop import EpisodeTask, load_agent_loop
 from rollout.data.rows import Columns, load_rows
 from rollout.request_ids import RequestId
 from rollout.rewards.scoring import load_scorer
+from rollout.sessions.harness import FunctionHarness
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from scripts.docs import TABLES, fresh
 from tests.support.compose import changed, resolve
 from tests.support.fakes import make_prompt
+from tests.support.harnesses import Policy, run_one
 from tests.support.losses import make_tokens
 from tests.support.paths import ROOT
 from tests.support.sequences import only
@@ -263,6 +265,13 @@ def try_agent_loop(path: str) -> None:
     assert only(episode).loss_mask.any()
 
 
+def try_agent(path: str) -> None:
+    policy = Policy(lambda text, request: "It is 42." if "Look again." in text else "Maybe 41.")
+    episode = asyncio.run(run_one(FunctionHarness(path), policy))
+    assert episode.result is not None and episode.result.reward == 1 and len(policy.sampled) == 2
+    assert len(episode.sequences) == 1
+
+
 def try_loader(path: str) -> None:
     rows = load_rows("3", Columns(prompt="question", answer="answer"), path)
     assert [row.ground_truth for row in rows] == ["1", "2", "3"]
@@ -270,6 +279,7 @@ def try_loader(path: str) -> None:
 
 TRY = {
     "rollout.reward": try_reward,
+    "rollout.agent": try_agent,
     "rollout.agent_loop": try_agent_loop,
     "algorithm.loss": try_loss,
     "algorithm.advantage": try_advantage,

@@ -41,7 +41,8 @@ class Trained(Nothing):
         self.ordinals += [group.prompt.ordinal for group in groups]
         self.tokens += sum(group.num_tokens for group in groups)
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-            self.descending_versions += not ascends([span.global_steps for span in trajectory.spans])
+            for sequence in trajectory.sequences:
+                self.descending_versions += not ascends([span.global_steps for span in sequence.spans])
 
 
 def part_faults(fault: str, num_injections: int, seed: int, update_interval: int = 1) -> Row:

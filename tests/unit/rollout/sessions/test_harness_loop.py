@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from configs.rollout import OnLimit
+from rollout.agents.loop import resume_from
+from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import SESSION_ENV, CommandHarness, Connection, HarnessTask, reward_of
 from rollout.types import GenerationRequest, VersionSpan
@@ -151,6 +153,27 @@ def test_sub_agents_side_by_side_are_sequences_of_their_own_and_share_the_reward
         assert sum(int(one.loss_mask.sum()) for one in episode.sequences) == sum(
             one.num_tokens for one in policy.sampled.values()
         )
+
+    asyncio.run(main())
+
+
+def test_a_harness_that_starts_again_hears_the_recorded_answers() -> None:
+    """Also where its turns come in another order than before."""
+
+    async def main() -> None:
+        before = Policy(calls_then_answers)
+        first = await run_one(Function(uses_the_calculator), before)
+        partials = {
+            (0, 10 - turn): PartialCompletion(
+                prompt_checksum=prompt_checksum(before.prompts[turn]), completion=before.sampled[turn]
+            )
+            for turn in before.sampled
+        }
+        after = Policy(calls_then_answers)
+        async with harness_loop(Function(uses_the_calculator)) as loop:
+            (again,) = await loop.run([episode_task()], resume_from(partials, after.generate))
+        assert after.events == [] and again.result == first.result
+        assert np.array_equal(again.sequences[0].token_ids, first.sequences[0].token_ids)
 
     asyncio.run(main())
 

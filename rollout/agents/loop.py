@@ -100,7 +100,7 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     def take(request: GenerationRequest) -> PartialCompletion | None:
         episode, turn = request.request_id.in_group
         of_prompt = known[episode, prompt_checksum(request.prompt_ids)]
-        return of_prompt.pop(turn if turn in of_prompt else next(iter(of_prompt), turn), None)
+        return of_prompt[turn] if turn in of_prompt else of_prompt.pop(next(iter(of_prompt), turn), None)
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
         answers: dict[RequestId, Completion] = {}

@@ -21,6 +21,7 @@ from rollout.agents.worker import AgentWorker
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.progress import Attempt
 from rollout.prompts import Row
+from rollout.replica.processes import end_descendants_with_this
 from rollout.rewards.scoring import load_scorer
 from rollout.types import EvaluatedPrompt, Prompt, SamplingParams, TrajectoryGroup
 
@@ -43,6 +44,8 @@ def _load_loop(config: Config, tokenizer: Any) -> AgentLoop:
         return load_agent_loop(config.rollout.agent_loop, tokenizer)
     from rollout.sessions.harness_loop import load_harness_loop  # with a web server, which other loops do without
 
+    if config.rollout.agent_command is not None:
+        end_descendants_with_this()  # commands do not outlive a worker that is killed
     return load_harness_loop(config, tokenizer)
 
 

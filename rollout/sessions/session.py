@@ -23,6 +23,8 @@ from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
 T = TypeVar("T")
 CHECK_EVERY_TURN_UP_TO = 8192
 """Tokens. Longer prompts are compared with a render of their history once each time their length doubles."""
+NO_ANSWER = "none"
+"""Id of an answer for which nothing was generated."""
 PROMPT_END = 16
 """Last tokens of a prompt, which show whether it has begun the reasoning of the answer."""
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
@@ -339,7 +341,7 @@ class Session:
     def _cut(self, prompt_ids: IntArray | None = None) -> Answer:
         """An empty answer that ends by length, as harnesses know it from a full context."""
         return Answer(
-            answer_id=self.transcript.names.answer_id(len(self.transcript.generations)),
+            answer_id=NO_ANSWER,
             message=Message(role=Role.assistant),
             finish=Finish.length,
             prompt_ids=() if prompt_ids is None else tuple(prompt_ids.tolist()),

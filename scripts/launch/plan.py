@@ -59,12 +59,13 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
     slots = (rollout.max_staleness + 1) * config.weight_sync.interval * trainer.prompts_per_step
     steps = f"{trainer.total_steps} steps of {trainer.prompts_per_step} prompts x {algorithm.group_size} trajectories"
     claims = needed_resources(config, device).items()
+    agent = rollout.agent or rollout.agent_command or rollout.agent_loop
     return {
         "prompts": data.train_files or f"{data.num_train} arithmetic problems made here",
         "cluster": config.ray.address or "started on this machine",
         "claims": ", ".join(f"{count} {name}" for name, count in claims if count),
         "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows",
-        "agents": f"{rollout.num_agent_workers} worker(s), {rollout.agent_loop}, reward {rollout.reward}",
+        "agents": f"{rollout.num_agent_workers} worker(s), {agent}, reward {rollout.reward}",
         "advantage": algorithm.advantage + (", groups of equal rewards replaced" if algorithm.filter_groups else ""),
         "training": f"{steps}, update of the replicas every {config.weight_sync.interval}",
         "staleness": f"at most {rollout.max_staleness} versions ({slots} slots), then {rollout.stale_policy.value}",

@@ -18,7 +18,7 @@ from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
 from rollout.sessions.host import OneThread, SessionHost
 from rollout.sessions.parsing import TagParser
-from rollout.sessions.render import History, Renderer
+from rollout.sessions.render import Renderer
 from rollout.sessions.session import Session, SessionLimits, Words
 from rollout.sessions.transcript import Transcript
 
@@ -48,7 +48,7 @@ def make_host(config: Config, tokenizer: Any) -> SessionHost:
         max_context=config.data.max_prompt_tokens + rollout.max_response_tokens,
     )
     words = Words(
-        renderer=Renderer(tokenizer, history=History[sessions.reasoning.name]),
+        renderer=Renderer(tokenizer, history=sessions.reasoning),
         parser=TagParser(),
         in_thread=OneThread("words"),
         forks_on_mismatch=sessions.on_mismatch is OnMismatch.fork,

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any
 
+from configs.rollout import ReasoningHistory
 from rollout.sessions.control_tokens import ControlTokens
 from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
 from rollout.sessions.template import ChatTemplate, Rendered, TemplateRefusalError
@@ -15,15 +15,6 @@ from rollout.sessions.verification import Mismatch, TokenIds, compare
 _ANSWER = "The answer between."
 _REASONING = "The reasoning between."
 _USER = Message(role=Role.user, content="The question before.")
-
-
-class History(Enum):
-    """What happens to reasoning once it is history."""
-
-    keep = "keep"
-    """What was sampled stays in the sequence, though the harness dropped it or the template would."""
-    strip = "strip"
-    """What the harness drops, or the template does not show again, makes a new sequence without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +45,9 @@ class Renderer:
         prompt = [*parent.token_ids, *renderer.bridge(parent, [another_user])]
     """
 
-    def __init__(self, tokenizer: Any, *, history: History = History.keep, stop_token_ids: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: Any, *, history: ReasoningHistory = ReasoningHistory.keep, stop_token_ids: Sequence[int] = ()
+    ):
         """`stop_token_ids`: more end tokens, such as those of the model's generation config.
 
         Raises:
@@ -109,8 +102,8 @@ class Renderer:
         Returns:
             None where the parent cannot be extended: it did not come to its end, it ended on a token that the template
             does not write there (gpt-oss: `<|return|>` before a user's turn), the template does not render the messages
-            after an answer, or reasoning would have to go (`History.strip`). The conversation is then rendered in
-            `full`.
+            after an answer, or reasoning would have to go (`ReasoningHistory.strip`). The conversation is then rendered
+            in `full`.
 
         Raises:
             ValueError: as `ChatTemplate.render` does for options.
@@ -119,7 +112,7 @@ class Renderer:
             return None
         neighbours = self._neighbours(parent.calls, messages, tools, options)
         if neighbours is None or (
-            self._history is History.strip
+            self._history is ReasoningHistory.strip
             and parent.has_reasoning
             and not (parent.reasoning_sent and neighbours.shows_reasoning)
         ):

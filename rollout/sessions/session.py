@@ -296,7 +296,7 @@ class Session:
         found = self._words.renderer.check(
             prompt_ids, sampled[::-1], attachment.conversation, request.tools, request.template_options
         )
-        return None if found is None else Cause[found.cause.name]
+        return None if found is None else found.cause
 
     def _parent(self, one: Generation, attachment: Attachment) -> Parent:
         assert one.answer is not None

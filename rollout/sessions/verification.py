@@ -2,24 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from rollout.sessions.generation import Cause
 from rollout.types import IntArray
 
 TokenIds = Sequence[int] | IntArray
 EXCERPT = 200
 
 
-class Cause(Enum):
-    template = "template"
-    """The template writes another text, for example because it shows the tools elsewhere as the history grows."""
-    retoken = "retoken"
-    """The texts are equal, their token ids are not."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     cause: Cause
+    """`template`, or `retoken` where the texts are equal and their token ids are not."""
     segment: int
     """Which run of tokens that nobody sampled differs, from 0, the prompt."""
     expected: str

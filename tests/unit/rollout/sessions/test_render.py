@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.rollout import ReasoningHistory
+from rollout.sessions.generation import Cause
 from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
-from rollout.sessions.render import History, Parent, Renderer
+from rollout.sessions.render import Parent, Renderer
 from rollout.sessions.template import TemplateRefusalError
-from rollout.sessions.verification import Cause
 from tests.support.chat_models import FAMILIES, chat_tokenizer
 
 SYSTEM = Message(role=Role.system, content="Be brief.")
@@ -47,7 +48,7 @@ class Session:
     """Plays a session as a gateway does: every answer is sampled, what is between comes from the renderer."""
 
     family: str
-    history: History = History.keep
+    history: ReasoningHistory = ReasoningHistory.keep
     tools: tuple[ToolSpec, ...] = ()
     messages: list[Message] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -180,12 +181,12 @@ def test_a_bridge_at_turn_128_takes_no_more_than_at_turn_8() -> None:
 def test_reasoning_that_the_harness_dropped_stays_or_makes_a_new_sequence() -> None:
     """In a tool's turn Qwen3's template would show it, before a user's turn it would not."""
     for history, following, sent, extends in [
-        (History.keep, RESULT, True, True),
-        (History.keep, RESULT, False, True),
-        (History.keep, NEXT, False, True),
-        (History.strip, RESULT, True, True),
-        (History.strip, RESULT, False, False),
-        (History.strip, NEXT, True, False),
+        (ReasoningHistory.keep, RESULT, True, True),
+        (ReasoningHistory.keep, RESULT, False, True),
+        (ReasoningHistory.keep, NEXT, False, True),
+        (ReasoningHistory.strip, RESULT, True, True),
+        (ReasoningHistory.strip, RESULT, False, False),
+        (ReasoningHistory.strip, NEXT, True, False),
     ]:
         session = Session("qwen3", history, tools=(TOOL,))
         session.ask(QUESTION)
@@ -195,7 +196,7 @@ def test_reasoning_that_the_harness_dropped_stays_or_makes_a_new_sequence() -> N
 
 
 def test_strip_needs_no_new_sequence_where_nobody_reasoned() -> None:
-    session = Session("qwen3", History.strip)
+    session = Session("qwen3", ReasoningHistory.strip)
     session.ask(QUESTION)
     session.answer(said(), end_of_turn("qwen3", Role.user))
     assert session.ask(NEXT, has_reasoning=False) is not None

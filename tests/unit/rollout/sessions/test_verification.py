@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.sessions.verification import Cause, compare, is_check_due
+from rollout.sessions.generation import Cause
+from rollout.sessions.verification import compare, is_check_due
 
 
 def letters(ids: list[int]) -> str:

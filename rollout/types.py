@@ -160,11 +160,14 @@ class GenerationRequest:
 class TurnReward:
     """The reward for what the policy did in a response up to token `end`, since the turn before.
 
-    Example: (TurnReward(12, 0.5), TurnReward(40, 1.0)): tokens [0, 12) and [12, 40) are two turns with a reward each.
+    Example: (TurnReward(12, 0.5, 0), TurnReward(40, 1.0, 1)): tokens [0, 12) and [12, 40) are two turns with a reward
+    each.
     """
 
     end: int
     reward: float
+    number: int
+    """How many rewarded turns of the episode precede it in time, those of other branches too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,7 +187,8 @@ class TokenSequence:
     spans: tuple[VersionSpan, ...]
     """Version spans over the sampled tokens of [0, R)."""
     turn_rewards: tuple[TurnReward, ...] = ()
-    """By `end`, ascending, for an episode that is rewarded by turns. The trajectory's reward contains them."""
+    """By `end`, ascending, for an episode that is rewarded by turns. The trajectory's reward contains them. A turn that
+    got none is one of 0, or belongs to the next."""
 
     @classmethod
     def of(cls, prompt_ids: Iterable[int], response: Completion, loss_mask: BoolArray | None = None) -> Self:

@@ -91,22 +91,29 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     they have. A request with another prompt than before begins anew.
 
     The turns of an episode may come in another order than before, as those of sub-agents that run side by side: a
-    request takes what was sampled for its prompt.
+    request takes what was sampled for its prompt, its own turn's if that is there. What one turn has taken no other
+    gets; the same turn gets it as often as it asks.
     """
     known: defaultdict[tuple[int, int], dict[int, PartialCompletion]] = defaultdict(dict)
     for (episode, turn), partial in sorted(partials.items(), key=lambda item: item[0]):
         known[episode, partial.prompt_checksum][turn] = partial
+    taken: dict[tuple[InGroup, int], PartialCompletion | None] = {}
 
-    def take(request: GenerationRequest) -> PartialCompletion | None:
-        episode, turn = request.request_id.in_group
-        of_prompt = known[episode, prompt_checksum(request.prompt_ids)]
-        return of_prompt[turn] if turn in of_prompt else of_prompt.pop(next(iter(of_prompt), turn), None)
+    def take_all(requests: list[GenerationRequest]) -> list[PartialCompletion | None]:
+        asked = [(request.request_id.in_group, prompt_checksum(request.prompt_ids)) for request in requests]
+        new = [key for key in asked if key not in taken]
+        for (episode, turn), checksum in new:  # before the others take what is left
+            taken[(episode, turn), checksum] = known[episode, checksum].pop(turn, None)
+        for (episode, turn), checksum in new:
+            of_prompt = known[episode, checksum]
+            if taken[(episode, turn), checksum] is None and of_prompt:
+                taken[(episode, turn), checksum] = of_prompt.pop(min(of_prompt))
+        return [taken[key] for key in asked]
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
         answers: dict[RequestId, Completion] = {}
         rest: list[GenerationRequest] = []
-        for request in requests:
-            partial = take(request)
+        for request, partial in zip(requests, take_all(requests), strict=True):
             if partial is None:
                 rest.append(request)
             elif partial.completion.finish_reason:

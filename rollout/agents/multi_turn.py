@@ -122,7 +122,8 @@ class MultiTurn:
             self._fail(episode, error)
             return
         if step.reward is not None:
-            episode.turn_rewards.append(TurnReward(episode.response.num_tokens, step.reward))
+            number = len(episode.turn_rewards)
+            episode.turn_rewards.append(TurnReward(episode.response.num_tokens, step.reward, number))
         if step.done:
             episode.finish_reason = "stop"
         elif episode.num_turns == self.max_turns or episode.room <= len(observation):  # the policy could not answer

@@ -1,5 +1,6 @@
 """From a tree of generations to the sequences that are trained: every sampled token in exactly one of them."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,11 +84,15 @@ def _before(one: Generation, generations: Sequence[Generation], kept: Mapping[in
     return None
 
 
-def to_sequence(row: Sequence[Generation], rewards: Mapping[int, float]) -> TokenSequence:
-    """The sequence of generations that each go on from the one before. `rewards`: by number of the generation.
+def to_sequence(
+    row: Sequence[Generation], rewards: Mapping[int, float] | None = None, rewarded: Sequence[int] = ()
+) -> TokenSequence:
+    """The sequence of generations that each go on from the one before. Its prompt is all that precedes the first, and
+    tokens between two completions are observations: mask False, logprob 0 and no version.
 
-    Its prompt is all that precedes the first, and tokens between two completions are observations: mask False, logprob
-    0 and no version.
+    Args:
+        rewards: by number of the generation; where the session has any, every generation is a turn.
+        rewarded: the calls of those generations, ascending.
     """
     parts, masks, turn_rewards = [EMPTY], [np.empty(0, np.bool_)], []
     length = len(row[0].prompt_ids)
@@ -97,8 +102,10 @@ def to_sequence(row: Sequence[Generation], rewards: Mapping[int, float]) -> Toke
         parts += [observed, one.completion]
         masks += [np.zeros(observed.num_tokens, np.bool_), np.ones(one.completion.num_tokens, np.bool_)]
         length += observed.num_tokens + one.completion.num_tokens
-        if one.number in rewards:
-            turn_rewards.append(TurnReward(length - start, rewards[one.number]))
+        if rewards:
+            turn_rewards.append(
+                TurnReward(length - start, rewards.get(one.number, 0.0), bisect_left(rewarded, one.call))
+            )
     return TokenSequence(
         prompt_ids=row[0].prompt_ids,
         response_ids=(whole := Completion.concatenate(parts)).token_ids,

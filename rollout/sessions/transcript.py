@@ -187,7 +187,9 @@ class Transcript:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """The sequences to train, in the order in which they began: one for a linear session. Every token of the
         trained generations is sampled in exactly one of them."""
-        return tuple(to_sequence(row, self.rewards.turns) for row in rows(self._generations))
+        rewards = self.rewards.turns
+        rewarded = sorted({self._generations[number].call for number in rewards})
+        return tuple(to_sequence(row, rewards, rewarded) for row in rows(self._generations))
 
     def statistics(self) -> SessionStatistics:
         return statistics(self._generations, self._num_repeated)

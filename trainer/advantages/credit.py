@@ -115,10 +115,10 @@ def _by_group(
     rewards = _rewards(groups) - lost
     estimator = load_estimator(algorithm.advantage)
     turns = turn_numbers(trajectories) if algorithm.turn_credit else np.zeros_like(tokens.trajectories)
-    by_turn = []
-    for turn in range(turns.max(initial=0) + 1):
-        to_go = rewards if turn == 0 else _rewards_from(turn, trajectories, rewards)
-        by_turn.append(join(group_advantages(groups, _split(to_go, groups), estimator, algorithm), np.float32))
+    by_turn = [
+        join(group_advantages(groups, _split(to_go, groups), estimator, algorithm), np.float32)
+        for to_go in _rewards_to_go(trajectories, rewards, turns, tokens.trajectories)
+    ]
     of_tokens = np.stack(by_turn)[turns, tokens.trajectories]
     tokens = replace(tokens, advantages=of_tokens)
     means = _split(by_turn[0], groups) if len(by_turn) == 1 else _trajectory_means(of_tokens, tokens, groups)
@@ -126,26 +126,34 @@ def _by_group(
 
 
 def turn_numbers(trajectories: Sequence[Trajectory]) -> IntArray:
-    """[T]: how many rewarded turns of its trajectory precede each loss token. What follows the last is a turn, too."""
+    """[T]: the number of each loss token's turn; 0 where turns have no rewards. What follows the last is a turn, too."""
     numbers: list[IntArray] = []
-    for trajectory in trajectories:
-        before = 0
-        for sequence in trajectory.sequences:
-            ends = [turn.end for turn in sequence.turn_rewards]
-            of_tokens = np.searchsorted(ends, np.flatnonzero(sequence.loss_mask), side="right")
-            numbers.append((before + of_tokens).astype(np.int32))
-            before += len(ends)
+    for sequence in (sequence for trajectory in trajectories for sequence in trajectory.sequences):
+        ends = [turn.end for turn in sequence.turn_rewards]
+        of_turns = [turn.number for turn in sequence.turn_rewards]
+        of_turns.append(of_turns[-1] + 1 if of_turns else 0)
+        places = np.searchsorted(ends, np.flatnonzero(sequence.loss_mask), side="right")
+        numbers.append(np.array(of_turns, np.int32)[places])
     return join(numbers, np.int32)
 
 
-def _rewards_from(turn: int, trajectories: Sequence[Trajectory], rewards: FloatArray) -> FloatArray:
-    """[B] -> [B]: the rewards without those of the turns before `turn`; 0 for a trajectory without such a turn."""
-    kept = np.zeros_like(rewards)
+def _rewards_to_go(
+    trajectories: Sequence[Trajectory], rewards: FloatArray, turns: IntArray, owners: IntArray
+) -> FloatArray:
+    """[B] rewards -> [turns, B]: those without what the turns before brought; 0 where a trajectory has no later token.
+
+    Args:
+        turns, owners: [T] the turn and the trajectory of each loss token.
+    """
+    num_turns = turns.max(initial=0) + 1
+    last = np.zeros(len(trajectories), np.int32)
+    np.maximum.at(last, owners, turns)
+    brought = np.zeros((num_turns, len(trajectories)), np.float32)  # by the turn right before
     for index, trajectory in enumerate(trajectories):
-        of_turns = [one.reward for sequence in trajectory.sequences for one in sequence.turn_rewards]
-        if turn <= turn_numbers([trajectory]).max(initial=0):
-            kept[index] = rewards[index] - sum(of_turns[:turn])
-    return kept
+        for turn in (turn for sequence in trajectory.sequences for turn in sequence.turn_rewards):
+            if turn.number + 1 < num_turns:
+                brought[turn.number + 1, index] += turn.reward
+    return np.where(np.arange(num_turns)[:, None] <= last, rewards - brought.cumsum(0), 0).astype(np.float32)
 
 
 def _by_return(

@@ -49,8 +49,8 @@ class SequenceRecord:
     """[start, end, global_steps] of the sampled response tokens."""
     turns: list[tuple[int, int]]
     """[start, end) of the response tokens that the policy sampled in one go; what lies between is an environment's."""
-    turn_rewards: list[tuple[int, float]]
-    """[end, reward] of an episode that is rewarded by turns."""
+    turn_rewards: list[tuple[int, float, int]]
+    """[end, reward, number] of the turns of an episode that is rewarded by turns; `number` rewarded ones precede it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def _sequence_record(sequence: TokenSequence) -> SequenceRecord:
         loss_tokens=int(sequence.loss_mask.sum()),
         versions=[(span.start, span.end, span.global_steps) for span in sequence.spans],
         turns=_turns(sequence.spans),
-        turn_rewards=[(turn.end, turn.reward) for turn in sequence.turn_rewards],
+        turn_rewards=[(turn.end, turn.reward, turn.number) for turn in sequence.turn_rewards],
     )
 
 

@@ -42,3 +42,32 @@ def test_what_is_complete_is_answered_at_once_and_the_rest_goes_on() -> None:
         assert await resumed(requests[:1]) == [done] and len(calls) == 1, "the replica is not asked for nothing"
 
     run_virtual(main())
+
+
+def test_what_was_sampled_once_goes_on_in_one_request_only() -> None:
+    """Three answers were asked to one prompt, and the third had not begun; a fourth is asked later."""
+    calls: list[list[Completion | None]] = []
+
+    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
+        calls.append([request.partial for request in requests])
+        return [make_completion([1], [4], "stop") for _ in requests]
+
+    checksum = prompt_checksum((1, 2))
+    done, begun = make_completion([5], [3], "stop"), make_completion([6], [3], "")
+    partials = {
+        (0, turn): PartialCompletion(prompt_checksum=checksum, completion=completion)
+        for turn, completion in enumerate((done, begun))
+    }
+    turns = [
+        replace(make_request("9.4-0", 8), request_id=replace(make_request("9.4-0", 8).request_id, turn=turn))
+        for turn in (2, 1, 0, 3)
+    ]
+
+    async def main() -> None:
+        resumed = resume_from(partials, generate)
+        answers = await resumed(turns[:3])
+        assert [answer.token_ids.tolist() for answer in answers] == [[1], [1], [5]] and calls == [[None, begun]]
+        await resumed(turns[3:])
+        assert calls[1:] == [[None]], "not what another request has"
+
+    run_virtual(main())

@@ -130,7 +130,7 @@ def test_every_turn_keeps_the_reward_it_got() -> None:
     policy = Policy([("ab", [1, 1, 1]), ("c", [1, 1]), ("d", [1, 1])])
     script = Script(Step(observation="XY", reward=0.5), Step(observation="Z"), Step(done=True, reward=-1.0))
     (episode,) = play(policy, script)
-    assert only(episode).turn_rewards == (TurnReward(3, 0.5), TurnReward(10, -1.0))
+    assert only(episode).turn_rewards == (TurnReward(3, 0.5, 0), TurnReward(10, -1.0, 1))
     assert episode.result is not None and episode.result.reward == -0.5
 
 

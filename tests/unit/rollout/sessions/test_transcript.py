@@ -249,7 +249,7 @@ def test_the_last_reward_before_the_end_counts_and_later_ones_are_refused() -> N
     transcript.reward(9.0, transcript.names.answer_id(0))
     transcript.reward(0.5, f"chatcmpl-{transcript.names.answer_id(0)}")
     assert (transcript.rewards.total, transcript.rewards.metrics) == (1.5, {"tests": 3.0})
-    assert transcript.sequences()[0].turn_rewards == (TurnReward(3, 0.5),)
+    assert transcript.sequences()[0].turn_rewards == (TurnReward(3, 0.5, 0), TurnReward(8, 0.0, 1))
     transcript.close()
     with pytest.raises(TranscriptClosedError, match="session a has ended"):
         transcript.reward(2.0)
@@ -266,8 +266,8 @@ def test_rewards_of_turns_are_at_the_ends_of_their_turns() -> None:
     for number, reward in enumerate((0.1, 0.2, 0.3)):
         chat.transcript.reward(reward, chat.transcript.names.answer_id(number))
     main, branch = chat.transcript.sequences()
-    assert main.turn_rewards == (TurnReward(3, 0.1), TurnReward(8, 0.2)) and second.continues
-    assert branch.turn_rewards == (TurnReward(3, 0.3),)
+    assert main.turn_rewards == (TurnReward(3, 0.1, 0), TurnReward(8, 0.2, 1)) and second.continues
+    assert branch.turn_rewards == (TurnReward(3, 0.3, 2),)
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

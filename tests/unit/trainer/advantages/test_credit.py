@@ -60,8 +60,8 @@ def test_a_trajectorys_advantage_is_that_of_each_of_its_tokens() -> None:
 def rewarded_by_turns() -> list[TrajectoryGroup]:
     """Turns of 1 and 2 tokens with rewards 2.5 and 1.5; one turn with 2; and a trajectory without turns."""
     whole = make_trajectory([1], [7, 8, 9, 6], loss_mask=[True, False, True, True], reward=4.0)
-    two = with_sequence(whole, turn_rewards=(TurnReward(1, 2.5), TurnReward(4, 1.5)))
-    one = with_sequence(make_trajectory([1], [5], reward=2.0), turn_rewards=(TurnReward(1, 2.0),))
+    two = with_sequence(whole, turn_rewards=(TurnReward(1, 2.5, 0), TurnReward(4, 1.5, 1)))
+    one = with_sequence(make_trajectory([1], [5], reward=2.0), turn_rewards=(TurnReward(1, 2.0, 0),))
     return [make_group(0, [two, one, make_trajectory([1], [4, 3], reward=0.0)])]
 
 
@@ -74,6 +74,23 @@ def test_a_turn_learns_from_what_came_from_it_on() -> None:
     assert other.tokens.advantages.tolist() == [3, 1.5, 1.5, 0, -3, -3]
     whole = credit(groups=rewarded_by_turns, normalize_by_std=False, turn_credit=False)
     assert whole.tokens.advantages.tolist() == [2, 2, 2, 0, -2, -2]
+
+
+def delegating() -> list[TrajectoryGroup]:
+    """A sub-agent is asked between the two turns of the main agent, which got 1 and 2. The other trajectory got nothing,
+    in as many turns."""
+    main = make_trajectory([1], [7, 8, 9], loss_mask=[True, False, True], reward=3.0)
+    sub = with_sequence(make_trajectory([2], [5]), turn_rewards=(TurnReward(1, 0.0, 1),))
+    main = with_sequence(main, turn_rewards=(TurnReward(1, 1.0, 0), TurnReward(3, 2.0, 1)))
+    idle = with_sequence(make_trajectory([1], [4, 3], reward=0.0), turn_rewards=(TurnReward(1, 0.0, 0),))
+    return [make_group(0, [replace(main, sequences=(*main.sequences, *sub.sequences)), idle])]
+
+
+def test_turns_are_in_the_order_of_time_also_across_branches() -> None:
+    """From the first turn on 3, and 2 for the sub-agent, which came before the second turn of the main agent."""
+    found = credit(groups=delegating, normalize_by_std=False, advantage="rloo")
+    assert found.tokens.targets.tolist() == [7, 9, 5, 4, 3]
+    assert found.tokens.advantages.tolist() == [3, 2, 2, -3, -2]
 
 
 def branched() -> list[TrajectoryGroup]:

@@ -54,7 +54,7 @@ def test_the_reward_comes_with_the_last_loss_token_of_its_trajectory() -> None:
 def test_a_turns_reward_comes_with_its_last_loss_token_and_every_branch_ends_with_the_rest() -> None:
     """Of 5, the turns got 1 and 2. The first turn ends with a token that is not trained."""
     whole = make_trajectory([1], [2] * 4, loss_mask=[True, True, False, True])
-    turns = with_sequence(whole, turn_rewards=(TurnReward(3, 1.0), TurnReward(4, 2.0)))
+    turns = with_sequence(whole, turn_rewards=(TurnReward(3, 1.0, 0), TurnReward(4, 2.0, 1)))
     (branch,) = make_trajectory([1, 2], [3, 3]).sequences
     both = replace(turns, sequences=(*turns.sequences, branch))
     assert token_rewards([both], floats(5)).tolist() == [0, 1, 2 + 2, 0, 2]

@@ -126,7 +126,7 @@ def _by_group(
 
 
 def turn_numbers(trajectories: Sequence[Trajectory]) -> IntArray:
-    """[T]: the number of each loss token's turn; 0 where turns have no rewards. What follows the last is a turn, too."""
+    """[T]: the number of each loss token's turn; 0 where turns have no rewards. After the last is one more."""
     numbers: list[IntArray] = []
     for sequence in (sequence for trajectory in trajectories for sequence in trajectory.sequences):
         ends = [turn.end for turn in sequence.turn_rewards]

@@ -77,8 +77,8 @@ def test_a_turn_learns_from_what_came_from_it_on() -> None:
 
 
 def delegating() -> list[TrajectoryGroup]:
-    """A sub-agent is asked between the two turns of the main agent, which got 1 and 2. The other trajectory got nothing,
-    in as many turns."""
+    """A sub-agent is asked between the two turns of the main agent, which got 1 and 2. The other trajectory has as many
+    turns, and got nothing."""
     main = make_trajectory([1], [7, 8, 9], loss_mask=[True, False, True], reward=3.0)
     sub = with_sequence(make_trajectory([2], [5]), turn_rewards=(TurnReward(1, 0.0, 1),))
     main = with_sequence(main, turn_rewards=(TurnReward(1, 1.0, 0), TurnReward(3, 2.0, 1)))

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
@@ -75,7 +76,7 @@ class FakeRunner:
         self._deaths = deaths or {}
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt, *, on_open: Any
     ) -> TrajectoryGroup:
         ordinal, first = prompt.ordinal, self.live
         self.attempts.append(attempt)

@@ -316,8 +316,10 @@ class DeadlyRunner(FakeRunner):
         self.num_alone = self.max_alone = 0
         self._death: asyncio.Future[None] | None = None
 
-    async def run_group(self, prompt: Any, replica: str, sampling: Any, group_size: int, attempt: Any) -> Any:
-        running = super().run_group(prompt, replica, sampling, group_size, attempt)
+    async def run_group(
+        self, prompt: Any, replica: str, sampling: Any, group_size: int, attempt: Any, *, on_open: Any
+    ) -> Any:
+        running = super().run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
         if not attempt.alone:
             return await self._with_the_others(prompt.ordinal, asyncio.create_task(running))
         self.alone.append(prompt.ordinal)

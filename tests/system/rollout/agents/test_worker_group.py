@@ -78,7 +78,7 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
     deadly = replace(make_prompt(7), text="deadly")
 
     async def process_of(prompt: Prompt, **attempt: Any) -> float:
-        found = await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt))
+        found = await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt), on_open=[].append)
         return found.trajectories[0].reward
 
     async def processes() -> set[float]:
@@ -125,7 +125,11 @@ def test_a_worker_that_hangs_is_replaced_and_logs_where(ray_cluster: None, tiny_
     )
 
     async def process_of(prompt: Prompt) -> float:
-        return (await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt())).trajectories[0].reward
+        return (
+            (await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(), on_open=[].append))
+            .trajectories[0]
+            .reward
+        )
 
     async def main() -> None:
         first = await process_of(make_prompt(3))

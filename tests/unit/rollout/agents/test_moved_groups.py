@@ -54,9 +54,11 @@ class Scene:
         )
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any, *, on_open: Any
     ) -> TrajectoryGroup:
-        running = asyncio.create_task(self._worker.run_group(prompt, replica, sampling, group_size, attempt))
+        running = asyncio.create_task(
+            self._worker.run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
+        )
         if self.lost_at is None or attempt.number > 0:
             return await running
         self._left_behind.append(running)

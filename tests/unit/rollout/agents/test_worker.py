@@ -73,7 +73,7 @@ def make_worker(
 
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
-    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt()))
+    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt(), on_open=[].append))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

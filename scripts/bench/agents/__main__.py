@@ -23,14 +23,11 @@ import argparse
 import asyncio
 from statistics import median
 
-from scripts.bench.agents.engines import started_vllm
+from scripts.bench.agents.engines import run_simulated, started_vllm
 from scripts.bench.agents.episodes import ARMS, Job, Outcome, run_groups, started
 from scripts.bench.common import interleaved, median_ratio, show_table, write_json
-from scripts.bench.simulated_engine import SimulatedEngine
-from scripts.bench.virtual_clock import run_virtual
 
 PARTS = ("simulated", "vllm")
-SIMULATED_TOKEN_S = 0.01
 
 
 def main() -> None:
@@ -51,16 +48,9 @@ def main() -> None:
 
 def bench_simulated(job: Job) -> dict[str, float]:
     """The same job always gives the same figures."""
-    outcomes = {arm: [run_virtual(_simulated(job, arm))] for arm in ARMS}
+    outcomes = {arm: [run_simulated(job, arm)] for arm in ARMS}
     show("simulated", job, outcomes)
     return figures("", outcomes)
-
-
-async def _simulated(job: Job, arm: str) -> Outcome:
-    engine = SimulatedEngine(
-        length_of=lambda request: request.sampling.max_tokens, step_s=SIMULATED_TOKEN_S, max_num_seqs=job.seats
-    )
-    return await run_groups(job, arm, await started(engine))
 
 
 async def bench_vllm(job: Job, repeats: int) -> dict[str, float]:

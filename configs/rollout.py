@@ -98,8 +98,7 @@ class RolloutConfig:
     """With reward_runs_in=process: processes per agent worker and reward, started when all others are busy. Each scores
     one response at a time."""
     reward_timeout_s: float = 60.0
-    """Deadline in seconds for a reward: for each response by itself with reward_runs_in=process, else for all of one
-    group together. Those that are not there by then have failed."""
+    """Deadline in seconds for the reward of a response, from when it runs. One that is not there by then has failed."""
     max_failed_rewards: float = 0.01
     """Share of the run's trajectories whose reward may fail, which are then not trained. One more ends the run."""
     format_pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"

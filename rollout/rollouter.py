@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,10 +27,19 @@ class GroupRunner(Protocol):
     """The agent workers."""
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+        self,
+        prompt: Prompt,
+        replica: str,
+        sampling: SamplingParams,
+        group_size: int,
+        attempt: Attempt,
+        *,
+        on_open: Callable[[int], None],
     ) -> TrajectoryGroup:
         """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError and
-        AgentWorkerLostError."""
+        AgentWorkerLostError.
+
+        `on_open`: told how many episodes are still open, which ask the replica for more, whenever some have ended."""
         ...
 
 
@@ -87,11 +97,11 @@ class Rollouter:
                     slot = await self.buffer.claim()
                 finally:
                     if slot is None:
-                        await self._router.release(replica, self.group_size)
+                        self._router.release(replica, self.group_size)
                 if slot is None:
                     return
                 if replica not in self._router.healthy:  # ejected by the update that freed the slot
-                    await self._router.release(replica, self.group_size)
+                    self._router.release(replica, self.group_size)
                     replica = await self._router.acquire(self.group_size)
                 group = GroupUnderWay(slot=slot, prompt=self.stream.next())
                 self.under_way[group.prompt.ordinal] = group
@@ -176,13 +186,24 @@ class Rollouter:
         return await self._router.acquire(self.group_size)
 
     async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
-        prompt, attempt = group.prompt, group.attempt
+        """One try on one replica. An episode that ends gives its room there back at once, the others when it is over,
+        however it ends."""
+        prompt, attempt, held = group.prompt, group.attempt, self.group_size
+
+        def keep(num_open: int) -> None:
+            nonlocal held
+            if num_open < held:
+                self._router.release(replica, held - num_open)
+                held = num_open
+
         self._progress.begin(prompt.ordinal, attempt, replica)
         try:
             async with within(self.group_timeout_s, "rollout.group_timeout_s", f"prompt {prompt.ordinal} on {replica}"):
-                return await self.runner.run_group(prompt, replica, self.sampling, self.group_size, attempt)
+                return await self.runner.run_group(
+                    prompt, replica, self.sampling, self.group_size, attempt, on_open=keep
+                )
         finally:
-            await self._router.release(replica, self.group_size)
+            keep(0)
             if attempt.alone:
                 self._alone.release()
 

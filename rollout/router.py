@@ -11,9 +11,10 @@ from rollout.errors import NoReplicaLeftError
 def max_inflight(max_num_seqs: int, group_size: int) -> int:
     """Trajectories routed to one replica at most: twice its seats, and one group.
 
-    A group is charged whole until its longest trajectory is done, so one charge per seat would leave seats empty. The
-    extra group is needed because the next group reserves its room before it waits for a slot: a group that failed must
-    find room as well, or neither would ever continue."""
+    A group whose requests travel as one call is charged whole until its longest trajectory is done, and an episode of
+    several turns also while its tools run, so one charge per seat would leave seats empty. The extra group is needed
+    because the next group reserves its room before it waits for a slot: a group that failed must find room as well, or
+    neither would ever continue."""
     return max(2 * max_num_seqs, group_size) + group_size
 
 
@@ -31,15 +32,15 @@ class ReplicaRouter:
 
     Example:
         name = await router.acquire(8)  # waits for room
-        ...                             # the group runs on `name`
-        await router.release(name, 8)
+        router.release(name, 5)         # five of its episodes have ended
+        router.release(name, 3)
     """
 
     def __init__(self, replicas: list[str], max_inflight: int):
         """`max_inflight`: trajectories that a replica has at most at a time."""
         self._loads = {name: _Load() for name in replicas}
         self._max_inflight = max_inflight
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._turn = asyncio.Lock()  # first come, first served
 
     @property
@@ -48,28 +49,24 @@ class ReplicaRouter:
 
     async def acquire(self, count: int) -> str:
         """Reserve `count` trajectories, waiting for a replica in service that has room. Raises NoReplicaLeftError."""
-        async with self._turn, self._changed:
-            while True:
-                name = self._least_loaded(count)
-                if name is not None:
-                    self._loads[name].in_flight += count
-                    self._loads[name].assigned += count
-                    return name
+        async with self._turn:
+            while (name := self._least_loaded(count)) is None:
                 await self._changed.wait()
+            self._loads[name].in_flight += count
+            self._loads[name].assigned += count
+            return name
 
-    async def release(self, name: str, count: int) -> None:
-        """Give back `count` trajectories of an `acquire`."""
-        async with self._changed:
-            self._loads[name].in_flight -= count
-            self._changed.notify_all()
+    def release(self, name: str, count: int) -> None:
+        """Give back `count` trajectories of an `acquire`, all or some of them."""
+        self._loads[name].in_flight -= count
+        self._notify()
 
     async def in_service(self) -> list[str]:
         """Wait until a replica is in service. Returns all that are. Raises NoReplicaLeftError."""
-        async with self._changed:
-            while not self.healthy:
-                self._require_one()
-                await self._changed.wait()
-            return self.healthy
+        while not self.healthy:
+            self._require_one()
+            await self._changed.wait()
+        return self.healthy
 
     @asynccontextmanager
     async def visit(self, name: str) -> AsyncIterator[None]:
@@ -78,9 +75,8 @@ class ReplicaRouter:
         try:
             yield
         finally:
-            async with self._changed:
-                self._loads[name].visits -= 1
-                self._changed.notify_all()
+            self._loads[name].visits -= 1
+            self._notify()
 
     def expect(self, name: str, error: BaseException) -> None:
         """Register `name`, which may be new, as out of service until it is admitted. `acquire` waits for it."""
@@ -89,30 +85,32 @@ class ReplicaRouter:
     async def emptied(self, name: str) -> None:
         """Return when nothing runs on the replica."""
         load = self._loads[name]
-        async with self._changed:
-            await self._changed.wait_for(lambda: load.in_flight == 0 and load.visits == 0)
+        while load.in_flight or load.visits:
+            await self._changed.wait()
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to `name` for now."""
-        async with self._changed:
-            self._loads[name].error = error
-            self._changed.notify_all()
+        self._loads[name].error = error
+        self._notify()
 
     async def remove(self, name: str, error: BaseException) -> None:
         """Never route to `name` again. Waiters wake up, because it may have been the last replica."""
-        async with self._changed:
-            self._loads[name].error, self._loads[name].removed = error, True
-            self._changed.notify_all()
+        self._loads[name].error, self._loads[name].removed = error, True
+        self._notify()
 
     async def admit(self, name: str) -> None:
         """Route to `name` again. The caller has verified its weights."""
-        async with self._changed:
-            if not self._loads[name].removed:
-                self._loads[name].error = None
-                self._changed.notify_all()
+        if not self._loads[name].removed:
+            self._loads[name].error = None
+            self._notify()
 
     def gauges(self) -> dict[str, float]:
         return {"rollout/inflight_trajectories": sum(load.in_flight for load in self._loads.values())}
+
+    def _notify(self) -> None:
+        """Wake all who wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _require_one(self) -> None:
         if all(load.removed for load in self._loads.values()):

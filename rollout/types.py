@@ -240,7 +240,8 @@ class Trajectory:
     began: float = 0.0
     """When the agent worker began the last attempt at its group, in seconds since the epoch."""
     generate_s: float = 0.0
-    """How long all episodes of the group took in that attempt; `reward_s`: how long their rewards took."""
+    """How long its episode took in that attempt, and `reward_s` its reward; where the episodes of the group ran in one
+    call, how long all of them took."""
     reward_s: float = 0.0
 
     @property

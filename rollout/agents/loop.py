@@ -51,10 +51,22 @@ class Episode:
 
 
 @runtime_checkable
-class AgentLoop(Protocol):
-    """Makes one episode per task. A user's own is given by rollout.agent_loop=package.module:name."""
+class GroupLoop(Protocol):
+    """Makes all episodes of a group in one call: they end together."""
 
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]: ...
+
+
+@runtime_checkable
+class EpisodeLoop(Protocol):
+    """Makes one episode per call. The episodes of a group run concurrently: each is scored when it ends, and gives its
+    room on the replica to another group then."""
+
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode: ...
+
+
+AgentLoop = GroupLoop | EpisodeLoop
+"""A user's own is given by rollout.agent_loop=package.module:name. One that is both is run as a GroupLoop."""
 
 
 class SingleTurn:
@@ -82,7 +94,8 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
         return SingleTurn()
     loop = find("rollout.agent_loop", name, ("tokenizer",), known=("single_turn",))(tokenizer)
     if not isinstance(loop, AgentLoop):
-        raise ValueError(f"rollout.agent_loop={name}: gave {loop!r:.100}, which has no run(tasks, generate)")
+        has_none = "has no run(tasks, generate) and no run_episode(task, generate)"
+        raise ValueError(f"rollout.agent_loop={name}: gave {loop!r:.100}, which {has_none}")
     return loop
 
 

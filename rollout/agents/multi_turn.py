@@ -1,6 +1,5 @@
 """Episodes of several turns: the policy writes, the environment answers, until it is done or the response is full."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -38,8 +37,7 @@ OWN_METRICS = ("turns", "cut_observations", "failed_closes")
 
 @dataclass(eq=False)
 class MultiTurn:
-    """An agent loop. Every episode runs by itself, with one call of `generate` per turn: a slow environment holds up
-    its own episode only.
+    """An `EpisodeLoop` with one call of `generate` per turn: a slow environment holds up its own episode only.
 
     An environment that raises, or takes too long, leaves its episode without a reward, which counts under
     rollout.max_failed_rewards like a reward that failed.
@@ -75,12 +73,7 @@ class MultiTurn:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
 
-    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        async with asyncio.TaskGroup() as group:  # a call of generate that fails ends them all
-            running = [group.create_task(self._run_episode(task, generate)) for task in tasks]
-        return [episode.result() for episode in running]
-
-    async def _run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         episode = _Episode(task)
         try:
             await self._open(episode)

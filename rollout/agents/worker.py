@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from configs.schema import Config
-from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup
+from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop
 from rollout.agents.relay import Relay
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId
@@ -26,25 +26,38 @@ from rollout.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Of one call: when it began, in seconds since the epoch, and what its episodes and their rewards took."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """An episode with its reward."""
 
+    episode: Episode
+    text: str
+    result: RewardResult
+    """The environment's, or else the reward's."""
     began: float
+    """When its call began, in seconds since the epoch."""
     generate_s: float
     reward_s: float
 
 
-_Scored = tuple[list[tuple[Episode, str, RewardResult]], _Times]
-"""Episodes with their texts and results."""
+OnOpen = Callable[[int], None]
+"""Told how many episodes of a group are open, when an attempt begins and whenever one has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _UnderWay:
     """A group under way."""
 
     relay: Relay
-    task: asyncio.Task[_Scored]
+    on_open: OnOpen
+    """Of the present attempt."""
+    num_open: int
+    task: asyncio.Task[list[_Scored]] = field(init=False)
+
+    def end(self, count: int) -> None:
+        """So many episodes more have ended. Their rewards are still to come, which need no room on a replica."""
+        self.num_open -= count
+        self.on_open(self.num_open)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +66,7 @@ class AgentWorker:
 
     Example:
         worker.replicas["replica-3"] = generate
-        group = await worker.run_group(prompt, "replica-3", sampling, 8, Attempt())
+        group = await worker.run_group(prompt, "replica-3", sampling, 8, Attempt(), on_open=print)
     """
 
     config: Config
@@ -67,7 +80,14 @@ class AgentWorker:
     """By ordinal: groups that have lost their replica."""
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+        self,
+        prompt: Prompt,
+        replica: str,
+        sampling: SamplingParams,
+        group_size: int,
+        attempt: Attempt,
+        *,
+        on_open: OnOpen,
     ) -> TrajectoryGroup:
         """Run and score all episodes of the prompt on one replica; with remax a greedy one besides.
 
@@ -81,11 +101,14 @@ class AgentWorker:
         if group is None:
             episodes = self._episodes(prompt, sampling, group_size, attempt)
             relay = Relay(self.replicas[replica], attempt)
-            group = _UnderWay(relay, asyncio.create_task(self._run(episodes, relay)))
+            group = _UnderWay(relay, on_open, len(episodes))
+            group.task = asyncio.create_task(self._run(episodes, relay, group.end))
         else:
+            group.on_open = on_open
             group.relay.move(self.replicas[replica], attempt)
-        scored, times = await self._until_lost(prompt.ordinal, group)
-        trajectories = tuple(self._trajectory(replica, *some, times) for some in scored)
+        on_open(group.num_open)
+        scored = await self._until_lost(prompt.ordinal, group)
+        trajectories = tuple(self._trajectory(replica, some) for some in scored)
         return TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
@@ -97,7 +120,7 @@ class AgentWorker:
         if (waiting := self._waiting.pop(ordinal, None)) is not None:
             waiting.task.cancel()
 
-    async def _until_lost(self, ordinal: int, group: _UnderWay) -> _Scored:
+    async def _until_lost(self, ordinal: int, group: _UnderWay) -> list[_Scored]:
         """What the group's task returns. When its replica is lost, the task is left waiting, and the error raised."""
         lost = group.relay.lost
         try:
@@ -128,8 +151,8 @@ class AgentWorker:
         for prompt in prompts:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
             tasks += _tasks(prompt, first, [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)])
-        scored, _ = await self._run(tasks, self.replicas[replica])
-        samples = (_evaluated(episode, text, result) for episode, text, result in scored)
+        scored = await self._run(tasks, self.replicas[replica], lambda count: None)
+        samples = map(_evaluated, scored)
         return [
             EvaluatedPrompt(
                 ordinal=prompt.ordinal,
@@ -141,34 +164,60 @@ class AgentWorker:
             for prompt in prompts
         ]
 
-    async def _run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> _Scored:
-        """Episodes with their texts and results. A result is the environment's, or else the reward's."""
+    async def _run(
+        self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None]
+    ) -> list[_Scored]:
+        """Run the episodes, and score each when it has ended. `end`: told of so many that have ended."""
+        scorer = self.scorer.of_group()
+        calls = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as group:  # a call that raises ends them all
+                running = [group.create_task(self._run_call(some, generate, end, scorer)) for some in calls]
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            raise first from first.__cause__
+        return [scored for one in running for scored in one.result()]
+
+    async def _run_call(
+        self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None], scorer: RewardScorer
+    ) -> list[_Scored]:
         began, started = time.time(), time.perf_counter()
-        episodes = await self.loop.run(tasks, generate)
+        if isinstance(self.loop, GroupLoop):
+            episodes = await self.loop.run(tasks, generate)
+        else:
+            episodes = [await self.loop.run_episode(task, generate) for task in tasks]
+        end(len(tasks))
         generated = time.perf_counter()
         texts = [self._text(episode) for episode in episodes]
         ran = list(zip(tasks, episodes, texts, strict=True))
         results = iter(
-            await self.scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
+            await scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
         )
-        scored = [
-            (episode, text, next(results) if episode.result is None else _settled(task, episode.result))
+        reward_s = time.perf_counter() - generated
+        return [
+            _Scored(
+                episode=episode,
+                text=text,
+                result=next(results) if episode.result is None else _settled(task, episode.result),
+                began=began,
+                generate_s=generated - started,
+                reward_s=reward_s,
+            )
             for task, episode, text in ran
         ]
-        return scored, _Times(began, generated - started, time.perf_counter() - generated)
 
     def _text(self, episode: Episode) -> str:
         """The responses of all its sequences, decoded."""
         responses = [sequence.response_ids for sequence in episode.sequences]
         return "\n".join(self.tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in responses)
 
-    def _trajectory(self, replica: str, episode: Episode, text: str, result: RewardResult, times: _Times) -> Trajectory:
-        algorithm = self.config.algorithm
+    def _trajectory(self, replica: str, scored: _Scored) -> Trajectory:
+        algorithm, episode, result = self.config.algorithm, scored.episode, scored.result
         return Trajectory(
             sequences=episode.sequences,
             reward=result.reward,
             finish_reason=episode.finish_reason,
-            text=text,
+            text=scored.text,
             replica=replica,
             cached_tokens=episode.cached_tokens,
             reward_metrics=result.metrics,
@@ -180,9 +229,9 @@ class AgentWorker:
                 algorithm.overlong_penalty,
             ),
             error=result.error,
-            began=times.began,
-            generate_s=times.generate_s,
-            reward_s=times.reward_s,
+            began=scored.began,
+            generate_s=scored.generate_s,
+            reward_s=scored.reward_s,
         )
 
     def _with_stop(self, sampling: SamplingParams) -> SamplingParams:
@@ -204,13 +253,14 @@ def _tasks(prompt: Prompt, first: RequestId, every: Sequence[SamplingParams]) ->
     ]
 
 
-def _evaluated(episode: Episode, text: str, result: RewardResult) -> EvaluatedSample:
+def _evaluated(scored: _Scored) -> EvaluatedSample:
+    episode, result = scored.episode, scored.result
     accuracy = result.reward if result.accuracy is None else result.accuracy
     return EvaluatedSample(
         accuracy=accuracy if result.error is None else 0.0,
         answer=result.answer if result.error is None else None,
         num_tokens=episode.num_tokens,
-        response=text,
+        response=scored.text,
         versions=frozenset(span.global_steps for sequence in episode.sequences for span in sequence.spans),
         error=result.error,
     )

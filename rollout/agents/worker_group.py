@@ -4,7 +4,8 @@ import asyncio
 import faulthandler
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -17,7 +18,8 @@ from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
 from rollout.agents.encoding import encode
 from rollout.agents.heartbeat import PARTS, Heartbeat
 from rollout.agents.loop import AgentLoop, load_agent_loop
-from rollout.agents.worker import AgentWorker
+from rollout.agents.open_episodes import OpenByAttempt
+from rollout.agents.worker import AgentWorker, OnOpen
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.progress import Attempt
 from rollout.prompts import Row
@@ -66,6 +68,7 @@ class AgentWorkerActor:
             scorer=load_scorer(config.rollout),
             replicas={},
         )
+        self._open = OpenByAttempt()
 
     async def heartbeat(self) -> None:
         """Answer, as long as the event loop runs. If that stops, the process writes its stacks into its log."""
@@ -85,7 +88,12 @@ class AgentWorkerActor:
         self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
         self._worker.replicas[replica.name] = replica.generate_group
-        return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
+        opened = self._open.of(prompt.ordinal, attempt.number)
+        return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt, on_open=opened.tell)
+
+    async def open_episodes(self, ordinal: int, attempt: int, known: int) -> int:
+        """Wait until fewer than `known` episodes of the attempt are open, or a while. Returns how many are."""
+        return await self._open.of(ordinal, attempt).below(known)
 
     async def drop(self, ordinal: int) -> None:
         self._worker.drop(ordinal)
@@ -132,13 +140,35 @@ class _Worker:
             raise AgentWorkerLostError(f"{self.name} died: {error}") from error
 
 
+@asynccontextmanager
+async def _followed(
+    worker: _Worker, ordinal: int, attempt: Attempt, num_open: int, on_open: OnOpen
+) -> AsyncIterator[None]:
+    """Tells `on_open` of the episodes that end, while the block runs the attempt. `num_open`: as many as are known."""
+
+    async def follow(known: int) -> None:
+        while known > 0:
+            known = await worker.result(worker.actor.open_episodes.remote(ordinal, attempt.number, known))
+            on_open(known)
+
+    following = asyncio.create_task(follow(num_open))
+    try:
+        yield
+    finally:
+        following.cancel()
+        [outcome] = await asyncio.gather(following, return_exceptions=True)
+        # Its room is given back when the attempt is over. Of a lost worker the attempt tells.
+        if isinstance(outcome, Exception) and not isinstance(outcome, AgentWorkerLostError):
+            logger.warning("nothing was heard of the episodes of prompt %d: %r", ordinal, outcome)
+
+
 class AgentWorkerGroup:
     """The driver's side of all agent workers: a `GroupRunner` and an `EvaluationRunner`.
 
     Example:
         group = AgentWorkerGroup(config=config, tokenizer_path=path, replicas=clients, on_start=on_start)
         rows = await group.encode(rows, template, chat_template, max_tokens)
-        trajectories = await group.run_group(prompt, "replica-3", sampling, 8, Attempt())
+        trajectories = await group.run_group(prompt, "replica-3", sampling, 8, Attempt(), on_open=room.keep)
     """
 
     def __init__(
@@ -172,14 +202,24 @@ class AgentWorkerGroup:
             return await worker.result(worker.actor.encode.remote(rows, template, chat_template, max_tokens))
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+        self,
+        prompt: Prompt,
+        replica: str,
+        sampling: SamplingParams,
+        group_size: int,
+        attempt: Attempt,
+        *,
+        on_open: OnOpen,
     ) -> TrajectoryGroup:
-        arguments = (prompt, self._replicas[replica], sampling, group_size, attempt)
+        def call(actor: Any) -> Any:
+            return actor.run_group.remote(prompt, self._replicas[replica], sampling, group_size, attempt)
+
         waits_in = self._waiting.pop(prompt.ordinal, None)
         if not attempt.alone:
             worker = waits_in if waits_in is not None and self._rotation.has(waits_in) else await self._rotation.next()
             try:
-                return await self._run_on(worker, lambda actor: actor.run_group.remote(*arguments), [prompt])
+                async with _followed(worker, prompt.ordinal, attempt, group_size, on_open):
+                    return await self._run_on(worker, call, [prompt])
             except ReplicaLostError:
                 self._waiting[prompt.ordinal] = worker
                 raise
@@ -187,7 +227,8 @@ class AgentWorkerGroup:
             waits_in.actor.drop.remote(prompt.ordinal)
         worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
         try:
-            return await worker.run(worker.actor.run_group.remote(*arguments), [prompt])
+            async with _followed(worker, prompt.ordinal, attempt, group_size, on_open):
+                return await worker.run(call(worker.actor), [prompt])
         finally:
             ray.kill(worker.actor)
 

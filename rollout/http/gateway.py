@@ -79,7 +79,7 @@ class Proxy:
         try:
             await self._relay_to(name, request, body, send)
         finally:
-            await self.router.release(name, 1)
+            self.router.release(name, 1)
 
     async def _relay_to(self, name: str, request: Request, body: bytes, send: Send) -> None:
         url = httpx.URL(self.urls[name]).copy_with(path=request.url.path, query=request.url.query.encode())

@@ -17,7 +17,7 @@ from rollout.rewards.outcome import Raised
 from rollout.types import Prompt
 
 MAX_THREADS = 256
-"""Synchronous rewards of one call that run concurrently, under one deadline. Then come the next, under another."""
+"""Synchronous rewards of one group that run concurrently. The others wait, and their time has not begun."""
 
 Responses = Sequence[tuple[Prompt, str]]
 
@@ -27,6 +27,10 @@ class Place(Protocol):
 
     async def score(self, responses: Responses) -> list[object]:
         """Return one outcome per response, in order: what the reward returned, or `Raised`. Raises nothing."""
+        ...
+
+    def of_group(self) -> "Place":
+        """The same place for a group whose responses come in several calls: its limits hold for all of them."""
         ...
 
 
@@ -52,6 +56,9 @@ class Called:
             outcomes[index] = outcome
         return outcomes
 
+    def of_group(self) -> Place:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -62,12 +69,28 @@ class Threads:
     """rollout.reward_timeout_s."""
 
     async def score(self, responses: Responses) -> list[object]:
-        calls = [partial(self.reward, prompt, text) for prompt, text in responses]
-        outcomes: list[object] = []
-        for start in range(0, len(calls), MAX_THREADS):
-            some = [_in_a_thread(call) for call in calls[start : start + MAX_THREADS]]
-            outcomes += await _in_time(some, self.timeout_s)
-        return outcomes
+        return await self.of_group().score(responses)
+
+    def of_group(self) -> Place:
+        return _ThreadsOfGroup(self, asyncio.Semaphore(MAX_THREADS))
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadsOfGroup:
+    threads: Threads
+    free: asyncio.Semaphore
+
+    async def score(self, responses: Responses) -> list[object]:
+        return await asyncio.gather(*(self._outcome(prompt, text) for prompt, text in responses))
+
+    async def _outcome(self, prompt: Prompt, text: str) -> object:
+        async with self.free:
+            call = _in_a_thread(partial(self.threads.reward, prompt, text))
+            [outcome] = await _in_time([call], self.threads.timeout_s)
+            return outcome
+
+    def of_group(self) -> Place:
+        return self
 
 
 def place_in_worker(reward: Reward, timeout_s: float) -> Place:

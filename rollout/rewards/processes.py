@@ -9,7 +9,6 @@ import socket
 import sys
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.runtime.deadline import within
@@ -17,11 +16,12 @@ from configs.runtime.environment import PYTHON_PATH
 from configs.schema import RolloutConfig
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised
+from rollout.rewards.places import Place, Responses
 from rollout.rewards.process import HEADER, Begun, Setup, frame
 from rollout.types import Prompt
 
 MAX_LOST = 3
-"""Processes that one call may cost. What is unscored then has failed too, so that a reward that always hangs ends the
+"""Processes that one group may cost. What is unscored then has failed too, so that a reward that always hangs ends the
 run after minutes, however large its groups are."""
 EXIT_S = 5.0
 """So long a process that has closed its socket may take to end."""
@@ -49,13 +49,15 @@ class RewardProcesses:
         self._idle: list[_Process] = []
         self._free = asyncio.Semaphore(rollout.reward_processes)
 
-    async def score(self, responses: Sequence[tuple[Prompt, str]]) -> list[object]:
+    async def score(self, responses: Responses) -> list[object]:
         """Return one outcome per response, in order: a `RewardResult`, or what stands for it in `Raised`."""
-        losses: list[Exception] = []
-        return await asyncio.gather(*(self._outcome(response, losses) for response in responses))
+        return await self.of_group().score(responses)
 
-    async def _outcome(self, response: tuple[Prompt, str], losses: list[Exception]) -> object:
-        """`losses`: why processes of this call were lost so far, which is added to."""
+    def of_group(self) -> Place:
+        return _OfGroup(self, [])
+
+    async def outcome(self, response: tuple[Prompt, str], losses: list[Exception]) -> object:
+        """`losses`: why processes of this group were lost so far, which is added to."""
         async with self._free:
             if len(losses) >= MAX_LOST:
                 text = f"not scored: {MAX_LOST} processes were lost to its group, the last because it {losses[-1]}"
@@ -86,6 +88,18 @@ class RewardProcesses:
             finally:
                 if not is_kept:
                     process.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class _OfGroup:
+    processes: RewardProcesses
+    losses: list[Exception]
+
+    async def score(self, responses: Responses) -> list[object]:
+        return await asyncio.gather(*(self.processes.outcome(response, self.losses) for response in responses))
+
+    def of_group(self) -> Place:
+        return self
 
 
 @dataclass(frozen=True, slots=True)

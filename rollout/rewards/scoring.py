@@ -40,6 +40,10 @@ class RewardScorer:
         terms = [term for term, _ in self.terms]
         return [_combined(terms, results) for results in zip(*by_term, strict=True)]
 
+    def of_group(self) -> "RewardScorer":
+        """The same for a group whose responses come in several calls: limits of a group hold for all of them."""
+        return RewardScorer(tuple((term, place.of_group()) for term, place in self.terms))
+
 
 def load_scorer(rollout: RolloutConfig) -> RewardScorer:
     """Find the rewards of rollout.reward. Raises ValueError when a term is not one."""

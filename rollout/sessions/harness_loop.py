@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,17 +56,12 @@ def make_host(config: Config, tokenizer: Any) -> SessionHost:
 
 
 class HarnessLoop:
-    """Runs a harness per episode, all of them at once."""
+    """An `EpisodeLoop` that runs a harness per episode."""
 
     def __init__(self, harness: Harness, host: SessionHost, config: SessionsConfig):
         self._harness, self._host, self._config = harness, host, config
 
-    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._run_episode(task, generate)) for task in tasks]
-        return [episode.result() for episode in running]
-
-    async def _run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         where = f"the harness of prompt {task.prompt.ordinal}, episode {task.index},"
         async with self._host.open(task, generate) as (session, connection):
             returned: object = None

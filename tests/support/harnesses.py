@@ -82,5 +82,5 @@ async def harness_loop(harness: Harness, max_tokens: int = 1000, **sessions: Any
 
 async def run_one(harness: Harness, policy: Policy, max_tokens: int = 1000, **sessions: Any) -> Episode:
     async with harness_loop(harness, max_tokens, **sessions) as loop:
-        (episode,) = await loop.run([episode_task(max_tokens=max_tokens)], policy.generate)
+        episode = await loop.run_episode(episode_task(max_tokens=max_tokens), policy.generate)
     return episode

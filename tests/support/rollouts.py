@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
@@ -56,7 +57,10 @@ class FakeRunner:
 
     The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
     is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
+    With `ends_early` its episodes end one after the other, of which it goes on to tell when it has been given up.
     """
+
+    ends_early = False
 
     def __init__(
         self,
@@ -75,12 +79,15 @@ class FakeRunner:
         self._deaths = deaths or {}
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt, *, on_open: Any
     ) -> TrajectoryGroup:
         ordinal, first = prompt.ordinal, self.live
         self.attempts.append(attempt)
         self.events.append(("start", ordinal, replica))
         seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
+        for ended in range(group_size + 1 if self.ends_early else 0):
+            at = seconds * ended / group_size
+            asyncio.get_running_loop().call_later(at, on_open, group_size - ended)
         try:
             await asyncio.sleep(min(seconds, max(lives_s, 0)))
         except asyncio.CancelledError:

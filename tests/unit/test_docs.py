@@ -28,6 +28,7 @@ from rollout.sessions.harness import FunctionHarness
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from scripts.docs import TABLES, fresh
 from tests.support.compose import changed, resolve
+from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt
 from tests.support.harnesses import Policy, run_one
 from tests.support.losses import make_tokens
@@ -260,7 +261,7 @@ def try_agent_loop(path: str) -> None:
     loop = load_agent_loop(path, Characters())
     sampling = SamplingParams(max_tokens=200)
     task = EpisodeTask(request_id=RequestId(ordinal=5), prompt=make_prompt(5), index=0, sampling=sampling)
-    (episode,) = asyncio.run(loop.run([task], says_five))
+    (episode,) = asyncio.run(episodes_of(loop, [task], says_five))
     assert episode.result is not None and episode.result.reward == 1 and episode.result.error is None
     assert only(episode).loss_mask.any()
 

@@ -82,7 +82,8 @@ class TrajectoryRecord:
     began: float
     """When the agent worker began the last attempt at the group, in seconds since the epoch."""
     generate_s: float
-    """How long the episodes of the group took in that attempt, and `reward_s` their rewards."""
+    """How long its episode took in that attempt, and `reward_s` its reward; where the episodes of the group ran in one
+    call, how long all of them took."""
     reward_s: float
 
 

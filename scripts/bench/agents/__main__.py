@@ -1,10 +1,11 @@
 """Episodes that run by themselves against episodes that take their turns together.
 
-python -m scripts.bench.agents [--repeats 3] [--groups 64] [--only PART ...]
+python -m scripts.bench.agents [--repeats 3] [--groups 256] [--vllm-groups 64] [--only PART ...]
 
-Groups of 8 episodes of 4 to 8 turns, each with a tool between two turns whose latency is log-normal (sigma 1). As many
-groups as fit run at once. In one arm every episode asks for its next turn as soon as its own tool has answered
-(`MultiTurn`), in the other a group waits for the slowest of its tools before any episode goes on.
+Groups of 8 episodes of 4 to 8 turns, each with a tool between two turns whose latency is log-normal (sigma 1). The
+router of a run lets in as many as it has room for: twice the engine's seats, and a group. In one arm every episode asks
+for its next turn as soon as its own tool has answered, and gives its room to others when it ends (`MultiTurn`). In the
+other a group waits for the slowest of its tools before any episode goes on, and holds its room until the last ends.
 
 - `simulated`: an engine of 128 seats with 10 ms a token, on a virtual clock; tools take 1 s on average.
 - `vllm`: a real vLLM engine of a tiny model; tools take 0.5 s on average. The arms take turns.
@@ -22,51 +23,43 @@ import argparse
 import asyncio
 from statistics import median
 
-from scripts.bench.agents.engines import started_vllm
-from scripts.bench.agents.episodes import ARMS, Job, Outcome, run_groups
+from scripts.bench.agents.engines import run_simulated, started_vllm
+from scripts.bench.agents.episodes import ARMS, Job, Outcome, run_groups, started
 from scripts.bench.common import interleaved, median_ratio, show_table, write_json
-from scripts.bench.simulated_engine import SimulatedEngine
-from scripts.bench.virtual_clock import run_virtual
 
 PARTS = ("simulated", "vllm")
-SIMULATED_TOKEN_S = 0.01
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each arm of vllm")
-    parser.add_argument("--groups", type=int, default=64, help="groups of a run")
+    parser.add_argument("--groups", type=int, default=256, help="groups of a simulated run")
+    parser.add_argument("--vllm-groups", type=int, default=64, help="groups of a run of vllm")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run, instead of all")
     options = parser.parse_args()
     results: dict[str, float] = {}
     if "simulated" in options.only:
         results |= bench_simulated(Job(num_groups=options.groups))
     if "vllm" in options.only:
-        job = Job(num_groups=options.groups, mean_tool_s=0.5)
+        job = Job(num_groups=options.vllm_groups, mean_tool_s=0.5)
         results |= asyncio.run(bench_vllm(job, options.repeats))
     write_json(results)
 
 
 def bench_simulated(job: Job) -> dict[str, float]:
     """The same job always gives the same figures."""
-    outcomes = {arm: [run_virtual(_simulated(job, arm))] for arm in ARMS}
+    outcomes = {arm: [run_simulated(job, arm)] for arm in ARMS}
     show("simulated", job, outcomes)
     return figures("", outcomes)
 
 
-async def _simulated(job: Job, arm: str) -> Outcome:
-    engine = SimulatedEngine(
-        length_of=lambda request: request.sampling.max_tokens, step_s=SIMULATED_TOKEN_S, max_num_seqs=job.seats
-    )
-    return await run_groups(job, arm, engine)
-
-
 async def bench_vllm(job: Job, repeats: int) -> dict[str, float]:
     async with started_vllm(job) as engine:
-        await run_groups(Job(num_groups=2, mean_tool_s=0.01), ARMS[0], engine)  # the first requests are slow
+        replica = await started(engine)
+        await run_groups(Job(num_groups=2, mean_tool_s=0.01), ARMS[0], replica)  # the first requests are slow
 
         async def run(arm: str) -> Outcome:
-            return await run_groups(job, arm, engine)
+            return await run_groups(job, arm, replica)
 
         outcomes = await interleaved({arm: lambda _, arm=arm: run(arm) for arm in ARMS}, repeats)
     show("vllm", job, outcomes)
@@ -90,7 +83,8 @@ def show(name: str, job: Job, outcomes: dict[str, list[Outcome]]) -> None:
         for outcome in arms
     ]
     title = (
-        f"{name}: {job.num_groups} groups of {job.group_size}, {job.at_once} at once, tools of {job.mean_tool_s:g} s"
+        f"{name}: {job.num_groups} groups of {job.group_size}, at most {job.max_inflight} episodes at once, "
+        f"tools of {job.mean_tool_s:g} s"
     )
     show_table(title, ["arm", "seconds", "samples/s", "engine idle"], rows)
 

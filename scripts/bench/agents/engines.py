@@ -1,4 +1,4 @@
-"""A real vLLM engine with a tiny untrained model."""
+"""The engines of the benchmark: one on a virtual clock, and real vLLM with a tiny untrained model."""
 
 import os
 from collections.abc import AsyncIterator
@@ -7,7 +7,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rollout.engines.base import Engine, EngineSpec
-from scripts.bench.agents.episodes import MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Job
+from scripts.bench.agents.episodes import MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Job, Outcome, run_groups, started
+from scripts.bench.simulated_engine import SimulatedEngine
+from scripts.bench.virtual_clock import run_virtual
+
+SIMULATED_TOKEN_S = 0.01
+
+
+def run_simulated(job: Job, arm: str) -> Outcome:
+    """The same job always has the same outcome."""
+
+    async def run() -> Outcome:
+        engine = SimulatedEngine(
+            length_of=lambda request: request.sampling.max_tokens, step_s=SIMULATED_TOKEN_S, max_num_seqs=job.seats
+        )
+        return await run_groups(job, arm, await started(engine))
+
+    return run_virtual(run())
 
 
 @asynccontextmanager

@@ -1,25 +1,41 @@
-"""The job of the benchmark: groups of episodes with tools, each by itself or in lockstep."""
+"""The job of the benchmark: groups of episodes with tools, each by itself or in lockstep.
+
+Rollouter, router, buffer, agent worker and replica are the real ones: what a group or an episode has of the replica's
+room, it gets from the router and gives back to it, as in a run.
+"""
 
 import asyncio
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, WeightSyncConfig
 from rollout.agents.environment import Step, Turn
-from rollout.agents.loop import EpisodeTask
+from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.multi_turn import MultiTurn
+from rollout.agents.worker import AgentWorker
+from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import Engine
-from rollout.request_ids import RequestId
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.prompts import PromptStream
+from rollout.replica.replica import RolloutReplica
+from rollout.rollouter import Rollouter
+from rollout.router import ReplicaRouter, max_inflight
+from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
+from scripts.bench.stand_ins import NO_REWARD
 
 ARMS = ("independent", "lockstep")
 TURN_TOKENS = 24
 PROMPT_TOKENS = 40
 MAX_RESPONSE_TOKENS = 300
-_batches = itertools.count(1)  # request ids of two runs on one engine must differ
+REPLICA = "replica-0"
+NEVER_S = 1e6
+_batches = itertools.count(1)  # request ids and prompts of two runs on one engine must differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +51,9 @@ class Job:
     """Requests that the engine runs at once."""
 
     @property
-    def at_once(self) -> int:
-        """Groups under way."""
-        return self.seats // self.group_size
+    def max_inflight(self) -> int:
+        """Trajectories that the router lets in at once: as in a run."""
+        return max_inflight(self.seats, self.group_size)
 
     def num_turns(self, ordinal: int, index: int) -> int:
         low, high = self.turns
@@ -56,35 +72,76 @@ class Outcome:
     """Share of the time in which the engine ran no request."""
 
 
-async def run_groups(job: Job, arm: str, engine: Engine) -> Outcome:
-    """Run all groups, as many at once as fill the engine's seats."""
-    clock = asyncio.get_running_loop().time
-    batch = next(_batches)
-    room = asyncio.Semaphore(job.at_once)
-    gauge = _Gauge(engine)
+async def started(engine: Engine) -> RolloutReplica:
+    """A replica that serves the weights that the engine has."""
+    replica = RolloutReplica(REPLICA, engine, WeightSyncConfig())
+    await replica.tag_loaded(0)
+    return replica
 
-    async def run(ordinal: int) -> None:
-        async with room:
-            group = _Group(job, ordinal, waits_for_all=arm == "lockstep")
-            loop = MultiTurn(lambda prompt: _Tool(group), _OneToken(), max_turns=job.turns[1], step_timeout_s=1e6)
-            await loop.run(_tasks(job, batch, ordinal), gauge.generate)
 
-    started = clock()
-    await asyncio.gather(*(run(ordinal) for ordinal in range(job.num_groups)))
-    seconds = clock() - started
+async def run_groups(job: Job, arm: str, replica: RolloutReplica) -> Outcome:
+    """Run all groups, as many at once as the router lets in: there is a slot for each."""
+    clock, gauge = asyncio.get_running_loop().time, _Gauge(replica)
+    tools = _Tools(job, waits_for_all=arm == "lockstep")
+    loop = MultiTurn(tools.next, _OneToken(), max_turns=job.turns[1], step_timeout_s=NEVER_S)
+    router = ReplicaRouter([REPLICA], job.max_inflight)
+    members: list[Any] = [replica]
+    window = StalenessWindow(groups_per_step=job.num_groups, max_staleness=0)
+    buffer = TrajectoryBuffer(SlotLedger(window, StalePolicy.wait, job.num_groups), batch_timeout_s=NEVER_S)
+    rollouter = Rollouter(
+        stream=_prompts(job, next(_batches)),
+        buffer=buffer,
+        fleet=ReplicaFleet(members, router, min_replicas=1, report=[].append, serving=0),
+        runner=AgentWorker(
+            config=Config(
+                algorithm=AlgorithmConfig(group_size=job.group_size),
+                rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS),
+            ),
+            tokenizer=_OneToken(),
+            loop=_Together(loop) if arm == "lockstep" else loop,
+            scorer=NO_REWARD,
+            replicas={REPLICA: gauge.generate},
+        ),
+        updating=asyncio.Lock(),
+        sampling=SamplingParams(max_tokens=MAX_RESPONSE_TOKENS, ignore_eos=True),
+        group_size=job.group_size,
+        group_timeout_s=NEVER_S,
+    )
+    began = clock()
+    await asyncio.gather(rollouter.run(), buffer.next_batch(0))
+    seconds = clock() - began
     samples = job.num_groups * job.group_size
     return Outcome(seconds=seconds, samples_per_s=samples / seconds, engine_idle=1 - gauge.busy_s / seconds)
 
 
-def _tasks(job: Job, batch: int, ordinal: int) -> list[EpisodeTask]:
-    token_ids = tuple(np.random.default_rng([3, batch, ordinal]).integers(5, 250, PROMPT_TOKENS).tolist())
-    prompt = Prompt(ordinal=ordinal, text="", token_ids=token_ids, ground_truth="")
-    sampling = SamplingParams(max_tokens=MAX_RESPONSE_TOKENS, ignore_eos=True)
-    first = RequestId(ordinal=ordinal, attempt=batch)
-    return [
-        EpisodeTask(request_id=replace(first, episode=index), prompt=prompt, index=index, sampling=sampling)
-        for index in range(job.group_size)
-    ]
+def _prompts(job: Job, batch: int) -> PromptStream:
+    drawn = np.random.default_rng([3, batch]).integers(5, 250, (job.num_groups, PROMPT_TOKENS))
+    rows = [Prompt(ordinal=0, text="", token_ids=tuple(row.tolist()), ground_truth="") for row in drawn]
+    return PromptStream(rows, seed=0, ordinal=batch * job.num_groups)
+
+
+class _Together:
+    """The episodes of a group in one call, which holds all their room until the last has ended."""
+
+    def __init__(self, loop: MultiTurn):
+        self._loop = loop
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        return await asyncio.gather(*(self._loop.run_episode(task, generate) for task in tasks))
+
+
+class _Tools:
+    """The environments of all episodes."""
+
+    def __init__(self, job: Job, *, waits_for_all: bool):
+        self._job, self._waits_for_all = job, waits_for_all
+        self._groups: dict[int, _Group] = {}
+
+    def next(self, prompt: Prompt) -> "_Tool":
+        number = prompt.ordinal % self._job.num_groups
+        if number not in self._groups:
+            self._groups[number] = _Group(self._job, number, waits_for_all=self._waits_for_all)
+        return _Tool(self._groups[number])
 
 
 class _Group:
@@ -137,9 +194,9 @@ class _Tool:
 class _Gauge:
     """Forces the length of every turn, and measures how long at least one request runs."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, replica: RolloutReplica):
         self.busy_s = 0.0
-        self._engine = engine
+        self._replica = replica
         self._running = 0
         self._since = 0.0
 
@@ -148,20 +205,20 @@ class _Gauge:
         if self._running == 0:
             self._since = clock()
         self._running += 1
+        forced = [replace(request, sampling=replace(request.sampling, max_tokens=TURN_TOKENS)) for request in requests]
         try:
-            return await asyncio.gather(*map(self._turn, requests))
+            completions = await self._replica.generate_group(forced)
+            return [replace(completion, finish_reason="stop") for completion in completions]
         finally:
             self._running -= 1
             if self._running == 0:
                 self.busy_s += clock() - self._since
 
-    async def _turn(self, request: GenerationRequest) -> Completion:
-        sampling = replace(request.sampling, max_tokens=TURN_TOKENS)
-        return replace(await self._engine.generate(replace(request, sampling=sampling)), finish_reason="stop")
-
 
 class _OneToken:
     """A tokenizer to which every text is one token."""
+
+    eos_token_id = 0
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [7]}

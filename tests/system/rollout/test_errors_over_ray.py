@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from configs.schema import Config, RolloutConfig, TrainerConfig, WeightSyncConfig
+from rollout.agents.open_episodes import OpenByAttempt
 from rollout.agents.worker_group import AgentWorkerActor, AgentWorkerGroup
 from rollout.engines.base import EngineDiedError
 from rollout.fleet.control import FleetControl
@@ -39,13 +40,14 @@ class Raises:
     async def generate_group(self, requests: list[GenerationRequest]) -> None:
         raise_example(list(examples())[requests[0].request_id.ordinal])
 
-    async def run_group(self, prompt: Prompt, *_: Any) -> None:
+    async def run_group(self, prompt: Prompt, *_: Any, on_open: Any) -> None:
         raise_example(prompt.text)
 
 
 class RaisingAgentWorker(AgentWorkerActor):
     def __init__(self, **_: Any):
         self._worker: Any = Raises()
+        self._open = OpenByAttempt()
 
 
 class IdleTrainWorker(TrainWorkerActor):

@@ -77,7 +77,12 @@ async def synchronous_run(config: Config, parts: StartedRun) -> Steps:
         groups: list[TrajectoryGroup] = await asyncio.gather(
             *(
                 parts.agents.run_group(
-                    prompt, replica, training_sampling(config), config.algorithm.group_size, Attempt()
+                    prompt,
+                    replica,
+                    training_sampling(config),
+                    config.algorithm.group_size,
+                    Attempt(),
+                    on_open=[].append,
                 )
                 for prompt in prompts
             )

@@ -285,6 +285,68 @@ def test_past_the_budget_the_first_failure_ends_the_run() -> None:
     run_virtual(main())
 
 
+# -- episodes that end before the others of their group ----------------------------------------------------------------
+
+
+def test_an_episode_that_ends_gives_its_room_to_another_group() -> None:
+    """Both groups have three episodes that end by 3 s, and a slow one: the third group finds room beside them."""
+
+    async def main() -> None:
+        setup = RolloutSetup(seconds=[8.0], replicas="a", max_staleness=9)
+        setup.runner.ends_early = True
+        run = asyncio.create_task(setup.rollouter.run())
+        await settle()
+        assert setup.ordinals("start") == [0, 1] and setup.reserved == 2 * GROUP_SIZE
+        await asyncio.sleep(3.9)
+        assert setup.ordinals("start") == [0, 1] and setup.reserved == 2 * 3
+        await asyncio.sleep(0.2)
+        assert setup.ordinals("start") == [0, 1, 2] and setup.reserved == 2 * 2 + GROUP_SIZE
+        assert setup.ordinals("end") == []
+        run.cancel()
+        await asyncio.wait([run])
+        assert setup.reserved == 0
+        await asyncio.sleep(9)
+        assert setup.reserved == 0, "what is told after the end gives nothing back a second time"
+
+    run_virtual(main())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seconds=st.lists(st.sampled_from([0.0, 0.5, 2.0, 30.0, 150.0]), min_size=1, max_size=8),
+    deaths=st.dictionaries(st.sampled_from("ab"), st.floats(0, 20)),
+    failing=st.sets(st.integers(0, 7)),
+    stops_at=st.sampled_from([1.0, 7.0, 1e6]),
+)
+def test_room_is_given_back_once_whatever_is_lost_fails_or_ends(
+    seconds: list[float], deaths: dict[str, float], failing: set[int], stops_at: float
+) -> None:
+    """An attempt of 150 s is beyond its deadline. What is told of an attempt that is over changes nothing."""
+    failures = FailureBudget(max_group_retries=1, max_failed_groups=1.0, num_groups=8)
+    setup = RolloutSetup(seconds, deaths=deaths, replicas="abc", num_steps=4, failures=failures)
+    setup.runner.ends_early = True
+    setup.runner.errors_once = {ordinal: RuntimeError("the tool was away") for ordinal in failing}
+    release = setup.router.release
+
+    def checked(name: str, count: int) -> None:
+        assert 0 < count <= setup.router._loads[name].in_flight
+        release(name, count)
+
+    setup.router.release = checked
+
+    async def main() -> None:
+        running = asyncio.gather(setup.rollouter.run(), setup.train(), return_exceptions=True)
+        await asyncio.wait([running], timeout=stops_at)
+        running.cancel()
+        await asyncio.wait([running])
+        await settle()
+        assert setup.reserved == 0
+        await asyncio.sleep(200)
+        assert setup.reserved == 0
+
+    run_virtual(main())
+
+
 # -- groups of an earlier run ------------------------------------------------------------------------------------------
 
 
@@ -316,8 +378,10 @@ class DeadlyRunner(FakeRunner):
         self.num_alone = self.max_alone = 0
         self._death: asyncio.Future[None] | None = None
 
-    async def run_group(self, prompt: Any, replica: str, sampling: Any, group_size: int, attempt: Any) -> Any:
-        running = super().run_group(prompt, replica, sampling, group_size, attempt)
+    async def run_group(
+        self, prompt: Any, replica: str, sampling: Any, group_size: int, attempt: Any, *, on_open: Any
+    ) -> Any:
+        running = super().run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
         if not attempt.alone:
             return await self._with_the_others(prompt.ordinal, asyncio.create_task(running))
         self.alone.append(prompt.ordinal)

@@ -22,7 +22,7 @@ def test_a_group_goes_to_the_least_loaded_replica() -> None:
         assert await router.acquire(2) == "b"
         assert await router.acquire(2) == "b"
         assert await router.acquire(2) == "b"
-        await router.release("a", 8)
+        router.release("a", 8)
         assert await router.acquire(2) == "a"
         assert in_flight(router) == 8
 
@@ -35,7 +35,7 @@ def test_idle_replicas_take_turns() -> None:
         taken = []
         for _ in range(6):
             taken.append(await router.acquire(4))
-            await router.release(taken[-1], 4)
+            router.release(taken[-1], 4)
         assert taken == ["a", "b", "c", "a", "b", "c"]
 
     run_virtual(main())
@@ -57,10 +57,10 @@ def test_first_come_first_served_also_behind_a_big_group() -> None:
         waiters = [asyncio.create_task(acquire(count)) for count in (4, 2, 1)]
         await settle()
         assert served == [], "there is room for 2 and for 1, but the 4 came first"
-        await router.release("a", 4)
+        router.release("a", 4)
         await settle()
         assert served == [4, 2]
-        await router.release("a", 4)
+        router.release("a", 4)
         await asyncio.gather(*waiters)
         assert served == [4, 2, 1]
 
@@ -74,7 +74,7 @@ def test_a_group_above_the_limit_waits_for_an_idle_replica() -> None:
         waiter = asyncio.create_task(router.acquire(20))
         await settle()
         assert not waiter.done()
-        await router.release("b", 1)
+        router.release("b", 1)
         assert await waiter == "b"
         assert await router.acquire(7) == "a"
 
@@ -133,7 +133,7 @@ def test_a_removed_replica_never_comes_back() -> None:
         router = ReplicaRouter(["a", "b"], max_inflight=4)
         await router.acquire(4)
         await router.remove("a", RuntimeError("torn"))
-        await router.release("a", 4)
+        router.release("a", 4)
         await router.eject("a", RuntimeError("late news"))
         await router.admit("a")
         assert router.healthy == ["b"] and in_flight(router) == 0
@@ -168,16 +168,16 @@ def test_a_cancelled_waiter_takes_no_room_and_holds_up_nobody() -> None:
         waiters = [asyncio.create_task(router.acquire(1)) for _ in range(4)]
         await settle()
         if cancel_late:
-            await router.release("a", 1)
+            router.release("a", 1)
         waiters[0].cancel()
         waiters[1].cancel()
         await settle()
         if not cancel_late:
-            await router.release("a", 1)
+            router.release("a", 1)
         await settle()
         assert [waiter.done() for waiter in waiters] == [True, True, True, False]
         assert waiters[0].cancelled() and waiters[1].cancelled() and in_flight(router) == 1
-        await router.release("a", 1)
+        router.release("a", 1)
         assert await waiters[3] == "a"
 
     for cancel_late in (False, True):
@@ -212,7 +212,7 @@ def test_every_schedule(num: int, limit: int, groups: list[tuple[int, ...]], hea
             assert sum(running[name]) <= limit or running[name] == [count]
             await asyncio.sleep(seconds)
             running[name].remove(count)
-            await router.release(name, count)
+            router.release(name, count)
 
         async def change_health(at: int, healthy: bool) -> None:
             """Of the first replica only, so that there is always one where there are two."""

@@ -78,7 +78,7 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
     deadly = replace(make_prompt(7), text="deadly")
 
     async def process_of(prompt: Prompt, **attempt: Any) -> float:
-        found = await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt))
+        found = await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt), on_open=[].append)
         return found.trajectories[0].reward
 
     async def processes() -> set[float]:
@@ -125,7 +125,11 @@ def test_a_worker_that_hangs_is_replaced_and_logs_where(ray_cluster: None, tiny_
     )
 
     async def process_of(prompt: Prompt) -> float:
-        return (await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt())).trajectories[0].reward
+        return (
+            (await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(), on_open=[].append))
+            .trajectories[0]
+            .reward
+        )
 
     async def main() -> None:
         first = await process_of(make_prompt(3))
@@ -136,3 +140,51 @@ def test_a_worker_that_hangs_is_replaced_and_logs_where(ray_cluster: None, tiny_
     asyncio.run(main())
     log = (tmp_path / "logs" / "agent-worker-0.log").read_text()
     assert "Timeout (0:00:01.600000)!" in log and "in match" in log and "test_worker_group.py" in log
+
+
+class OneIsSlow:
+    """The first episode ends when there is that file."""
+
+    def __init__(self, file: Path):
+        self._file = file
+
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        while task.index == 0 and not self._file.exists():
+            await asyncio.sleep(0.05)
+        (episode,) = await SingleTurn().run([task], generate)
+        return replace(episode, result=RewardResult(reward=1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_driver_hears_of_episodes_that_end_before_their_group(
+    ray_cluster: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Also when the group runs alone."""
+    file = tmp_path / "goes_on"
+    actor: Any = ray.remote(num_cpus=0)(Replica).remote()
+    group = AgentWorkerGroup(
+        config=Config(),
+        tokenizer_path=str(tiny_model),
+        replicas=[ReplicaClient("r0", actor)],
+        on_start=output_to(tmp_path),
+        agent_loop=OneIsSlow(file),
+    )
+
+    async def main() -> None:
+        for number, alone in enumerate((False, True)):
+            file.unlink(missing_ok=True)
+            told: list[int] = []
+            attempt = Attempt(number=number, alone=alone)
+            running = asyncio.create_task(
+                group.run_group(make_prompt(7), "r0", SamplingParams(), 4, attempt, on_open=told.append)
+            )
+            async with asyncio.timeout(DEADLINE_S):
+                while 1 not in told:
+                    await asyncio.sleep(0.05)
+                assert not running.done()
+                file.touch()
+                assert len((await running).trajectories) == 4
+            assert told == sorted(told, reverse=True) and told[-1] <= 1
+
+    asyncio.run(main())

@@ -18,6 +18,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role, ToolCall
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt, run_virtual, spans_of
 from tests.support.sequences import only
 
@@ -94,7 +95,7 @@ def loop_of(environment: Any, **options: Any) -> MultiTurn:
 
 def play(environment: Any, policy: Policy | None = None, asked: EpisodeTask | None = None, **options: Any) -> Episode:
     loop = loop_of(environment, **options)
-    (episode,) = run_virtual(loop.run([asked or task()], (policy or Policy()).generate))
+    episode = run_virtual(loop.run_episode(asked or task(), (policy or Policy()).generate))
     return episode
 
 
@@ -137,7 +138,7 @@ def test_an_environment_is_closed_when_its_episode_is_cancelled() -> None:
         return []
 
     async def scenario() -> None:
-        running = asyncio.create_task(loop_of(environment).run([task()], never))
+        running = asyncio.create_task(loop_of(environment).run_episode(task(), never))
         await asyncio.sleep(1)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -197,7 +198,7 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
     async def scenario() -> tuple[list[Episode], float]:
         longest, last = 0.0, time.monotonic()
-        running = asyncio.create_task(loop.run([task()] * 8, Policy().generate))
+        running = asyncio.create_task(episodes_of(loop, [task()] * 8, Policy().generate))
         while not running.done():
             await asyncio.sleep(0.005)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -212,7 +213,7 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
 
 def test_a_plain_step_has_a_deadline() -> None:
-    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run([task()], Policy().generate))[0]
+    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run_episode(task(), Policy().generate))
     assert episode.result is not None
     assert episode.result.error == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
 

@@ -1,7 +1,6 @@
 """Groups that go on elsewhere, or with another agent worker, as a run wires them: real replicas, simulated engines."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,14 +53,21 @@ class Scene:
         )
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any, *, on_open: Any
     ) -> TrajectoryGroup:
-        running = asyncio.create_task(self._worker.run_group(prompt, replica, sampling, group_size, attempt))
+        running = asyncio.create_task(
+            self._worker.run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
+        )
         if self.lost_at is None or attempt.number > 0:
             return await running
         self._left_behind.append(running)
         await asyncio.sleep(self.lost_at - now())
         raise AgentWorkerLostError("an agent worker died")
+
+    @property
+    def in_flight(self) -> float:
+        """Trajectories that have room on a replica."""
+        return self.fleet.router.gauges()["rollout/inflight_trajectories"]
 
     async def start(self) -> asyncio.Task[None]:
         await self.manager.update_weights(0)
@@ -127,10 +133,7 @@ class UsesATool:
     def __init__(self) -> None:
         self.used_by: list[int] = []
 
-    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
-        return await asyncio.gather(*(self._episode(task, generate) for task in tasks))
-
-    async def _episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         sampling = replace(task.sampling, max_tokens=5)
         request = GenerationRequest(request_id=task.request_id, prompt_ids=task.prompt.token_ids, sampling=sampling)
         (first,) = await generate([request])
@@ -154,12 +157,17 @@ def test_an_episode_does_not_notice_that_its_replica_was_lost() -> None:
         assert loop.used_by == [0, 1]
         await scene.fleet.collect_progress()  # as the monitor does
         scene.engines[0].kill()
+        next_group = GROUP_SIZE  # which has room, and waits for a slot
+        assert scene.in_flight == next_group + 4
+        await asyncio.sleep(7)
+        assert scene.in_flight == next_group + 2, "the first two have ended on the other replica"
         group = await scene.group()
         assert sorted(loop.used_by) == [0, 1, 2, 3]
         assert [trajectory.num_tokens for trajectory in group.trajectories] == [10] * GROUP_SIZE
         assert {trajectory.replica for trajectory in group.trajectories} == {"replica-1"}
         assert scene.engines[1].usage.tokens == 4 * 10 - 2 * 5 - 2 * 2, "no token was sampled twice"
         await running
+        assert scene.in_flight == 0
 
     run_virtual(main())
 

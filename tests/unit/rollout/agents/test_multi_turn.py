@@ -14,6 +14,7 @@ from rollout.agents.loop import Episode, EpisodeTask, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, TurnReward, VersionSpan
+from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt, run_virtual, spans_of
 from tests.support.sequences import only
 
@@ -85,7 +86,7 @@ def task(episode: int = 0, max_tokens: int = 40, seed: int | None = None) -> Epi
 def play(policy: Policy, *scripts: Script, tasks: list[EpisodeTask] | None = None, max_turns: int = 4) -> list[Episode]:
     waiting = iter(scripts)
     loop = MultiTurn(lambda prompt: next(waiting), Characters(), max_turns=max_turns, step_timeout_s=60)
-    return run_virtual(loop.run(tasks or [task()], policy.generate))
+    return run_virtual(episodes_of(loop, tasks or [task()], policy.generate))
 
 
 def test_a_conversation_is_one_response() -> None:
@@ -251,7 +252,7 @@ def test_the_calculator_answers_a_call_at_the_end_of_a_turn(turn: str, observati
 def test_a_group_with_the_calculator() -> None:
     policy = Policy([("calc: 6 * 7", [1] * 12), ("#### 42", [2] * 8)], [("#### 41", [1] * 8)])
     loop = load_agent_loop("rollout.agents.calculator:agent_loop", Characters())
-    worked, guessed = run_virtual(loop.run([task(0), task(1)], policy.generate))
+    worked, guessed = run_virtual(episodes_of(loop, [task(0), task(1)], policy.generate))
     assert Characters().decode(only(worked).response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
     assert int((~only(worked).loss_mask).sum()) == len("\n= 42\n")
     assert only(worked).spans == (VersionSpan(0, 12, 1), VersionSpan(18, 26, 2))

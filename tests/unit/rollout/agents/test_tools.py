@@ -272,7 +272,7 @@ def test_an_episode_with_tools() -> None:
     task = EpisodeTask(
         request_id=RequestId(ordinal=0), prompt=make_prompt(0), index=0, sampling=SamplingParams(max_tokens=40)
     )
-    (episode,) = asyncio.run(loop.run([task], generate))
+    episode = asyncio.run(loop.run_episode(task, generate))
     assert "".join(map(chr, only(episode).response_ids)) == "2+2<add 4>4!"
     assert (episode.finish_reason, episode.result) == ("stop", None), "rollout.reward scores it"
     assert episode.metrics["tool_calls"] == 1 and episode.metrics["turns"] == 2

@@ -1,10 +1,12 @@
 """Episodes to trajectories, with their rewards: on a made-up tokenizer and replicas."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
@@ -12,7 +14,7 @@ from rollout.agents.worker import AgentWorker
 from rollout.progress import Attempt
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
-from tests.support.fakes import make_prompt, run_virtual
+from tests.support.fakes import make_prompt, now, run_virtual
 from tests.support.rewards import threaded
 from tests.support.sequences import only
 
@@ -73,7 +75,7 @@ def make_worker(
 
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
-    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt()))
+    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt(), on_open=[].append))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -189,6 +191,67 @@ def test_an_environments_reward_stands_before_the_reward_function() -> None:
     group = run_group(make_worker(loop=OwnLoop(), r0=FakeReplica("ab", "c", "def")), size=3)
     assert [(t.reward, t.error) for t in group.trajectories] == [(7, None), (0, "gone"), (3, None)]
     assert [t.agent_metrics for t in group.trajectories] == [{"index": 0}, {"index": 1}, {"index": 2}]
+
+
+# -- episodes one by one -----------------------------------------------------------------------------------------------
+
+
+class OneByOne:
+    """Episode i takes i + 1 seconds, the last one a minute. Episode `raises` raises instead."""
+
+    def __init__(self, raises: int | None = None):
+        self._raises = raises
+        self.cancelled: list[int] = []
+
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        try:
+            await asyncio.sleep(60 if task.index == 3 else task.index + 1)
+        except asyncio.CancelledError:
+            self.cancelled.append(task.index)
+            raise
+        if task.index == self._raises:
+            raise RuntimeError("no such tool") from KeyError("tool")
+        (episode,) = await SingleTurn().run([task], generate)
+        return episode
+
+
+def test_an_episode_is_told_of_and_scored_when_it_ends_and_not_when_the_slowest_does() -> None:
+    told: list[tuple[float, int]] = []
+    scored: list[tuple[float, str]] = []
+
+    async def reward(prompt: Prompt, text: str) -> float:
+        scored.append((now(), text))
+        await asyncio.sleep(5)
+        return 1.0
+
+    async def main() -> TrajectoryGroup:
+        worker = make_worker(reward, loop=OneByOne(), r0=FakeReplica("a"))
+        on_open = lambda count: told.append((now(), count))  # noqa: E731
+        return await worker.run_group(make_prompt(17), "r0", SAMPLING, 4, Attempt(), on_open=on_open)
+
+    group = run_virtual(main())
+    assert told == [(0, 4), (1, 3), (2, 2), (3, 1), (60, 0)]
+    assert scored == [(1, "a"), (2, "a"), (3, "a"), (60, "a")]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * 4
+
+
+def test_an_episode_that_raises_ends_the_others_with_its_error() -> None:
+    loop = OneByOne(raises=1)
+    with pytest.raises(RuntimeError, match="no such tool") as caught:
+        run_group(make_worker(loop=loop, r0=FakeReplica("a")), size=4)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert loop.cancelled == [2, 3]
+
+
+def test_a_loop_that_runs_groups_ends_their_episodes_together() -> None:
+    told: list[int] = []
+
+    async def main() -> None:
+        worker = make_worker(r0=FakeReplica("a", "b"))
+        await worker.run_group(make_prompt(17), "r0", SAMPLING, 2, Attempt(), on_open=told.append)
+
+    run_virtual(main())
+    assert told == [2, 0]
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

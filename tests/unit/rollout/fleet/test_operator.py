@@ -170,7 +170,7 @@ async def test_a_draining_replica_finishes_what_it_has_gets_no_updates_and_ends(
     assert await setup.router.acquire(1) == "replica-0"
     (completion,) = await group
     assert len(completion.token_ids) == 20 and set(completion.token_ids) == {7}
-    await setup.router.release("replica-1", 1)
+    setup.router.release("replica-1", 1)
     await asyncio.sleep(1)
     assert setup.states()["replica-1"] == "DEAD" and len(setup.fleet.lives) == 2, "and nothing replaces it"
     assert setup.told == ["replica-1 drains", "replica-1 leaves: drained"]

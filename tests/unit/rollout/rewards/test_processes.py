@@ -62,6 +62,20 @@ def test_a_reward_that_always_hangs_fails_its_group_after_a_few_deadlines() -> N
     assert str(errors[8]).startswith(WHERE + "RewardProcessError: not scored: 3 processes were lost to its group")
 
 
+def test_a_group_whose_responses_come_one_by_one_costs_no_more_processes() -> None:
+    async def main() -> list[str | None]:
+        group = load_scorer(RolloutConfig(reward=HOSTILE.reward)).of_group()
+        errors: list[str | None] = []
+        for _ in range(4):
+            [result] = await group.score([(make_prompt(17), "end the process")])
+            errors.append(result.error)
+        return errors
+
+    errors = asyncio.run(main())
+    assert errors[:3] == [WHERE + "RewardProcessError: ended its process: exit code 3"] * 3
+    assert "not scored: 3 processes were lost to its group" in str(errors[3])
+
+
 OWN = """
 import os, pathlib, signal, subprocess, sys, threading, time
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Iterator
 from functools import partial
 from typing import Any
@@ -168,6 +169,26 @@ def test_rewards_that_wait_for_a_thread_have_a_deadline_of_their_own(
         return 1.0
 
     assert outcomes(hangs_on_a, list("aab"), timeout_s=0.5)[2] == 1.0
+
+
+def test_responses_of_a_group_that_come_one_by_one_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.rewards.places.MAX_THREADS", 2)
+    running, most = 0, 0
+
+    def counts(prompt: Prompt, text: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+        return 1.0
+
+    async def main() -> None:
+        group = threaded(counts).of_group()
+        await asyncio.gather(*(group.score([(make_prompt(0), "")]) for _ in range(6)))
+
+    asyncio.run(main())
+    assert most == 2
 
 
 def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancelled() -> None:

@@ -19,6 +19,7 @@ from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import SESSION_ENV, CommandHarness, Connection, HarnessTask, reward_of
 from rollout.types import GenerationRequest, VersionSpan
+from tests.support.episodes import episodes_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
@@ -171,7 +172,7 @@ def test_a_harness_that_starts_again_hears_the_recorded_answers() -> None:
         }
         after = Policy(calls_then_answers)
         async with harness_loop(Function(uses_the_calculator)) as loop:
-            (again,) = await loop.run([episode_task()], resume_from(partials, after.generate))
+            again = await loop.run_episode(episode_task(), resume_from(partials, after.generate))
         assert after.events == [] and again.result == first.result
         assert np.array_equal(again.sequences[0].token_ids, first.sequences[0].token_ids)
 
@@ -361,7 +362,7 @@ def test_episodes_of_a_group_run_side_by_side_and_no_key_opens_the_session_of_an
 
         policy = Policy(lambda text, request: "Yes.")
         async with harness_loop(Function(meets_the_others)) as loop:
-            episodes = await loop.run([episode_task(index) for index in range(3)], policy.generate)
+            episodes = await episodes_of(loop, [episode_task(index) for index in range(3)], policy.generate)
         assert [episode.result for episode in episodes] == [RewardResult(reward=float(index)) for index in range(3)]
 
     asyncio.run(main())

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from configs.runtime.dotted import find
+from configs.schema import Config
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult
+from rollout.sessions.messages import ToolSpec
 from rollout.types import (
     Completion,
     GenerationRequest,
@@ -57,6 +59,14 @@ class AgentLoop(Protocol):
     async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]: ...
 
 
+@runtime_checkable
+class ShowsTools(Protocol):
+    """An agent loop whose prompts show tools, by the chat template."""
+
+    @property
+    def prompt_tools(self) -> Sequence[ToolSpec]: ...
+
+
 class SingleTurn:
     """The policy answers once: one request per trajectory."""
 
@@ -84,6 +94,13 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
     if not isinstance(loop, AgentLoop):
         raise ValueError(f"rollout.agent_loop={name}: gave {loop!r:.100}, which has no run(tasks, generate)")
     return loop
+
+
+def is_replayable(config: Config) -> bool:
+    """Whether episodes that run again from their beginning hear what was sampled for them before."""
+    rollout = config.rollout
+    is_harness = rollout.agent is not None or rollout.agent_command is not None
+    return config.sessions.replayable or not is_harness
 
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:

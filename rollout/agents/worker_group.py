@@ -16,7 +16,7 @@ from configs.schema import Config
 from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
 from rollout.agents.encoding import encode
 from rollout.agents.heartbeat import PARTS, Heartbeat
-from rollout.agents.loop import AgentLoop, load_agent_loop
+from rollout.agents.loop import AgentLoop, ShowsTools, load_agent_loop
 from rollout.agents.worker import AgentWorker
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.progress import Attempt
@@ -78,7 +78,9 @@ class AgentWorkerActor:
 
     @carries_errors
     async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
-        return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens)
+        loop = self._worker.loop
+        tools = loop.prompt_tools if isinstance(loop, ShowsTools) else ()
+        return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens, tools)
 
     @carries_errors
     async def run_group(

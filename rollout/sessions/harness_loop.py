@@ -12,12 +12,13 @@ import numpy as np
 from configs.rollout import OnLimit, OnMismatch, SessionsConfig
 from configs.schema import Config
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.threads import OneThread
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, described, settled
 from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
-from rollout.sessions.host import OneThread, SessionHost
-from rollout.sessions.parsing import TagParser
+from rollout.sessions.host import SessionHost
+from rollout.sessions.parsing import make_parser
 from rollout.sessions.render import Renderer
 from rollout.sessions.session import Session, SessionLimits, Words
 from rollout.sessions.transcript import Transcript
@@ -39,7 +40,7 @@ def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
 
 
 def make_host(config: Config, tokenizer: Any) -> SessionHost:
-    """Raises ValueError when the tokenizer has no chat template."""
+    """Raises ValueError when the tokenizer has no chat template, or vLLM no such parser."""
     rollout, sessions = config.rollout, config.sessions
     limits = SessionLimits(
         max_turns=sessions.max_turns,
@@ -49,9 +50,10 @@ def make_host(config: Config, tokenizer: Any) -> SessionHost:
     )
     words = Words(
         renderer=Renderer(tokenizer, history=sessions.reasoning),
-        parser=TagParser(),
+        parser=make_parser(tokenizer, tool_parser=sessions.tool_parser, reasoning_parser=sessions.reasoning_parser),
         in_thread=OneThread("words"),
         forks_on_mismatch=sessions.on_mismatch is OnMismatch.fork,
+        check_up_to_tokens=sessions.check_up_to_tokens,
     )
     return SessionHost(words, limits, config.model.path or "policy", config.serve, sessions.host)
 

@@ -1,16 +1,25 @@
-"""What a dry run looks at besides the config: the rows of the data, and the agent loop that a user's own code makes."""
+"""What is looked at besides the config before anything starts: the rows of the data, vLLM's parsers, and in a dry run
+the agent loop that a user's own code makes."""
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.checks.problem import Problem
 from configs.checks.sections import BUILT_IN_AGENT_LOOPS, TRAIN_AND_VAL, missing_data
+from configs.runtime.environment import PYTHON_PATH
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
 from rollout.agents.loop import load_agent_loop
 from rollout.agents.worker_group import load_tokenizer
 from scripts.launch.data import held_out_rows, load_rows
 from scripts.launch.models import untrained_tiny_model
+
+PARSER_NAMES = "import json; from rollout.engines.vllm.parsers import parser_names; print(json.dumps(parser_names()))"
 
 
 def count_rows(config: Config, needed_files: Sequence[str]) -> tuple[int | None, int | None]:
@@ -43,3 +52,24 @@ def check_agent_loop(config: Config) -> str | None:
             text = str(error) if str(error).startswith(key) else f"{key}{type(error).__name__}: {error}"
             raise ConfigError(text) from error
     return None
+
+
+def check_parsers(config: Config) -> None:
+    """Raises ConfigError for a parser of sessions that vLLM does not have. Another process asks vLLM, which takes ten
+    seconds to import and changes the environment of who imports it."""
+    given = {"tool_parser": config.sessions.tool_parser, "reasoning_parser": config.sessions.reasoning_parser}
+    if not any(given.values()):
+        return
+    asked = subprocess.run(
+        [sys.executable, "-c", PARSER_NAMES],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=config.rollout.start_timeout_s,
+    )
+    if asked.returncode:
+        raise ConfigError(f"sessions.tool_parser: vLLM cannot be asked for its parsers:\n{asked.stderr[-2000:]}")
+    for key, known in json.loads(asked.stdout.splitlines()[-1]).items():
+        if given[key] is not None and given[key] not in known:
+            problem = Problem(f"sessions.{key}", f"vLLM has no such parser; use one of {', '.join(known)}")
+            raise ConfigError(problem.line(config))

@@ -111,7 +111,8 @@ class RolloutConfig:
 
     # -- failures --
     group_timeout_s: float = 1200.0
-    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies."""
+    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies. As
+    long do episodes wait for another replica, if theirs was lost."""
     max_group_retries: int = 1
     """How often a group is tried again after it raised, exceeded group_timeout_s, or crashed a process of its own."""
     max_failed_groups: float = 0.01

@@ -15,7 +15,7 @@ class EpisodesLostError(RuntimeError):
 
 
 class NoTokensError(RuntimeError):
-    """The policy has sampled nothing in a whole group, so there is nothing to train."""
+    """The policy has sampled nothing in a whole group or evaluation."""
 
 
 class NoReplicaLeftError(RuntimeError):

@@ -96,11 +96,14 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
     return loop
 
 
+def is_harness(config: Config) -> bool:
+    """Whether episodes are those of a harness, over sessions."""
+    return config.rollout.agent is not None or config.rollout.agent_command is not None
+
+
 def is_replayable(config: Config) -> bool:
     """Whether episodes that run again from their beginning hear what was sampled for them before."""
-    rollout = config.rollout
-    is_harness = rollout.agent is not None or rollout.agent_command is not None
-    return config.sessions.replayable or not is_harness
+    return config.sessions.replayable or not is_harness(config)
 
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:

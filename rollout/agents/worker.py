@@ -244,4 +244,5 @@ def _evaluated(episode: Episode, text: str, result: RewardResult) -> EvaluatedSa
         response=text,
         versions=frozenset(span.global_steps for sequence in episode.sequences for span in sequence.spans),
         error=result.error,
+        agent_metrics=episode.metrics,
     )

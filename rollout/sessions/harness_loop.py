@@ -119,7 +119,8 @@ class HarnessLoop:
             result = RewardResult(reward=0.0)
         if was_limited and self._config.on_limit is OnLimit.mask:
             sequences = tuple(replace(one, loss_mask=np.zeros_like(one.loss_mask)) for one in sequences)
-        if not sequences and result is None:
+        asked_nothing = not transcript.generations  # whatever it returns is no reward of the policy
+        if (not sequences and result is None) or (asked_nothing and result is not None and result.error is None):
             result = RewardResult(reward=0.0, error="the harness has asked the policy for nothing")
         finish_reason = "abort" if session.is_aborted else "length" if was_limited else "stop"
         cached = sum(one.completion.cached_tokens for one in transcript.generations)

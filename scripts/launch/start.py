@@ -109,6 +109,8 @@ async def start(
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
         train_rows = await encode_rows(config, agents, "train", rows[0], console)
         val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
+        if (problem := await agents.check_chat_template()) is not None:
+            console.message(f"warning: {problem}")
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     events = FleetEventLog(run_dir / EVENTS_FILE, console.message)
     fleet, control = make_fleet(config, replicas, events)

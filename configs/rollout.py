@@ -110,7 +110,8 @@ class RolloutConfig:
 
     # -- failures --
     group_timeout_s: float = 1200.0
-    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies."""
+    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies. As
+    long do episodes wait for another replica, if theirs was lost."""
     max_group_retries: int = 1
     """How often a group is tried again after it raised, exceeded group_timeout_s, or crashed a process of its own."""
     max_failed_groups: float = 0.01
@@ -179,6 +180,18 @@ class SessionsConfig:
     """What happens where a harness changed the history: bridge or fork."""
     reasoning: ReasoningHistory = ReasoningHistory.keep
     """What happens to the reasoning of earlier answers: keep or strip."""
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls, by the name that `vllm serve --tool-call-parser` takes; null reads
+    <tool_call>{"name": ..., "arguments": ...}</tool_call>, the form of Hermes and Qwen."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, by the name that `vllm serve --reasoning-parser` takes; null reads
+    <think>...</think>."""
+    check_up_to_tokens: int = 8192
+    """Prompts of at most so many tokens are compared with a render of their whole history, longer ones once each time
+    their length doubles. What differs is counted in agent/forks_*, see on_mismatch; 0 compares none."""
+    replayable: bool = True
+    """A harness that starts again, in a run that is resumed for one, hears the answers that it had. With false it gets
+    new ones: for harnesses that act on something outside, where a second run would not ask the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

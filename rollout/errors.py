@@ -9,6 +9,15 @@ class AgentWorkerLostError(RuntimeError):
     """The process that ran a group's agent loop died. Another process replaces it."""
 
 
+class EpisodesLostError(RuntimeError):
+    """The episodes of a group that waited for another replica are gone, and with sessions.replayable=false nothing that
+    was sampled for them is heard again. The group begins anew."""
+
+
+class NoTokensError(RuntimeError):
+    """The policy has sampled nothing in a whole group or evaluation."""
+
+
 class NoReplicaLeftError(RuntimeError):
     """Every replica has been removed. The message names each with its error."""
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
-from rollout.errors import AgentWorkerLostError, ReplicaLostError
+from rollout.errors import AgentWorkerLostError, EpisodesLostError, ReplicaLostError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
@@ -36,8 +36,8 @@ class GroupRunner(Protocol):
         *,
         on_open: Callable[[int], None],
     ) -> TrajectoryGroup:
-        """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError and
-        AgentWorkerLostError.
+        """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError, EpisodesLostError
+        and AgentWorkerLostError.
 
         `on_open`: told how many episodes are still open, which ask the replica for more, whenever some have ended."""
         ...
@@ -73,6 +73,9 @@ class Rollouter:
     sampling: SamplingParams
     group_size: int
     group_timeout_s: float
+    replayable: bool = True
+    """Whether episodes that run again from their beginning hear what was sampled for them before. With false they get
+    new answers, and only those that wait for another replica go on from their tokens."""
     under_way: dict[int, GroupUnderWay] = field(default_factory=dict, init=False)
     """Ordinal -> group. Those of the run that is resumed are in here when the run starts, and are dispatched first."""
     counters: dict[str, int] = field(init=False)
@@ -88,6 +91,7 @@ class Rollouter:
         """Consume free slots and room on replicas, produce groups, return when the buffer needs no more."""
         async with asyncio.TaskGroup() as groups:
             for group in list(self.under_way.values()):
+                group.attempt = self._anew(group.attempt)
                 groups.create_task(self._produce(group, await self._router.acquire(self.group_size)))
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
@@ -130,7 +134,10 @@ class Rollouter:
             except ReplicaLostError as error:
                 all_known = await self.fleet.lose(replica, error)
                 self._count_lost(self._progress.partials(ordinal), all_known)
-                self._begin_next(group)
+                self._begin_next(group, waits=not group.attempt.alone)
+            except EpisodesLostError as error:
+                logger.warning("prompt %d begins anew: %s", ordinal, error)
+                await self._take_back(group, replica)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group, replica)
@@ -162,15 +169,21 @@ class Rollouter:
         """Take what the group has sampled on a replica that lives into its next attempt, and end its requests there."""
         await self.fleet.collect_progress(replica)
         running = self._progress.running(group.prompt.ordinal)
-        self._begin_next(group)
+        self._begin_next(group, waits=False)
         if running:
             await self.fleet.abort(replica, running)
 
-    def _begin_next(self, group: GroupUnderWay) -> None:
-        """End the attempt. Later reports about it are ignored: its requests may have been aborted."""
+    def _begin_next(self, group: GroupUnderWay, *, waits: bool) -> None:
+        """End the attempt. Later reports about it are ignored: its requests may have been aborted. `waits`: whether its
+        episodes wait for the next one in their agent worker."""
         ordinal = group.prompt.ordinal
-        group.attempt = Attempt(number=group.attempt.number + 1, partials=self._progress.partials(ordinal))
+        attempt = Attempt(number=group.attempt.number + 1, partials=self._progress.partials(ordinal))
+        group.attempt = attempt if waits else self._anew(attempt)
         self._progress.end(ordinal)
+
+    def _anew(self, attempt: Attempt) -> Attempt:
+        """The attempt, for episodes that begin anew."""
+        return attempt if self.replayable else replace(attempt, partials={})
 
     async def _room(self, group: GroupUnderWay) -> str:
         """Reserve a replica for the next attempt. It waits for an update that is under way: until then the replica may

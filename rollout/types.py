@@ -342,6 +342,8 @@ class EvaluatedSample:
     """`global_steps` of its tokens: one version, unless an update came in between."""
     error: str | None = None
     """Why the reward failed."""
+    agent_metrics: dict[str, float] = field(default_factory=dict)
+    """What the agent loop and its environment measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

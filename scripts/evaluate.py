@@ -34,11 +34,13 @@ def evaluate(given: Invocation) -> Ended:
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.evaluation import evaluate_model
     from scripts.launch.plan import plan
+    from scripts.launch.preview import check_parsers
     from scripts.launch.resume import holds_run
     from scripts.launch.run_folder import locked
 
     config = without_trainer(given.config)
     device = resolve_device(config)
+    check_parsers(config)
     if config.dry_run:
         sys.stdout.write(plan("evaluate", config, device, given.run_dir, NEEDED_FILES))
         return Ended(exit_code=0)

@@ -52,6 +52,7 @@ def main() -> None:
 def train(given: Invocation) -> Ended:
     from scripts.launch.cluster import resolve_device
     from scripts.launch.plan import plan
+    from scripts.launch.preview import check_parsers
     from scripts.launch.resume import find_checkpoint
     from scripts.launch.run_folder import locked
     from trainer.tracking.recorder import STEP_FOLDERS, SUMMARY_FILE
@@ -59,6 +60,7 @@ def train(given: Invocation) -> Ended:
     from trainer.tracking.sinks import METRICS_FILE
 
     device = resolve_device(given.config)
+    check_parsers(given.config)
     refused: list[str] = []
     if given.config.dry_run:
         find_checkpoint(given.config, given.run_dir, refused.append)

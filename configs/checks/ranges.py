@@ -52,6 +52,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "rollout.max_failed_groups": (0, 1),
     "rollout.gpu_memory_utilization": (0.05, 1),
     "rollout.verify_timeout_s": (0.1, SECONDS),
+    "sessions.check_up_to_tokens": (0, COUNT),
     "trainer.num_ranks": (1, PROCESSES),
     "trainer.lr": (0, 1),
     "trainer.lr_warmup_steps": (0, COUNT),

@@ -68,7 +68,8 @@ class Environment(Protocol):
 @runtime_checkable
 class Resettable(Protocol):
     def reset(self) -> Observation | Awaitable[Observation]:
-        """Called before the first turn. Returns what the policy reads after its prompt; "" is nothing more."""
+        """Called before the first turn. Returns what the policy reads after its prompt; "" is nothing more. Messages
+        come before the generation prompt."""
         ...
 
 

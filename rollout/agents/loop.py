@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from configs.runtime.dotted import find
+from configs.schema import Config
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult
+from rollout.sessions.messages import ToolSpec
 from rollout.types import (
     Completion,
     GenerationRequest,
@@ -69,6 +71,14 @@ AgentLoop = GroupLoop | EpisodeLoop
 """A user's own is given by rollout.agent_loop=package.module:name. One that is both is run as a GroupLoop."""
 
 
+@runtime_checkable
+class ShowsTools(Protocol):
+    """An agent loop whose prompts show tools, by the chat template."""
+
+    @property
+    def prompt_tools(self) -> Sequence[ToolSpec]: ...
+
+
 class SingleTurn:
     """The policy answers once: one request per trajectory."""
 
@@ -97,6 +107,16 @@ def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
         has_none = "has no run(tasks, generate) and no run_episode(task, generate)"
         raise ValueError(f"rollout.agent_loop={name}: gave {loop!r:.100}, which {has_none}")
     return loop
+
+
+def is_harness(config: Config) -> bool:
+    """Whether episodes are those of a harness, over sessions."""
+    return config.rollout.agent is not None or config.rollout.agent_command is not None
+
+
+def is_replayable(config: Config) -> bool:
+    """Whether episodes that run again from their beginning hear what was sampled for them before."""
+    return config.sessions.replayable or not is_harness(config)
 
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:

@@ -3,17 +3,18 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from itertools import takewhile
+from typing import Any, Protocol
 
 import numpy as np
 
 from rollout.agents.environment import Closable, Environment, Observation, Resettable, Step, Turn
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
-from rollout.agents.threads import called
+from rollout.agents.threads import OneThread, called
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import checked_metrics, described
-from rollout.sessions.messages import Message
+from rollout.sessions.messages import Message, ToolSpec
 from rollout.types import (
     EMPTY,
     BoolArray,
@@ -26,13 +27,37 @@ from rollout.types import (
 )
 
 logger = logging.getLogger(__name__)
-Parse = Callable[[Sequence[int]], Message]
-"""(token ids of a turn) -> what the policy said: content, reasoning, tool calls. A malformed call stays text."""
-Render = Callable[[Sequence[int], Turn | None, Sequence[Message]], Sequence[int] | None]
-"""(all token ids of the episode, the turn that they end with, new messages) -> the ids that follow, up to where the
-policy writes: what is missing of the turn's end, the messages, the generation prompt. No turn comes before the first
-observation. None where the chat template cannot go on from there."""
 OWN_METRICS = ("turns", "cut_observations", "failed_closes")
+
+
+class Chat(Protocol):
+    """Reads turns, and writes messages. `ChatTurns` in rollout/sessions does by the model's chat template.
+
+    Its methods are called in one thread, which is not the event loop's.
+    """
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        """What the chat template shows in the prompts, with data.chat_template=true."""
+        ...
+
+    @property
+    def end_token_ids(self) -> Sequence[int]:
+        """The tokens that end a turn, besides the end of the sequence."""
+        ...
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """What the policy said in a turn: content, reasoning, tool calls. A malformed call stays text."""
+        ...
+
+    def extend(self, prompt_ids: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        """The prompt with messages before its generation prompt. Raises ValueError where that cannot be."""
+        ...
+
+    def bridge(self, token_ids: Sequence[int], turn: Turn, messages: Sequence[Message]) -> Sequence[int] | None:
+        """What follows all token ids of the episode, which end with the turn, up to where the policy writes: what is
+        missing of the turn's end, the messages, the generation prompt. None where the chat template cannot go on."""
+        ...
 
 
 @dataclass(eq=False)
@@ -62,16 +87,18 @@ class MultiTurn:
     before they are rendered, together to so many tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of rollout.stop."""
-    parse: Parse | None = None
-    """Reads tool calls and reasoning, for environments that ask a `Turn` for them."""
-    render: Render | None = None
-    """For environments that answer in messages."""
+    chat: Chat | None = None
+    """For environments that answer in messages, or ask a `Turn` for tool calls and reasoning."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
+
+    @property
+    def prompt_tools(self) -> Sequence[ToolSpec]:
+        return () if self.chat is None else self.chat.tools
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         episode = _Episode(task)
@@ -85,10 +112,12 @@ class MultiTurn:
         return episode.finished()
 
     async def _open(self, episode: "_Episode") -> None:
+        if self.chat is not None and not episode.task.sampling.ignore_eos:
+            episode.end_token_ids = self.chat.end_token_ids
         try:
             environment = episode.environment = self.make_environment(episode.task.prompt)
             first = await self._in_time("reset", environment.reset) if isinstance(environment, Resettable) else ""
-            observation = self._token_ids(episode, first)
+            episode.prompt_ids, observation = await self._in_thread(self._opened, episode, first)
         except Exception as error:
             self._fail(episode, error)
             return
@@ -105,12 +134,12 @@ class MultiTurn:
             return
         try:
             assert episode.environment is not None
-            episode.turn = self._turn(completion)
+            episode.turn = await self._in_thread(self._turn, completion)
             step = await self._in_time("step", episode.environment.step, episode.turn)
             if not isinstance(step, Step):
                 raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
             episode.measure(step)
-            observation = self._token_ids(episode, step.observation)
+            observation = await self._in_thread(self._token_ids, episode, step.observation)
         except Exception as error:
             self._fail(episode, error)
             return
@@ -142,31 +171,60 @@ class MultiTurn:
         logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)
         episode.finish_reason, episode.error = "stop", described(error)
 
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _thread(self) -> OneThread:
+        return OneThread("chat")
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns, which uses the tokenizer. Plain text is quick, and needs no thread."""
+        if self.chat is None:
+            return function(*arguments)
+        return await self._thread(function, *arguments)
+
     def _turn(self, completion: Completion) -> Turn:
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        message = None if self.parse is None else self.parse(completion.token_ids.tolist())
+        message = None if self.chat is None else self.chat.parse(completion.token_ids.tolist())
         return Turn.of(text, completion.token_ids, message)
+
+    def _opened(self, episode: "_Episode", first: Observation) -> tuple[tuple[int, ...], IntArray]:
+        """The prompt, and what follows it before the first turn. Messages come before the generation prompt, which then
+        is no part of the prompt."""
+        prompt_ids = episode.prompt_ids
+        if isinstance(first, str) or not (messages := self._messages(episode, first)):
+            return prompt_ids, self._token_ids(episode, first)
+        token_ids = self._chat.extend(prompt_ids, messages)
+        pairs = zip(prompt_ids, token_ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return prompt_ids[:same], np.array(token_ids[same:], np.int32)
 
     def _token_ids(self, episode: "_Episode", observation: Observation) -> IntArray:
         if isinstance(observation, str):
             token_ids = self._cut(episode, self._encode(observation), self.max_observation_tokens)
         else:
-            token_ids = self._rendered(episode, observation)
+            token_ids = self._bridged(episode, self._messages(episode, observation))
         return np.array(token_ids, np.int32)
 
-    def _rendered(self, episode: "_Episode", messages: Sequence[Message]) -> Sequence[int]:
-        if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
-            raise TypeError(f"an observation is a text or a sequence of Message, and not {messages!r:.100}")
+    def _bridged(self, episode: "_Episode", messages: Sequence[Message]) -> Sequence[int]:
         if not messages:
             return []
-        if self.render is None:
-            raise ValueError("the environment answers in messages, which needs MultiTurn(render=...)")
-        token_ids = self.render(episode.token_ids, episode.turn, self._shortened(episode, messages))
+        assert episode.turn is not None
+        token_ids = self._chat.bridge(episode.token_ids, episode.turn, messages)
         if token_ids is None:
             raise ValueError("the chat template cannot continue the episode with the environment's messages")
         return token_ids
 
-    def _shortened(self, episode: "_Episode", messages: Sequence[Message]) -> list[Message]:
+    @property
+    def _chat(self) -> Chat:
+        if self.chat is None:
+            raise ValueError("the environment answers in messages, which needs MultiTurn(chat=...)")
+        return self.chat
+
+    def _messages(self, episode: "_Episode", messages: Sequence[Message]) -> list[Message]:
+        """The messages of an observation, cut to max_observation_tokens."""
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
+            raise TypeError(f"an observation is a text or a sequence of Message, and not {messages!r:.100}")
         left, short = self.max_observation_tokens, list[Message]()
         for message in messages:
             encoded = self._encode(message.content)
@@ -192,6 +250,10 @@ class _Episode:
     """An episode under way."""
 
     task: EpisodeTask
+    prompt_ids: tuple[int, ...] = field(init=False)
+    """Of the task, without its generation prompt where the first observation comes before that."""
+    end_token_ids: Sequence[int] = ()
+    """Those that end a turn, besides the task's."""
     environment: Environment | None = None
     finish_reason: str = ""
     """"" while it is open."""
@@ -207,6 +269,9 @@ class _Episode:
     cached_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(OWN_METRICS, 0.0))
 
+    def __post_init__(self) -> None:
+        self.prompt_ids = tuple(self.task.prompt.token_ids)
+
     @property
     def room(self) -> int:
         """How many tokens the response may still have."""
@@ -214,7 +279,7 @@ class _Episode:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return (*self.task.prompt.token_ids, *self.response.token_ids.tolist())
+        return (*self.prompt_ids, *self.response.token_ids.tolist())
 
     def request(self, max_turn_tokens: int | None, stop: tuple[str, ...]) -> GenerationRequest:
         sampling = self.task.sampling
@@ -225,6 +290,7 @@ class _Episode:
                 sampling.reseeded(self.num_turns),
                 max_tokens=self.room if max_turn_tokens is None else min(self.room, max_turn_tokens),
                 stop=(*sampling.stop, *stop),
+                stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self.end_token_ids))),
             ),
         )
 
@@ -259,5 +325,5 @@ class _Episode:
         )
 
     def _sequence(self) -> TokenSequence:
-        sequence = TokenSequence.of(self.task.prompt.token_ids, self.response, np.concatenate(self.masks))
+        sequence = TokenSequence.of(self.prompt_ids, self.response, np.concatenate(self.masks))
         return replace(sequence, turn_rewards=tuple(self.turn_rewards))

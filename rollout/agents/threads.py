@@ -1,10 +1,11 @@
-"""Threads for code that blocks: environments and tools that are plain functions."""
+"""Threads for code that blocks: environments and tools that are plain functions, and tokenizers."""
 
 import asyncio
 import contextlib
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -63,3 +64,13 @@ async def in_thread(call: Callable[[], T], timeout_s: float, key: str, what: str
     threading.Thread(target=work, name=what, daemon=True).start()
     async with within(timeout_s, key, what):
         return await ended
+
+
+class OneThread:
+    """Runs functions one after another, away from the event loop: tokenizers are not thread-safe, and block."""
+
+    def __init__(self, name: str):
+        self._executor = ThreadPoolExecutor(1, name)
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

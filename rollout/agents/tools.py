@@ -198,7 +198,8 @@ class ToolEnvironment:
 
     Example:
         toolbox = Toolbox([search, add])
-        MultiTurn(lambda prompt: ToolEnvironment(toolbox), tokenizer, max_turns=8, parse=parse, render=render)
+        chat = ChatTurns(tokenizer, toolbox.specs())
+        MultiTurn(lambda prompt: ToolEnvironment(toolbox), tokenizer, max_turns=8, chat=chat)
     """
 
     def __init__(self, toolbox: Toolbox):
@@ -206,7 +207,7 @@ class ToolEnvironment:
 
     async def step(self, turn: Turn, /) -> Step:
         if turn.tool_calls is None:
-            raise ValueError("a ToolEnvironment reads the tool calls of a turn, which needs MultiTurn(parse=...)")
+            raise ValueError("a ToolEnvironment reads the tool calls of a turn, which needs MultiTurn(chat=...)")
         results = await asyncio.gather(*(self._toolbox.result(call) for call in turn.tool_calls))
         return Step(
             observation=_messages(turn.tool_calls, results),

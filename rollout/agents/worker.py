@@ -1,6 +1,7 @@
 """Runs agent loops and rewards, away from the driver's event loop. `worker_group.py` puts it into Ray actors."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,8 +9,9 @@ from itertools import islice
 from typing import Any
 
 from configs.schema import Config
-from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop
+from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
 from rollout.agents.relay import Relay
+from rollout.errors import EpisodesLostError, NoTokensError
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId
 from rollout.rewards.base import RewardResult
@@ -24,6 +26,8 @@ from rollout.types import (
     Trajectory,
     TrajectoryGroup,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +80,8 @@ class AgentWorker:
     scorer: RewardScorer
     replicas: dict[str, GenerateGroup]
     """Those that it generates on. More may be added."""
-    _waiting: dict[int, _UnderWay] = field(default_factory=dict, init=False)
-    """By ordinal: groups that have lost their replica."""
+    _waiting: dict[int, tuple[_UnderWay, asyncio.TimerHandle]] = field(default_factory=dict, init=False)
+    """By ordinal: groups that have lost their replica, and when they are given up."""
 
     async def run_group(
         self,
@@ -91,14 +95,17 @@ class AgentWorker:
     ) -> TrajectoryGroup:
         """Run and score all episodes of the prompt on one replica; with remax a greedy one besides.
 
-        Raises ReplicaLostError. The episodes wait then, for the next attempt to bring them another replica.
+        Raises ReplicaLostError. The episodes wait then, for rollout.group_timeout_s at most, for the next attempt to
+        bring them another replica. Raises EpisodesLostError, and NoTokensError.
 
         A later attempt in another process, or in a run that is resumed, runs the agent loop from its beginning, and its
         requests are answered with what was sampled before: an environment gets back into its state by hearing the same
         turns. Where it answers otherwise, the trajectory is sampled anew from there.
         """
-        group = self._waiting.pop(prompt.ordinal, None)
+        group = self._take_waiting(prompt.ordinal)
         if group is None:
+            if attempt.partials and not is_replayable(self.config):
+                raise EpisodesLostError(f"the episodes of prompt {prompt.ordinal} that waited for {replica} are gone")
             episodes = self._episodes(prompt, sampling, group_size, attempt)
             relay = Relay(self.replicas[replica], attempt)
             group = _UnderWay(relay, on_open, len(episodes))
@@ -109,16 +116,39 @@ class AgentWorker:
         on_open(group.num_open)
         scored = await self._until_lost(prompt.ordinal, group)
         trajectories = tuple(self._trajectory(replica, some) for some in scored)
-        return TrajectoryGroup(
+        done = TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
             greedy=trajectories[group_size] if len(trajectories) > group_size else None,
         )
+        if not done.is_aborted and not any(trajectory.versions for trajectory in done.trajectories):
+            raise NoTokensError(self._no_tokens(done))
+        return done
 
     def drop(self, ordinal: int) -> None:
         """End the episodes of a group that wait for a replica: its next attempt runs elsewhere. Idempotent."""
-        if (waiting := self._waiting.pop(ordinal, None)) is not None:
+        if (waiting := self._take_waiting(ordinal)) is not None:
             waiting.task.cancel()
+
+    def _take_waiting(self, ordinal: int) -> _UnderWay | None:
+        group, expires = self._waiting.pop(ordinal, (None, None))
+        if expires is not None:
+            expires.cancel()
+        return group
+
+    def _expire(self, ordinal: int) -> None:
+        timeout_s = self.config.rollout.group_timeout_s
+        logger.warning(
+            "prompt %d: no replica came within rollout.group_timeout_s=%g; its episodes end", ordinal, timeout_s
+        )
+        self.drop(ordinal)
+
+    def _no_tokens(self, group: TrajectoryGroup) -> str:
+        rollout = self.config.rollout
+        loop = rollout.agent or rollout.agent_command or rollout.agent_loop
+        error = next((error for error in group.errors if error is not None), None)
+        why = "" if error is None else f"; the first failed with {error}"
+        return f"prompt {group.prompt.ordinal}: none of its episodes has a token that the policy sampled in {loop}{why}"
 
     async def _until_lost(self, ordinal: int, group: _UnderWay) -> list[_Scored]:
         """What the group's task returns. When its replica is lost, the task is left waiting, and the error raised."""
@@ -130,7 +160,8 @@ class AgentWorker:
             raise
         if group.task.done():
             return group.task.result()
-        self._waiting[ordinal] = group
+        expires = asyncio.get_running_loop().call_later(self.config.rollout.group_timeout_s, self._expire, ordinal)
+        self._waiting[ordinal] = group, expires
         raise lost.result()
 
     def _episodes(
@@ -263,4 +294,5 @@ def _evaluated(scored: _Scored) -> EvaluatedSample:
         response=scored.text,
         versions=frozenset(span.global_steps for sequence in episode.sequences for span in sequence.spans),
         error=result.error,
+        agent_metrics=episode.metrics,
     )

@@ -17,7 +17,7 @@ from configs.schema import Config
 from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
 from rollout.agents.encoding import encode
 from rollout.agents.heartbeat import PARTS, Heartbeat
-from rollout.agents.loop import AgentLoop, load_agent_loop
+from rollout.agents.loop import AgentLoop, ShowsTools, is_harness, load_agent_loop
 from rollout.agents.open_episodes import OpenByAttempt
 from rollout.agents.worker import AgentWorker, OnOpen
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
@@ -42,7 +42,7 @@ def load_tokenizer(path: str, *, local_only: bool = False) -> Any:
 
 
 def _load_loop(config: Config, tokenizer: Any) -> AgentLoop:
-    if config.rollout.agent is None and config.rollout.agent_command is None:
+    if not is_harness(config):
         return load_agent_loop(config.rollout.agent_loop, tokenizer)
     from rollout.sessions.harness_loop import load_harness_loop  # with a web server, which other loops do without
 
@@ -58,6 +58,7 @@ class AgentWorkerActor:
         self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
     ):
         on_start()
+        self._config = config
         self._log_when_silent_s = config.rollout.agent_worker_timeout_s * LOGGED_AFTER
         self._watchdog: asyncio.Task[None] | None = None
         tokenizer = load_tokenizer(tokenizer_path)
@@ -81,7 +82,18 @@ class AgentWorkerActor:
 
     @carries_errors
     async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
-        return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens)
+        loop = self._worker.loop
+        tools = loop.prompt_tools if isinstance(loop, ShowsTools) else ()
+        return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens, tools)
+
+    @carries_errors
+    async def check_chat_template(self) -> str | None:
+        if is_harness(self._config):
+            from rollout.sessions.append_only import append_only
+
+            report = append_only(self._worker.tokenizer)
+            return None if report.is_append_only else str(report)
+        return None
 
     @carries_errors
     async def run_group(
@@ -200,6 +212,14 @@ class AgentWorkerGroup:
         worker = await self._rotation.next()
         async with within(self._start_timeout_s, "rollout.start_timeout_s", f"encoding prompts in {worker.name}"):
             return await worker.result(worker.actor.encode.remote(rows, template, chat_template, max_tokens))
+
+    async def check_chat_template(self) -> str | None:
+        """What is wrong with the model's chat template for the sessions of a harness."""
+        worker = await self._rotation.next()
+        async with within(
+            self._start_timeout_s, "rollout.start_timeout_s", f"looking at the template in {worker.name}"
+        ):
+            return await worker.result(worker.actor.check_chat_template.remote())
 
     async def run_group(
         self,

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Protocol
 
 from configs.runtime.deadline import within
-from rollout.errors import AgentWorkerLostError, ReplicaLostError
+from rollout.errors import AgentWorkerLostError, NoTokensError, ReplicaLostError
 from rollout.evaluation.scores import mean_accuracy, scores_by_source
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
@@ -56,6 +56,15 @@ class Evaluation:
         return fmean(sample.num_tokens for sample in self.samples)
 
     @property
+    def agent_metrics(self) -> dict[str, float]:
+        """Of what the agent loop measured: each name with its mean over the samples that have it."""
+        names = sorted({name for sample in self.samples for name in sample.agent_metrics})
+        return {
+            name: fmean(sample.agent_metrics[name] for sample in self.samples if name in sample.agent_metrics)
+            for name in names
+        }
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Empty for one sample per prompt. For k > 1: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on
         where rows name no source."""
@@ -97,7 +106,7 @@ class Evaluator:
         `pinned`: the caller makes sure that none of them is updated.
 
         Raises TimeoutError past evaluation.timeout_s, ReplicaLostError when all of `on` are lost, RewardFailuresError,
-        and TooFewReplicasError.
+        NoTokensError, and TooFewReplicasError.
         """
         left = None if on is None else list(on)
         async with within(self.timeout_s, "evaluation.timeout_s", "evaluation"):
@@ -112,6 +121,8 @@ class Evaluator:
             prompts += answer
         evaluation = Evaluation(prompts=tuple(sorted(prompts, key=lambda prompt: prompt.ordinal)), pinned=pinned)
         self.failures.count_rewards(sample.error for sample in evaluation.samples)
+        if not evaluation.versions:
+            raise NoTokensError("the agent loop asked the policy for nothing in the whole evaluation")
         return evaluation
 
     async def _replicas_of(self, left: list[str] | None) -> list[str]:

@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
+from pydantic_core import to_jsonable_python
 
 from configs.runtime.dotted import find
 from configs.runtime.environment import PYTHON_PATH
@@ -60,6 +62,19 @@ class HarnessTask:
             data_source=prompt.data_source,
             extra=prompt.extra,
         )
+
+    def to_json(self) -> str:
+        """A line for a command. Arrays are lists in it, times and decimals texts, bytes base64.
+
+        Raises:
+            HarnessError: a column of the row has something that JSON cannot say.
+        """
+        for name, value in self.extra.items():
+            try:
+                json.dumps(value, default=_plain)
+            except (TypeError, ValueError) as error:
+                raise HarnessError(f"column {name!r} of the data cannot be said as JSON: {error}") from error
+        return json.dumps(asdict(self), default=_plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +146,8 @@ class CommandHarness:
         self._command = command
 
     async def run(self, task: HarnessTask, connection: Connection) -> object:
-        """Raises HarnessError when the command exits with another code than 0."""
+        """Raises HarnessError when the command exits with another code than 0, or JSON cannot say its task."""
+        line = task.to_json()
         process = await asyncio.create_subprocess_shell(
             self._command,
             stdin=PIPE,
@@ -142,7 +158,7 @@ class CommandHarness:
             limit=LINE_LIMIT,
         )
         try:
-            return await self._result(process, json.dumps(asdict(task)))
+            return await self._result(process, line)
         finally:
             await _end(process, connection.session)
 
@@ -166,6 +182,17 @@ class CommandHarness:
             said = "".join(errors).strip()
             raise HarnessError(f"rollout.agent_command={self._command}: {how}" + (f":\n{said}" if said else ""))
         return reward_of("".join(output))
+
+
+def _plain(value: object) -> Any:
+    """What `json` does not know, of what files of data have."""
+    return to_jsonable_python(value, fallback=_listed, bytes_mode="base64")
+
+
+def _listed(value: object) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def reward_of(line: str) -> RewardResult | None:

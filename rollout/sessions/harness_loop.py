@@ -11,12 +11,13 @@ import numpy as np
 from configs.rollout import OnLimit, OnMismatch, SessionsConfig
 from configs.schema import Config
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.threads import OneThread
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, described, settled
 from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
-from rollout.sessions.host import OneThread, SessionHost
-from rollout.sessions.parsing import TagParser
+from rollout.sessions.host import SessionHost
+from rollout.sessions.parsing import make_parser
 from rollout.sessions.render import Renderer
 from rollout.sessions.session import Session, SessionLimits, Words
 from rollout.sessions.transcript import Transcript
@@ -38,7 +39,7 @@ def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
 
 
 def make_host(config: Config, tokenizer: Any) -> SessionHost:
-    """Raises ValueError when the tokenizer has no chat template."""
+    """Raises ValueError when the tokenizer has no chat template, or vLLM no such parser."""
     rollout, sessions = config.rollout, config.sessions
     limits = SessionLimits(
         max_turns=sessions.max_turns,
@@ -48,9 +49,10 @@ def make_host(config: Config, tokenizer: Any) -> SessionHost:
     )
     words = Words(
         renderer=Renderer(tokenizer, history=sessions.reasoning),
-        parser=TagParser(),
+        parser=make_parser(tokenizer, tool_parser=sessions.tool_parser, reasoning_parser=sessions.reasoning_parser),
         in_thread=OneThread("words"),
         forks_on_mismatch=sessions.on_mismatch is OnMismatch.fork,
+        check_up_to_tokens=sessions.check_up_to_tokens,
     )
     return SessionHost(words, limits, config.model.path or "policy", config.serve, sessions.host)
 
@@ -111,7 +113,8 @@ class HarnessLoop:
             result = RewardResult(reward=0.0)
         if was_limited and self._config.on_limit is OnLimit.mask:
             sequences = tuple(replace(one, loss_mask=np.zeros_like(one.loss_mask)) for one in sequences)
-        if not sequences and result is None:
+        asked_nothing = not transcript.generations  # whatever it returns is no reward of the policy
+        if (not sequences and result is None) or (asked_nothing and result is not None and result.error is None):
             result = RewardResult(reward=0.0, error="the harness has asked the policy for nothing")
         finish_reason = "abort" if session.is_aborted else "length" if was_limited else "stop"
         cached = sum(one.completion.cached_tokens for one in transcript.generations)

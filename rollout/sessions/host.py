@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -112,13 +111,3 @@ class SessionHost:
         if found is None:
             raise SessionEndedError(f"session {session[:80]} has ended")
         return found
-
-
-class OneThread:
-    """Runs blocking functions one after another, away from the event loop."""
-
-    def __init__(self, name: str):
-        self._executor = ThreadPoolExecutor(1, name)
-
-    async def __call__(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

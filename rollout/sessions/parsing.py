@@ -51,27 +51,22 @@ class TagParser:
         reasoning_open: bool = False,
     ) -> Message:
         """As `AnswerParser.parse`. `tools` and `options` make no difference."""
-        reasoning, said = _split_reasoning(text, reasoning_open)
-        kept: list[str] = []
-        calls: list[ToolCall] = []
-        position = 0
-        while (start := said.find(_CALL, position)) >= 0:
-            found = _call_at(said, start)
-            if found is None:
-                end = start + len(_CALL)
-                kept.append(said[position:end])
-            else:
-                name, arguments, end = found
-                kept.append(said[position:start])
-                calls.append(ToolCall(call_id=call_id(len(calls)), name=name, arguments=arguments))
-            position = end
-        content = "".join([*kept, said[position:]])
-        return Message(
-            role=Role.assistant,
-            content=content.rstrip() if calls else content,
-            reasoning=reasoning,
-            tool_calls=tuple(calls),
-        )
+        reasoning, said = split_reasoning(text, reasoning_open)
+        content, calls = split_calls(said, call_id)
+        return Message(role=Role.assistant, content=content, reasoning=reasoning, tool_calls=calls)
+
+
+def make_parser(tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None) -> AnswerParser:
+    """vLLM's parsers of these names, each of which is `TagParser`'s where it is None.
+
+    Raises:
+        ValueError: vLLM has no parser of that name. It says which there are.
+    """
+    if tool_parser is None and reasoning_parser is None:
+        return TagParser()
+    from rollout.engines.vllm.parsers import VllmParser  # ten seconds of imports
+
+    return VllmParser(tokenizer, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
 
 def leaves_reasoning_open(prompt_end: str) -> bool:
@@ -82,7 +77,26 @@ def leaves_reasoning_open(prompt_end: str) -> bool:
     return prompt_end.rstrip().endswith(_THINK)
 
 
-def _split_reasoning(text: str, reasoning_open: bool) -> tuple[str | None, str]:
+def split_calls(said: str, call_id: Callable[[int], str]) -> tuple[str, tuple[ToolCall, ...]]:
+    """The content without the calls that it has, and those."""
+    kept: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := said.find(_CALL, position)) >= 0:
+        found = _call_at(said, start)
+        if found is None:
+            end = start + len(_CALL)
+            kept.append(said[position:end])
+        else:
+            name, arguments, end = found
+            kept.append(said[position:start])
+            calls.append(ToolCall(call_id=call_id(len(calls)), name=name, arguments=arguments))
+        position = end
+    content = "".join([*kept, said[position:]])
+    return content.rstrip() if calls else content, tuple(calls)
+
+
+def split_reasoning(text: str, reasoning_open: bool) -> tuple[str | None, str]:
     """Reasoning, if there is any, and the rest."""
     started = text.lstrip().startswith(_THINK)
     before, end, after = text.partition(_END_OF_THINK)

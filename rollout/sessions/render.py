@@ -130,6 +130,31 @@ class Renderer:
             return None
         return self._control_tokens.encode_after(end, neighbours.after_answer[start + len(end) :], mark)
 
+    def extend(self, prompt_ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Token ids of a prompt with more messages before its generation prompt, where nothing was sampled yet.
+
+        As in `bridge` the messages are rendered after a short question, whatever the prompt is.
+
+        Raises:
+            ValueError: the prompt does not end with the template's generation prompt, or the template does not write
+                the messages after what a user said.
+        """
+        alone = self._template.render([_USER], tools, generation_prompt=False).text
+        asked = self._template.render([_USER], tools, generation_prompt=True).text
+        both = self._template.render([_USER, *messages], tools, generation_prompt=True)
+        following = both.text.removeprefix(alone)
+        if following == both.text or self._control_tokens.at_start(following) is None:
+            roles = [message.role.value for message in messages]
+            raise ValueError(f"the chat template does not add messages of {roles} to a user's")
+        before, generation_prompt = list(prompt_ids), self._control_tokens.encode(asked.removeprefix(alone))
+        end = len(before) - len(generation_prompt)
+        if before[end:] != generation_prompt:
+            raise ValueError(
+                "the prompt does not end with the generation prompt of the chat template, which messages come before; "
+                "set data.chat_template=true"
+            )
+        return [*before[:end], *self._control_tokens.encode(following, both.mark)]
+
     def shows_reasoning(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: Mapping[str, Any] | None = None
     ) -> bool:

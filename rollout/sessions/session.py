@@ -21,8 +21,6 @@ from rollout.sessions.verification import is_check_due
 from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
 
 T = TypeVar("T")
-CHECK_EVERY_TURN_UP_TO = 8192
-"""Tokens. Longer prompts are compared with a render of their history once each time their length doubles."""
 NO_ANSWER = "none"
 """Id of an answer for which nothing was generated."""
 PROMPT_END = 16
@@ -52,6 +50,8 @@ class Words:
     """(function, *arguments) -> what it returns."""
     forks_on_mismatch: bool = False
     """Whether a history that the harness edited, or that the template renders in another way, begins a new sequence."""
+    check_up_to_tokens: int = 8192
+    """See `is_check_due`."""
 
 
 class Session:
@@ -284,7 +284,7 @@ class Session:
 
     def _mismatch(self, parent: Generation, prompt_ids: list[int], attachment: Attachment) -> Cause | None:
         """How a bridged prompt differs from a render of its whole history, where it is time to look."""
-        if not is_check_due(len(parent.token_ids), len(prompt_ids), CHECK_EVERY_TURN_UP_TO):
+        if not is_check_due(len(parent.token_ids), len(prompt_ids), self._words.check_up_to_tokens):
             return None
         sampled, at = [], parent
         while True:

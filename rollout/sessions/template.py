@@ -49,7 +49,7 @@ class ChatTemplate:
         """
         if wrong := sorted(self._reserved & set(options or {})):
             raise ValueError(f"template options {wrong} are not variables of a chat template; leave them out")
-        contents = [_as_dicts(messages, self._arguments_as_text), [_tool_dict(tool) for tool in tools], options or {}]
+        contents = [_as_dicts(messages, self._arguments_as_text), [tool_dict(tool) for tool in tools], options or {}]
         (shielded, tool_dicts, variables), mark = self._control_tokens.shield(contents)
         try:
             text = self._tokenizer.apply_chat_template(
@@ -119,6 +119,7 @@ def _object_of(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _tool_dict(tool: ToolSpec) -> dict[str, Any]:
+def tool_dict(tool: ToolSpec) -> dict[str, Any]:
+    """As templates of the hub read it."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}

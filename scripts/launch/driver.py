@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from configs.schema import Config
+from rollout.agents.loop import is_replayable
 from rollout.buffer import make_buffer
 from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
 from rollout.failures import FailureBudget
@@ -82,6 +83,7 @@ def make_rollouter(
         sampling=training_sampling(config),
         group_size=config.algorithm.group_size,
         group_timeout_s=config.rollout.group_timeout_s,
+        replayable=is_replayable(config),
     )
 
 

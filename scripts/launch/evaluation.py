@@ -63,6 +63,7 @@ def make_report(
         "evaluation": asdict(config.evaluation),
         "num_prompts": evaluation.num_prompts,
         "mean_response_tokens": evaluation.mean_response_tokens,
+        "agent": evaluation.agent_metrics,
         "failed_rewards": num_failed,
         "seconds": round(seconds, 3),
         "samples": SAMPLES_FILE,

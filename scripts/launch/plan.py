@@ -7,22 +7,24 @@ from configs.checks.sections import missing_data
 from configs.schema import Config
 from scripts.launch import budget
 from scripts.launch.cluster import has_gpu, needed_resources
-from scripts.launch.preview import check_agent_loop, count_rows
+from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows
 
 PARTS = {
-    "train": "model prompts held_out cluster claims replicas trainer agents advantage loss optimizer training step "
-    "epochs staleness memory per_rank per_worker shared run_folder",
-    "evaluate": "model held_out samples replicas",
+    "train": "model prompts held_out cluster claims replicas trainer agents sessions advantage loss optimizer training "
+    "step epochs staleness memory per_rank per_worker shared run_folder",
+    "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
 }
 
 
 def plan(command: str, config: Config, device: str, run_dir: Path, needed_files: Sequence[str]) -> str:
     """One line per part of the command, and a warning for each thing that this machine lacks. Raises ConfigError for
-    data that is there and malformed, and for an agent loop that is none."""
+    data that is there and malformed, for an agent loop that is none, and a chat template that sessions cannot use."""
     num_rows, num_held_out = count_rows(config, needed_files)
     parts = training_parts(config, device) | served_parts(config, device) | {"run_folder": str(run_dir)}
     warnings = [check_agent_loop(config)] if needed_files else []
+    if needed_files and (sessions := chat_template_of_sessions(config)) is not None:
+        parts["sessions"] = sessions
     if command == "train":
         known = budget.num_parameters(config)
         parts |= budget.work_parts(config, num_rows) | budget.memory_parts(config, known)

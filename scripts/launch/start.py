@@ -107,8 +107,7 @@ async def start(
         for replica in replicas:
             starting.create_task(_load_engine(replica, spec, config, console))
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
-        train_rows = await encode_rows(config, agents, "train", rows[0], console)
-        val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
+        train_rows, val_rows = await _encode(config, agents, rows, console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     events = FleetEventLog(run_dir / EVENTS_FILE, console.message)
     fleet, control = make_fleet(config, replicas, events)
@@ -131,6 +130,17 @@ async def start(
         train_rows=train_rows,
         val_rows=val_rows,
     )
+
+
+async def _encode(
+    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Warns of a chat template that sessions have trouble with."""
+    train_rows = await encode_rows(config, agents, "train", rows[0], console)
+    val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
+    if (problem := await agents.check_chat_template()) is not None:
+        console.message(f"warning: {problem}")
+    return train_rows, val_rows
 
 
 async def _load_engine(replica: ReplicaHandle, spec: EngineSpec, config: Config, console: Console) -> None:

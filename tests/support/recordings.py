@@ -66,4 +66,5 @@ class Evaluated:
     versions: tuple[int, ...] = (0,)
     pinned: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    agent_metrics: dict[str, float] = field(default_factory=dict)
     prompts: tuple[EvaluatedPrompt, ...] = ()

@@ -20,12 +20,14 @@ from configs.cli.overrides import check_overrides
 from configs.cli.peers import EQUIVALENTS, FRAMEWORKS
 from configs.load import key_docs
 from configs.schema import AlgorithmConfig, Config
-from rollout.agents.loop import EpisodeTask, load_agent_loop
+from rollout.agents.encoding import encode
+from rollout.agents.loop import EpisodeTask, ShowsTools, load_agent_loop
 from rollout.data.rows import Columns, load_rows
+from rollout.prompts import Row
 from rollout.request_ids import RequestId
 from rollout.rewards.scoring import load_scorer
 from rollout.sessions.harness import FunctionHarness
-from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from rollout.types import SamplingParams
 from scripts.docs import TABLES, fresh
 from tests.support.compose import changed, resolve
 from tests.support.episodes import episodes_of
@@ -217,23 +219,7 @@ def snippets() -> Iterator[Any]:
                 yield pytest.param(head[2], head[3], block, id=f"{page.name} {head[3]}")
 
 
-class Characters:
-    """A tokenizer with one token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
-
-
-async def says_five(requests: list[GenerationRequest]) -> list[Completion]:
-    """A policy that answers 5 at every turn."""
-    ids, logprobs = np.array([ord("5")], np.int32), np.zeros(1, np.float32)
-    return [
-        Completion(token_ids=ids, logprobs=logprobs, spans=(VersionSpan(0, 1, 0),), finish_reason="stop")
-        for _ in requests
-    ]
+CALL = '<tool_call>\n{"name": "power", "arguments": {"base": 5, "exponent": 1}}\n</tool_call>'
 
 
 def try_reward(path: str) -> None:
@@ -258,12 +244,17 @@ def try_advantage(path: str) -> None:
 
 
 def try_agent_loop(path: str) -> None:
-    loop = load_agent_loop(path, Characters())
+    """The policy calls the tool that it is shown, if it is, and then says 5."""
+    policy = Policy(lambda text, _: CALL if '"power"' in text and "<tool_response>" not in text else "5")
+    loop = load_agent_loop(path, policy.tokenizer)
+    tools = loop.prompt_tools if isinstance(loop, ShowsTools) else ()
+    row = Row(question="5?", ground_truth="5")
+    (prompt,) = encode(policy.tokenizer, [row], "{question}", bool(tools), 999, tools)
     sampling = SamplingParams(max_tokens=200)
-    task = EpisodeTask(request_id=RequestId(ordinal=5), prompt=make_prompt(5), index=0, sampling=sampling)
-    (episode,) = asyncio.run(episodes_of(loop, [task], says_five))
+    task = EpisodeTask(request_id=RequestId(ordinal=5), prompt=prompt, index=0, sampling=sampling)
+    (episode,) = asyncio.run(episodes_of(loop, [task], policy.generate))
     assert episode.result is not None and episode.result.reward == 1 and episode.result.error is None
-    assert only(episode).loss_mask.any()
+    assert only(episode).loss_mask.any() and episode.metrics.get("tool_calls", 0) == bool(tools)
 
 
 def try_agent(path: str) -> None:

@@ -181,6 +181,7 @@ class RunRecorder:
                 "eval/min_version": min(evaluation.versions),
                 "eval/max_version": max(evaluation.versions),
                 **evaluation.metrics,
+                **{f"eval/agent/{name}": mean for name, mean in evaluation.agent_metrics.items()},
             },
         )
         self._console.evaluation(global_steps, evaluation.accuracy)

@@ -9,18 +9,20 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
+from rollout.sessions.parsing import split_calls, split_reasoning
 
 logger = logging.getLogger(__name__)
 
 
 class VllmParser:
-    """Parses answers as `vllm serve --tool-call-parser NAME --reasoning-parser NAME` does, without streaming.
+    """Parses answers as `vllm serve --tool-call-parser NAME --reasoning-parser NAME` does, without streaming. What no
+    parser is named for is read as `TagParser` does.
 
     Some parsers, Hermes' for one, write the arguments of a call anew: equal JSON with other spaces.
     """
 
     def __init__(self, tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None):
-        """`tokenizer`: of transformers. A parser that is not named is not run: such text stays content.
+        """`tokenizer`: of transformers.
 
         Raises:
             ValueError: vLLM has no parser of that name.
@@ -43,35 +45,50 @@ class VllmParser:
         An answer on which a parser raises is logged, and stays content as a whole: it is the policy's doing.
         """
         try:
-            return self._parsed(text, call_id, tools, options or {})
+            return self._parsed(text, call_id, tools, options or {}, reasoning_open)
         except Exception:
             logger.exception("vLLM's parser raised on an answer of %d characters, which stays text", len(text))
             return Message(role=Role.assistant, content=text)
 
     def _parsed(
-        self, text: str, call_id: Callable[[int], str], tools: Sequence[ToolSpec], options: Mapping[str, Any]
+        self,
+        text: str,
+        call_id: Callable[[int], str],
+        tools: Sequence[ToolSpec],
+        options: Mapping[str, Any],
+        reasoning_open: bool,
     ) -> Message:
         # A parser holds the state of one answer: vLLM makes one for each request.
         request = _request(tools, options)
-        reasoning, content = None, text
-        if self._reasoning_parser is not None:
+        if self._reasoning_parser is None:
+            reasoning, content = split_reasoning(text, reasoning_open)
+        else:
             parser = self._reasoning_parser(self._tokenizer, chat_template_kwargs=dict(options))
             reasoning, content = parser.extract_reasoning(text, request)
-        calls: list[ToolCall] = []
-        if self._tool_parser is not None and content:
+        if self._tool_parser is None or not content:
+            content, calls = split_calls(content or "", call_id)
+        else:
             found = self._tool_parser(self._tokenizer, request.tools).extract_tool_calls(content, request)
             content = found.content
-            calls = [
+            calls = tuple(
                 ToolCall(call_id=call_id(index), name=call.function.name, arguments=call.function.arguments)
                 for index, call in enumerate(found.tool_calls)
-            ]
-        return Message(role=Role.assistant, content=content or "", reasoning=reasoning or None, tool_calls=tuple(calls))
+            )
+        return Message(role=Role.assistant, content=content or "", reasoning=reasoning or None, tool_calls=calls)
+
+
+def parser_names() -> dict[str, list[str]]:
+    """Key of sessions -> the names that vLLM has parsers for."""
+    return {
+        "tool_parser": sorted(ToolParserManager.list_registered()),
+        "reasoning_parser": sorted(ReasoningParserManager.list_registered()),
+    }
 
 
 def _looked_up(registry: Any, what: str, name: str | None) -> Any:
     if name is None:
         return None
-    known = sorted(registry.list_registered())
+    known = parser_names()[what]
     if name not in known:
         raise ValueError(f"{what}={name!r} is not known to vLLM: use one of {', '.join(known)}")
     return registry.get_tool_parser(name) if what == "tool_parser" else registry.get_reasoning_parser(name)

@@ -91,3 +91,25 @@ def test_a_command_over_the_anthropic_sdk_is_trained_too(tmp_path: Path, chat_mo
         assert run.wait_for_end(280) == 0, run.output.read_text()
         arrays = np.load(run.run_dir / "trajectories" / "step_000002.npz")
         assert arrays["loss_mask"].any() and set(arrays["versions"][~arrays["loss_mask"]]) <= {-1}
+
+
+EVALUATE = (sys.executable, "-m", "scripts.evaluate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["agent", "agent_command"])
+def test_a_harness_is_evaluated_as_it_is_trained(key: str, tmp_path: Path, chat_model: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(COMMAND)
+    value = "my_agent:agent" if key == "agent" else f"'{sys.executable} {tmp_path / 'agent.py'}'"
+    sizes = [one for one in overrides(chat_model, 1) if not one.startswith("trainer.")]
+    more = ("evaluation.samples=2", "evaluation.temperature=1", "data.num_val=4")
+    with started(tmp_path, *sizes, f"rollout.{key}={value}", *more, command=EVALUATE, PYTHONPATH=str(tmp_path)) as run:
+        assert run.wait_for_end(240) == 0, run.output.read_text()
+        report = json.loads((run.run_dir / "evaluation.json").read_text())
+        assert report["failed_rewards"] == 0 and report["num_prompts"] == 4
+        assert report["agent"]["turns"] == (3 if key == "agent" else 2)
+        samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+        assert len(samples) == 8 and all(one["accuracy"] in (0, 1) and one["response_tokens"] > 0 for one in samples)
+        assert {version for one in samples for version in one["versions"]} == {0}
+        assert run.survivors() == []

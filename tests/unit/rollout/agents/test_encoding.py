@@ -23,7 +23,9 @@ class FakeTokenizer:
         start = [1] if add_special_tokens else []
         return {"input_ids": [[*start, *map(ord, text)] for text in texts]}
 
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tools: None, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         assert not tokenize and add_generation_prompt
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 

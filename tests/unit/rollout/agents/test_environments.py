@@ -18,6 +18,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role, ToolCall
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.chats import FakeChat
 from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt, run_virtual, spans_of
 from tests.support.sequences import only
@@ -95,7 +96,8 @@ def loop_of(environment: Any, **options: Any) -> MultiTurn:
 
 def play(environment: Any, policy: Policy | None = None, asked: EpisodeTask | None = None, **options: Any) -> Episode:
     loop = loop_of(environment, **options)
-    episode = run_virtual(loop.run_episode(asked or task(), (policy or Policy()).generate))
+    run = run_virtual if loop.chat is None else asyncio.run  # a thread takes no virtual time
+    episode = run(loop.run_episode(asked or task(), (policy or Policy()).generate))
     return episode
 
 
@@ -236,7 +238,7 @@ def test_a_turn_has_its_tokens_and_what_a_parser_reads_in_it() -> None:
         read.append([*token_ids])
         return Message(role=Role.assistant, content="b", reasoning="a", tool_calls=(call,))
 
-    play(Listens(), parse=parse)
+    play(Listens(), chat=FakeChat(read=parse))
     play(Listens())
     parsed, plain = heard
     assert parsed == plain == "ab" and parsed.token_ids.tolist() == [97, 98, EOS] == read[0]
@@ -263,7 +265,9 @@ def test_messages_are_rendered_after_all_that_came_before() -> None:
         seen.append((token_ids, turn))
         return render(token_ids, turn, messages)
 
-    episode = play(Recorded(Step(observation=says("x", "y")), Step(done=True), first=says("w")), policy, render=noting)
+    episode = play(
+        Recorded(Step(observation=says("x", "y")), Step(done=True), first=says("w")), policy, chat=FakeChat(noting)
+    )
     assert text_of(episode) == "[w]ab\0[x][y]ab\0"
     assert seen == [((1, 2), None), ((1, 2, *map(ord, "[w]ab\0")), "ab")]
     assert int(only(episode).loss_mask.sum()) == 6
@@ -272,11 +276,11 @@ def test_messages_are_rendered_after_all_that_came_before() -> None:
 @pytest.mark.parametrize(
     ("text", "options", "observation", "error"),
     [
-        ("ab", {}, says("x"), "ValueError: the environment answers in messages, which needs MultiTurn(render=...)"),
-        ("no", {"render": render}, says("x"), "ValueError: the chat template cannot continue the episode"),
+        ("ab", {}, says("x"), "ValueError: the environment answers in messages, which needs MultiTurn(chat=...)"),
+        ("no", {"chat": FakeChat(render)}, says("x"), "ValueError: the chat template cannot continue the episode"),
         (
             "ab",
-            {"render": render},
+            {"chat": FakeChat(render)},
             ["x"],
             "TypeError: an observation is a text or a sequence of Message, and not ['",
         ),
@@ -298,7 +302,7 @@ def test_what_cannot_be_rendered_is_an_error(text: str, options: Any, observatio
 )
 def test_long_observations_are_cut_and_counted(observation: Observation, response: str, num_cut: int) -> None:
     environment = Recorded(Step(observation=observation), Step(done=True))
-    episode = play(environment, max_observation_tokens=3, render=render)
+    episode = play(environment, max_observation_tokens=3, chat=FakeChat(render))
     assert (text_of(episode), episode.metrics["cut_observations"]) == (response, num_cut)
 
 

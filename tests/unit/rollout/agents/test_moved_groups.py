@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from configs.rollout import SessionsConfig
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup
 from rollout.agents.worker import AgentWorker
@@ -25,10 +26,16 @@ GROUP_SIZE = 4
 class Scene:
     """One group of four responses of ten tokens, a token per second, on engines with two seats each."""
 
-    def __init__(self, num_replicas: int, loop: AgentLoop | None = None):
+    def __init__(self, num_replicas: int, loop: AgentLoop | None = None, replayable: bool = True):
         config = Config(
             algorithm=AlgorithmConfig(group_size=GROUP_SIZE),
-            rollout=RolloutConfig(num_replicas=num_replicas, max_num_seqs=2, min_replicas=1),
+            rollout=RolloutConfig(
+                num_replicas=num_replicas,
+                max_num_seqs=2,
+                min_replicas=1,
+                agent=None if replayable else "my_agent:agent",
+            ),
+            sessions=SessionsConfig(replayable=replayable),
             trainer=TrainerConfig(total_steps=1, prompts_per_step=1),
             weight_sync=WeightSyncConfig(stage_timeout_s=100.0),
         )
@@ -39,7 +46,7 @@ class Scene:
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
         self.lost_at: float | None = None
         """When the agent worker dies, the first time. What it runs on the replica goes on, as Ray lets it."""
-        self._worker = AgentWorker(
+        self.worker = AgentWorker(
             config=config,
             tokenizer=NoTokenizer(),
             loop=loop or ForcedLengths({"": lambda ordinal, index: 10}),
@@ -56,7 +63,7 @@ class Scene:
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any, *, on_open: Any
     ) -> TrajectoryGroup:
         running = asyncio.create_task(
-            self._worker.run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
+            self.worker.run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
         )
         if self.lost_at is None or attempt.number > 0:
             return await running
@@ -168,6 +175,85 @@ def test_an_episode_does_not_notice_that_its_replica_was_lost() -> None:
         assert scene.engines[1].usage.tokens == 4 * 10 - 2 * 5 - 2 * 2, "no token was sampled twice"
         await running
         assert scene.in_flight == 0
+
+    run_virtual(main())
+
+
+# -- sessions.replayable=false -----------------------------------------------------------------------------------------
+
+
+def test_episodes_that_cannot_be_replayed_begin_anew_after_their_agent_worker_was_lost() -> None:
+    async def main() -> None:
+        scene = Scene(num_replicas=1, replayable=False)
+        scene.lost_at = 3.5
+        running = await scene.start()
+        group = await scene.group()
+        assert [trajectory.num_tokens for trajectory in group.trajectories] == [10] * GROUP_SIZE
+        assert scene.engines[0].usage.tokens == 4 * 10 + 2 * 3, "nothing was heard again"
+        await running
+
+    run_virtual(main())
+
+
+def test_episodes_that_cannot_be_replayed_go_on_where_they_wait_for_another_replica() -> None:
+    """They began once, and no token was sampled twice."""
+
+    async def main() -> None:
+        loop = UsesATool()
+        scene = Scene(num_replicas=2, loop=loop, replayable=False)
+        running = await scene.start()
+        await asyncio.sleep(7.5)
+        await scene.fleet.collect_progress()
+        scene.engines[0].kill()
+        await scene.group()
+        assert sorted(loop.used_by) == [0, 1, 2, 3]
+        assert scene.engines[1].usage.tokens == 4 * 10 - 2 * 5 - 2 * 2
+        await running
+
+    run_virtual(main())
+
+
+def test_episodes_that_cannot_be_replayed_and_were_lost_while_they_waited_begin_anew() -> None:
+    """Their first answers, of the replica that died, are not heard again."""
+
+    async def main() -> None:
+        loop = UsesATool()
+        scene = Scene(num_replicas=2, loop=loop, replayable=False)
+        running = await scene.start()
+        await scene.fleet.collect_progress()
+        await asyncio.sleep(7.5)
+        await scene.manager.updating.acquire()  # the next attempt waits for the update to end
+        await scene.fleet.collect_progress()
+        scene.engines[0].kill()
+        await asyncio.sleep(1)
+        scene.worker.drop(0)
+        scene.manager.updating.release()
+        group = await scene.group()
+        assert sorted(loop.used_by) == [0, 0, 1, 1, 2, 3]
+        assert [trajectory.num_tokens for trajectory in group.trajectories] == [10] * GROUP_SIZE
+        assert scene.engines[1].usage.tokens == 4 * 10
+        await running
+
+    run_virtual(main())
+
+
+def test_episodes_wait_for_another_replica_as_long_as_an_attempt_may_take() -> None:
+    async def main() -> None:
+        loop = UsesATool()
+        scene = Scene(num_replicas=2, loop=loop)
+        running = await scene.start()
+        await scene.fleet.collect_progress()  # from now on its answers are kept until they are asked for
+        await asyncio.sleep(7.5)
+        await scene.manager.updating.acquire()
+        await scene.fleet.collect_progress()
+        scene.engines[0].kill()
+        await asyncio.sleep(scene.worker.config.rollout.group_timeout_s + 1)
+        assert scene.worker._waiting == {}
+        scene.manager.updating.release()
+        await scene.group()
+        assert sorted(loop.used_by) == [0, 0, 1, 1, 2, 3], "those of the first began again, and heard what they had"
+        assert scene.engines[1].usage.tokens == 4 * 10 - 2 * 5 - 2 * 2
+        await running
 
     run_virtual(main())
 

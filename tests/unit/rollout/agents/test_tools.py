@@ -20,6 +20,7 @@ from rollout.agents.tools import Tool, Toolbox, ToolEnvironment, ToolResult
 from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role, ToolCall
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.chats import FakeChat
 from tests.support.fakes import make_completion, make_prompt
 from tests.support.sequences import only
 
@@ -268,7 +269,8 @@ def test_an_episode_with_tools() -> None:
         def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
             return "".join(map(chr, token_ids))
 
-    loop = MultiTurn(lambda prompt: ToolEnvironment(TOOLS), Characters(), max_turns=4, parse=parse, render=render)
+    chat = FakeChat(render, parse)
+    loop = MultiTurn(lambda prompt: ToolEnvironment(TOOLS), Characters(), max_turns=4, chat=chat)
     task = EpisodeTask(
         request_id=RequestId(ordinal=0), prompt=make_prompt(0), index=0, sampling=SamplingParams(max_tokens=40)
     )
@@ -276,8 +278,9 @@ def test_an_episode_with_tools() -> None:
     assert "".join(map(chr, only(episode).response_ids)) == "2+2<add 4>4!"
     assert (episode.finish_reason, episode.result) == ("stop", None), "rollout.reward scores it"
     assert episode.metrics["tool_calls"] == 1 and episode.metrics["turns"] == 2
+    assert len(chat.threads) == 1 and threading.get_ident() not in chat.threads
 
 
 def test_without_a_parser_it_says_so() -> None:
-    with pytest.raises(ValueError, match=r"which needs MultiTurn\(parse=...\)"):
+    with pytest.raises(ValueError, match=r"which needs MultiTurn\(chat=...\)"):
         asyncio.run(ToolEnvironment(TOOLS).step(Turn.of("add(1)")))

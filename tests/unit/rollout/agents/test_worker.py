@@ -11,6 +11,7 @@ import pytest
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker import AgentWorker
+from rollout.errors import NoTokensError
 from rollout.progress import Attempt
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
@@ -76,6 +77,28 @@ def make_worker(
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
     return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt(), on_open=[].append))
+
+
+class AsksNothing:
+    """Gives a reward for nothing."""
+
+    def __init__(self, finish_reason: str = "stop"):
+        self._finish_reason = finish_reason
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        result = RewardResult(reward=0.0, error="no sandbox left")
+        return [Episode(sequences=(), finish_reason=self._finish_reason, cached_tokens=0, result=result) for _ in tasks]
+
+
+def test_a_group_without_a_sampled_token_says_which_loop_asked_for_none() -> None:
+    config = Config(rollout=RolloutConfig(agent_loop="my_loop:make"))
+    worker = make_worker(config=config, loop=AsksNothing(), r0=FakeReplica())
+    with pytest.raises(
+        NoTokensError, match=r"^prompt 17: none of its episodes .* in my_loop:make; .* no sandbox left$"
+    ):
+        run_group(worker)
+    aborted = make_worker(config=config, loop=AsksNothing("abort"), r0=FakeReplica())
+    assert run_group(aborted).is_aborted, "it is replaced by another prompt"
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

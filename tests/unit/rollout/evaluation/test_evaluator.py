@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from rollout.errors import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, TooFewReplicasError
+from rollout.evaluation.evaluator import Evaluation
 from rollout.failures import RewardFailuresError
 from rollout.router import ReplicaRouter
+from rollout.types import EvaluatedPrompt, EvaluatedSample
 from tests.support.evaluations import GREEDY, FakeEvaluationRunner, make_evaluator, make_router
 from tests.support.fakes import now, run_virtual, settle
 
@@ -23,6 +25,13 @@ def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas(
     assert evaluation.metrics == {}
     run_virtual(evaluator.evaluate())
     assert evaluator.num_requests == 10
+
+
+def test_what_agents_measured_is_a_mean_over_the_samples_that_have_it() -> None:
+    measured = [{"turns": 2.0}, {"turns": 4.0, "calls": 1.0}, {}]
+    samples = [EvaluatedSample(accuracy=1, answer=None, num_tokens=1, agent_metrics=some) for some in measured]
+    prompts = [EvaluatedPrompt(ordinal=n, data_source="", samples=(sample,)) for n, sample in enumerate(samples)]
+    assert Evaluation(prompts=tuple(prompts), pinned=True).agent_metrics == {"calls": 1.0, "turns": 3.0}
 
 
 def test_of_several_samples_every_data_source_has_its_scores() -> None:

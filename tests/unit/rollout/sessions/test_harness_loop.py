@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from configs.rollout import OnLimit
 from rollout.agents.loop import resume_from
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.rewards.base import RewardResult
-from rollout.sessions.harness import SESSION_ENV, CommandHarness, Connection, HarnessTask, reward_of
+from rollout.sessions.harness import SESSION_ENV, CommandHarness, Connection, HarnessError, HarnessTask, reward_of
 from rollout.types import GenerationRequest, VersionSpan
 from tests.support.episodes import episodes_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
@@ -334,6 +336,25 @@ def test_nothing_that_a_command_has_started_outlives_its_episode(tmp_path: Path,
         assert of_sessions_in(tmp_path) == []
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_a_harness_that_asks_for_nothing_has_a_failed_reward(returned: float | None) -> None:
+    async def idle(task: HarnessTask, connection: Connection) -> float | None:
+        return returned
+
+    episode = asyncio.run(run_one(Function(idle), Policy(calls_then_answers)))
+    assert episode.sequences == () and episode.result is not None
+    assert episode.result == RewardResult(reward=0.0, error="the harness has asked the policy for nothing")
+
+
+def test_a_task_is_json_whatever_its_row_has() -> None:
+    extra = {"ids": np.arange(2), "score": np.float32(0.5), "day": date(2026, 1, 2), "raw": b"\xff", "text": "\ud800"}
+    task = HarnessTask(prompt="?", ground_truth="", ordinal=0, index=0, extra=extra)
+    told = {"ids": [0, 1], "score": 0.5, "day": "2026-01-02", "raw": "_w==", "text": "\ud800"}
+    assert json.loads(task.to_json())["extra"] == told
+    with pytest.raises(HarnessError, match="column 'what' of the data cannot be said as JSON: .*object has"):
+        replace(task, extra={"what": object()}).to_json()
 
 
 def test_what_a_line_of_output_says_about_the_reward() -> None:

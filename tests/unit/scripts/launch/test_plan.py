@@ -11,6 +11,7 @@ from configs.schema import Config, DType, ModelKind, Transport
 from configs.validate import ConfigError
 from scripts.launch import budget
 from scripts.launch.plan import plan
+from tests.support.chat_models import chat_tokenizer
 from tests.support.compose import changed
 
 TRAIN_AND_VAL = ("train_files", "val_files")
@@ -101,3 +102,23 @@ def test_an_agent_loop_that_is_none_is_refused(tmp_path: Path, monkeypatch: pyte
         ConfigError, match=r"rollout\.agent_loop=no_loop:make: gave 4\d\d, which has no run\(tasks, gen"
     ):
         parts_of(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"), [("qwen2.5", "chat template: append-only; "), ("deepseek", "chat template: NOT append-only; ")]
+)
+def test_a_harness_is_told_of_the_chat_template(family: str, said: str, tmp_path: Path) -> None:
+    chat_tokenizer(family).save_pretrained(tmp_path)
+    config = changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path), rollout__agent_command="run-it")
+    assert parts_of(config)["sessions"].startswith(said)
+    assert "sessions" not in parts_of(changed(config, rollout__agent_command=None))
+
+
+def test_a_chat_template_that_is_not_here_is_not_looked_at_and_one_that_is_none_is_refused() -> None:
+    away = changed(Config(), model__kind=ModelKind.hf, model__path="no/such-model", rollout__agent_command="run-it")
+    assert parts_of(away)["sessions"].startswith("chat template: not looked at, for want of the tokenizer: ")
+    none = changed(Config(), rollout__agent_command="run-it")
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.agent_command=run-it: sessions need a tokenizer with one chat temp"
+    ):
+        parts_of(none)

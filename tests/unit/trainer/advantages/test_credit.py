@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from configs.algorithm import LossAggregation
+from configs.algorithm import GROUP_ADVANTAGES, LossAggregation
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.types import FloatArray, TrajectoryGroup, TurnReward
 from tests.support.reference import make_group, make_trajectory
@@ -55,6 +55,21 @@ def test_a_trajectorys_advantage_is_that_of_each_of_its_tokens() -> None:
     assert found.tokens.advantages.tolist() == [0.5, 0.5, -0.5, -1, -1]
     assert found.tokens.reference_logprobs is found.tokens.selected is None
     assert found.metrics == {}
+
+
+@pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "reinforce_plus_plus"])
+def test_an_episode_without_a_sequence_changes_nothing_for_the_others(advantage: str) -> None:
+    """A harness that asked the policy for nothing: its reward has failed."""
+
+    def with_an_idle_one() -> list[TrajectoryGroup]:
+        first, second = groups()
+        idle = replace(first.trajectories[0], sequences=(), reward=0.0, error="asked for nothing")
+        return [replace(first, trajectories=(idle, *first.trajectories)), second]
+
+    found, expected = credit(groups=with_an_idle_one, advantage=advantage), credit(advantage=advantage)
+    assert found.tokens.advantages.tolist() == expected.tokens.advantages.tolist()
+    assert found.tokens.loss_weights.tolist() == expected.tokens.loss_weights.tolist()
+    assert [len(advantages) for advantages in found.advantages] == [3, 2] and found.advantages[0][0] == 0
 
 
 def rewarded_by_turns() -> list[TrajectoryGroup]:

@@ -1,6 +1,7 @@
 """The metrics of a step's groups, by hand."""
 
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -8,7 +9,20 @@ import pytest
 from rollout.types import VersionSpan
 from tests.support.recordings import example_advantages, example_groups
 from tests.support.reference import make_group, make_trajectory
+from trainer.tracking.records import token_arrays, trajectory_records
 from trainer.tracking.step_metrics import group_metrics, is_spanning
+
+
+def test_an_episode_without_a_sequence_is_recorded_and_counts_in_no_reward() -> None:
+    idle = replace(make_trajectory([1], [2], error="asked for nothing"), sequences=())
+    group = make_group(0, [make_trajectory([1], [2], reward=1.0), idle])
+    advantages = [np.zeros(2, np.float32)]
+    metrics = group_metrics([group], advantages, global_steps=0, interval=1)
+    assert (metrics["critic/score/mean"], metrics["response_length/mean"]) == (1, 0.5)
+    _, record = trajectory_records(group.prompt, group.trajectories, [0.0, None])
+    assert (record.sequences, record.error) == ([], "asked for nothing")
+    arrays = np.load(BytesIO(token_arrays([group], advantages)))
+    assert arrays["num_sequences"].tolist() == [1, 0]
 
 
 def test_metrics_of_a_step_by_hand() -> None:

@@ -46,11 +46,14 @@ class ReplicaRouter:
     def healthy(self) -> list[str]:
         return [name for name, load in self._loads.items() if load.error is None]
 
-    async def acquire(self, count: int) -> str:
-        """Reserve `count` trajectories, waiting for a replica in service that has room. Raises NoReplicaLeftError."""
+    async def acquire(self, count: int, prefer: str | None = None) -> str:
+        """Reserve `count` trajectories, waiting for a replica in service that has room. Raises NoReplicaLeftError.
+
+        `prefer`: taken if it is in service and has room, whatever the others' load: it has the prefix in its cache.
+        """
         async with self._turn, self._changed:
             while True:
-                name = self._least_loaded(count)
+                name = prefer if prefer is not None and self._has_room(prefer, count) else self._least_loaded(count)
                 if name is not None:
                     self._loads[name].in_flight += count
                     self._loads[name].assigned += count
@@ -124,7 +127,9 @@ class ReplicaRouter:
         least = min(
             self.healthy, key=lambda name: (self._loads[name].in_flight, self._loads[name].assigned), default=None
         )
-        # A group larger than the limit still has to go somewhere: to an idle replica.
-        if least is None or 0 < self._loads[least].in_flight > self._max_inflight - count:
-            return None
-        return least
+        return least if least is not None and self._has_room(least, count) else None
+
+    def _has_room(self, name: str, count: int) -> bool:
+        """Whether it is in service too. A group larger than the limit still has to go somewhere: to an idle replica."""
+        load = self._loads[name]
+        return load.error is None and (load.in_flight == 0 or load.in_flight <= self._max_inflight - count)

@@ -91,22 +91,25 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     they have. A request with another prompt than before begins anew.
 
     The turns of an episode may come in another order than before, as those of sub-agents that run side by side: a
-    request takes what was sampled for its prompt.
+    request takes what was sampled for its prompt, unless another request beside it does.
     """
     known: defaultdict[tuple[int, int], dict[int, PartialCompletion]] = defaultdict(dict)
     for (episode, turn), partial in sorted(partials.items(), key=lambda item: item[0]):
         known[episode, partial.prompt_checksum][turn] = partial
 
-    def take(request: GenerationRequest) -> PartialCompletion | None:
+    def take(request: GenerationRequest, beside: set[InGroup]) -> PartialCompletion | None:
         episode, turn = request.request_id.in_group
         of_prompt = known[episode, prompt_checksum(request.prompt_ids)]
-        return of_prompt[turn] if turn in of_prompt else of_prompt.pop(next(iter(of_prompt), turn), None)
+        if turn in of_prompt:
+            return of_prompt[turn]
+        return of_prompt.pop(next((other for other in of_prompt if (episode, other) not in beside), turn), None)
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
         answers: dict[RequestId, Completion] = {}
         rest: list[GenerationRequest] = []
+        beside = {request.request_id.in_group for request in requests}
         for request in requests:
-            partial = take(request)
+            partial = take(request, beside)
             if partial is None:
                 rest.append(request)
             elif partial.completion.finish_reason:

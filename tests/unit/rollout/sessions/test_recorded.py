@@ -140,6 +140,7 @@ def test_a_session_whose_harness_went_away_times_out_but_not_while_the_policy_is
         (record,) = await recorder.recorded()
         assert (record["id"], record["ending"], record["limit"]) == (idle.id, "timed_out", "sessions.idle_timeout_s=1")
         assert (await recorder.post(f"/sessions/{idle.id}/v1/chat/completions", idle.key, CHAT)).status_code == 401
+        await asyncio.sleep(1.2)
         policy.may_answer.set()
         assert (await asking).choices[0].message.content == "Yes."
         assert len(recorder.records) == 1

@@ -47,10 +47,13 @@ class ReplicaRouter:
     def healthy(self) -> list[str]:
         return [name for name, load in self._loads.items() if load.error is None]
 
-    async def acquire(self, count: int) -> str:
-        """Reserve `count` trajectories, waiting for a replica in service that has room. Raises NoReplicaLeftError."""
+    async def acquire(self, count: int, prefer: str | None = None) -> str:
+        """Reserve `count` trajectories, waiting for a replica in service that has room. Raises NoReplicaLeftError.
+
+        `prefer`: taken if it is in service and has room, whatever the others' load: it has the prefix in its cache.
+        """
         async with self._turn:
-            while (name := self._least_loaded(count)) is None:
+            while (name := self._chosen(count, prefer)) is None:
                 await self._changed.wait()
             self._loads[name].in_flight += count
             self._loads[name].assigned += count
@@ -117,12 +120,19 @@ class ReplicaRouter:
             errors = "; ".join(f"{name}: {load.error!r}" for name, load in self._loads.items())
             raise NoReplicaLeftError(f"no replica left: {errors}")
 
+    def _chosen(self, count: int, prefer: str | None) -> str | None:
+        if prefer is not None and self._has_room(prefer, count):
+            return prefer
+        return self._least_loaded(count)
+
     def _least_loaded(self, count: int) -> str | None:
         self._require_one()
         least = min(
             self.healthy, key=lambda name: (self._loads[name].in_flight, self._loads[name].assigned), default=None
         )
-        # A group larger than the limit still has to go somewhere: to an idle replica.
-        if least is None or 0 < self._loads[least].in_flight > self._max_inflight - count:
-            return None
-        return least
+        return least if least is not None and self._has_room(least, count) else None
+
+    def _has_room(self, name: str, count: int) -> bool:
+        """Whether it is in service too. A group larger than the limit still has to go somewhere: to an idle replica."""
+        load = self._loads[name]
+        return load.error is None and (load.in_flight == 0 or load.in_flight <= self._max_inflight - count)

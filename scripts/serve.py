@@ -27,6 +27,10 @@ def serve(given: Invocation) -> Ended:
     from scripts.launch.serving import serve_model
 
     config = without_trainer(given.config)
+    for key, harness in (("agent", config.rollout.agent), ("agent_command", config.rollout.agent_command)):
+        if harness is not None:
+            why = "a server runs no harness, which opens sessions there by itself (docs/agents.md)"
+            raise ConfigError(f"rollout.{key}={harness}: {why}; `make evaluate` runs one over the held-out prompts")
     device = resolve_device(config)
     if config.ray.address is not None and given_token(config.serve) is None:
         why = f"with ray.address={config.ray.address} replicas listen on their nodes' addresses, and need a token"

@@ -41,6 +41,10 @@ class Access:
             return True
         return path in GENERATION and not self.token.is_given
 
+    def admits(self, path: str, headers: Headers) -> bool:
+        """Whether a request that comes from where it may has the token that its route needs."""
+        return self.is_open(path) or self._has_token(headers)
+
     def knows(self, host: str) -> bool:
         """Whether a client may call the server by this name or address, which may have a port."""
         try:
@@ -64,7 +68,7 @@ class Access:
         for origin in origins:
             if not self.knows(origin.partition("://")[2]):
                 return error_answer(path, 403, f"a page of Origin {ascii(origin)} may not call this: {known} allowed")
-        if self.is_open(path) or self._has_token(headers):
+        if self.admits(path, headers):
             return None
         answer = error_answer(path, 401, f"{path} needs 'Authorization: Bearer TOKEN'; see docs/serving.md")
         answer.headers["www-authenticate"] = "Bearer"

@@ -52,3 +52,24 @@ class SessionLimitError(SessionError):
 
     status = 403
     code = "session_limit"
+
+
+class TooManySessionsError(SessionError):
+    """No more sessions may be open at once."""
+
+    status = 429
+    code = "too_many_sessions"
+
+
+class NoReplicaError(SessionError):
+    """No replica is in service, or the server is about to end."""
+
+    status = 503
+    code = "no_replica"
+
+
+class NotRecordedError(SessionError):
+    """The record of a session cannot be written."""
+
+    status = 500
+    code = "not_recorded"

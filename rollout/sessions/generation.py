@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from rollout.sessions.messages import Finish, Message
+from rollout.sessions.messages import Finish, Message, ToolSpec
 from rollout.types import EMPTY, Completion, IntArray
 
 
@@ -69,6 +69,8 @@ class Generation:
     difference, and for a new conversation."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What the harness asked for: temperature, top_p, penalties."""
+    tools: tuple[ToolSpec, ...] = ()
+    """Those that the policy could call."""
     state: State = State.running
     delivery: Delivery = Delivery.pending
     prompt_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))

@@ -14,6 +14,7 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, described, settled
+from rollout.sessions.deadlines import overdue
 from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
 from rollout.sessions.host import SessionHost
@@ -40,21 +41,29 @@ def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
 
 def make_host(config: Config, tokenizer: Any) -> SessionHost:
     """Raises ValueError when the tokenizer has no chat template, or vLLM no such parser."""
+    words, limits = make_words(config.sessions, tokenizer), make_limits(config)
+    return SessionHost(words, limits, config.model.path or "policy", config.serve, config.sessions.host)
+
+
+def make_limits(config: Config) -> SessionLimits:
     rollout, sessions = config.rollout, config.sessions
-    limits = SessionLimits(
+    return SessionLimits(
         max_turns=sessions.max_turns,
         max_tokens=rollout.max_response_tokens,
         max_turn_tokens=sessions.max_turn_tokens,
         max_context=config.data.max_prompt_tokens + rollout.max_response_tokens,
     )
-    words = Words(
+
+
+def make_words(sessions: SessionsConfig, tokenizer: Any) -> Words:
+    """Raises ValueError when the tokenizer has no chat template, or vLLM no such parser."""
+    return Words(
         renderer=Renderer(tokenizer, history=sessions.reasoning),
         parser=make_parser(tokenizer, tool_parser=sessions.tool_parser, reasoning_parser=sessions.reasoning_parser),
         in_thread=OneThread("words"),
         forks_on_mismatch=sessions.on_mismatch is OnMismatch.fork,
         check_up_to_tokens=sessions.check_up_to_tokens,
     )
-    return SessionHost(words, limits, config.model.path or "policy", config.serve, sessions.host)
 
 
 class HarnessLoop:
@@ -89,21 +98,12 @@ class HarnessLoop:
                 done, _ = await asyncio.wait([running], timeout=1 / LOOKS_PER_S)
                 if done:
                     return running.result()
-                self._check_clock(session, began)
+                if (limit := overdue(session, began, self._config)) is not None:
+                    raise HarnessTimeoutError(limit)
         finally:
             if not running.done():
                 running.cancel()
                 await asyncio.wait([running])
-
-    def _check_clock(self, session: Session, began: float) -> None:
-        """The time that the harness waits for the policy does not count: a pause is no fault of it."""
-        if session.is_waiting:
-            return
-        now, config = time.monotonic(), self._config
-        if now - began - session.waited_s > config.timeout_s:
-            raise HarnessTimeoutError(f"sessions.timeout_s={config.timeout_s:g}")
-        if now - max(began, session.last_active) > config.idle_timeout_s:
-            raise HarnessTimeoutError(f"sessions.idle_timeout_s={config.idle_timeout_s:g}")
 
     def _episode(self, session: Session, where: str, returned: object) -> Episode:
         transcript = session.transcript

@@ -3,24 +3,21 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from configs.serve import ServeConfig
 from rollout.agents.loop import EpisodeTask, GenerateGroup
 from rollout.http.server import listen, serve, url_of
-from rollout.sessions.backend import PromptRequest, Reward
-from rollout.sessions.errors import BadRequestError, SessionEndedError
+from rollout.sessions.errors import BadRequestError
 from rollout.sessions.harness import Connection
-from rollout.sessions.keys import SessionKeys
-from rollout.sessions.messages import Answer, ChatRequest
-from rollout.sessions.session import Session, SessionLimits, Words, summary
-from rollout.sessions.transcript import TranscriptClosedError
+from rollout.sessions.open_sessions import OpenSessions
+from rollout.sessions.session import Session, SessionLimits, Words
 
 
-class SessionHost:
-    """A `SessionBackend`: sessions are opened by the episodes of this process, not over HTTP.
+class SessionHost(OpenSessions):
+    """Sessions are opened by the episodes of this process, not over HTTP.
 
     Example:
         async with host.open(task, generate) as (session, connection):
@@ -29,10 +26,9 @@ class SessionHost:
 
     def __init__(self, words: Words, limits: SessionLimits, model: str, serve_config: ServeConfig, host: str):
         """`host`: address that sessions are served on, at a free port."""
-        self.keys = SessionKeys()
-        self._words, self._limits, self._model = words, limits, model
+        super().__init__(model)
+        self._words, self._limits = words, limits
         self._serve_config, self._host = serve_config, host
-        self._sessions: dict[str, Session] = {}
         self._server: asyncio.Task[None] | None = None
         self._url = ""
 
@@ -67,47 +63,5 @@ class SessionHost:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._server
 
-    # -- SessionBackend ------------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> str:
-        return self._model
-
     async def create(self, task: Mapping[str, Any]) -> str:
         raise BadRequestError("sessions are opened by the run that trains: rollout.agent or rollout.agent_command")
-
-    async def answer(self, session: str, request: ChatRequest | PromptRequest) -> Sequence[Answer]:
-        return await self._of(session).answer(request)
-
-    def delivered(self, session: str, answer_ids: Sequence[str], whole: bool) -> None:
-        found = self._sessions.get(session)
-        if found is None:
-            return  # it ended while the answer was written
-        for answer_id in answer_ids:
-            found.deliver(answer_id, whole)
-
-    async def count_tokens(self, session: str, request: ChatRequest) -> int:
-        return await self._of(session).count_tokens(request)
-
-    async def reward(self, session: str, reward: Reward) -> None:
-        try:
-            self._of(session).transcript.reward(reward.value, reward.answer_id, reward.metrics)
-        except TranscriptClosedError as error:
-            raise SessionEndedError(str(error)) from None
-        except ValueError as error:
-            raise BadRequestError(str(error)) from None
-
-    async def finish(self, session: str) -> None:
-        self._of(session).close()
-
-    async def abort(self, session: str) -> None:
-        self._of(session).abort()
-
-    async def transcript(self, session: str) -> Mapping[str, Any]:
-        return summary(self._of(session))
-
-    def _of(self, session: str) -> Session:
-        found = self._sessions.get(session)
-        if found is None:
-            raise SessionEndedError(f"session {session[:80]} has ended")
-        return found

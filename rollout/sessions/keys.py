@@ -1,6 +1,7 @@
 """The keys of the open sessions: whoever has one may speak in its session, and in no other."""
 
 import hashlib
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from starlette.datastructures import Headers
 from rollout.sessions.errors import UnknownKeyError, UnknownSessionError
 
 KEY_BYTES = 32
+PREFIX = "session-"
+"""Of a key, so that one whose session has ended is still known as the key of a session."""
+_KEY = re.compile(rf"{PREFIX}[\w-]{{43}}", re.ASCII)  # 32 bytes in base64
 
 
 @dataclass(slots=True)
@@ -30,7 +34,7 @@ class SessionKeys:
         """Return the session's key. Raises ValueError when it has one."""
         if session in self._digests:
             raise ValueError(f"session {session!r} has a key already")
-        key = secrets.token_urlsafe(KEY_BYTES)
+        key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
         self._digests[session] = _digest(key)
         self._open[_digest(key)] = _Open(session)
         return key
@@ -65,6 +69,11 @@ class SessionKeys:
                 return found
         where = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise UnknownKeyError(f"this needs the key of an open session as {where}: it ends when the session does")
+
+
+def has_session_key(headers: Headers) -> bool:
+    """Whether the request brings the key of a session, open or not."""
+    return any(_KEY.fullmatch(key) for key in _given(headers))
 
 
 def _given(headers: Headers) -> Iterable[str]:

@@ -16,6 +16,7 @@ from rollout.sessions.generation import Cause, Generation, State
 from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
 from rollout.sessions.parsing import AnswerParser, leaves_reasoning_open
 from rollout.sessions.render import Parent, Renderer
+from rollout.sessions.sampling import asked_sampling
 from rollout.sessions.transcript import Transcript, TranscriptClosedError
 from rollout.sessions.verification import is_check_due
 from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
@@ -63,7 +64,16 @@ class Session:
         session.transcript.sequences()
     """
 
-    def __init__(self, task: EpisodeTask, generate: GenerateGroup, words: Words, limits: SessionLimits):
+    def __init__(
+        self,
+        task: EpisodeTask,
+        generate: GenerateGroup,
+        words: Words,
+        limits: SessionLimits,
+        takes_sampling: bool = False,
+    ):
+        """`takes_sampling`: whether temperature and the like are those that a request asks for, if it does, rather than
+        those of the task."""
         # By what the episode is, so that its harness hears the same ids when it starts again.
         self.transcript = Transcript(str(replace(task.request_id, attempt=0)))
         self.limit_reached: str | None = None
@@ -76,6 +86,7 @@ class Session:
         self._generate = generate
         self._words = words
         self._limits = limits
+        self._takes_sampling = takes_sampling
         self._running: dict[int, asyncio.Task[None]] = {}
         self._listeners: dict[int, int] = {}
         self._under_way = 0
@@ -99,7 +110,10 @@ class Session:
         Raises:
             SessionLimitError: a limit was reached, and the harness has heard of it by an answer that ended by length.
             SessionEndedError: the session was aborted.
+            BadRequestError: the request asks for what cannot be rendered, sampled by, or continued.
         """
+        if self._takes_sampling:
+            asked_sampling(self._task.sampling, request.sampling)  # refuses before anything begins
         prompt_ids = None
         if isinstance(request, PromptRequest):
             prompt_ids, chat = await self._words.in_thread(self._as_chat, request)
@@ -141,6 +155,11 @@ class Session:
         self.transcript.close()
         for call in self._running.values():
             call.cancel()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Return when all that was under way at `close` has ended, or after the timeout."""
+        if self._running:
+            await asyncio.wait(set(self._running.values()), timeout=timeout_s)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -211,8 +230,11 @@ class Session:
 
     def _request(self, number: int, prompt_ids: Sequence[int], room: int, request: ChatRequest) -> GenerationRequest:
         ends = (*self._task.sampling.stop_token_ids, *self._words.renderer.end_token_ids)
+        sampling = self._task.sampling
+        if self._takes_sampling:
+            sampling = asked_sampling(sampling, request.sampling)
         sampling = replace(
-            self._task.sampling.reseeded(number),
+            sampling.reseeded(number),
             max_tokens=room,
             stop=request.stop,
             stop_token_ids=tuple(dict.fromkeys(ends)),

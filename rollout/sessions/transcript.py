@@ -101,6 +101,7 @@ class Transcript:
                 digest=attachment.digest,
                 cause=attachment.cause,
                 sampling=attachment.request.sampling,
+                tools=attachment.request.tools,
             )
             self._generations.append(generation)
             self._index.add(generation)

@@ -3,6 +3,7 @@
 Models are made and exported in Ray tasks, so that the driver needs no torch.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,21 @@ async def policy_model(config: Config, boot_path: str, console: Console) -> str:
             else:
                 show(f"{event[0]}/{config.model.warmup_steps} steps, loss {event[1]:.2f}")
     return path
+
+
+def chat_template(config: Config) -> str | None:
+    """In Jinja, for the tiny model, whose tokenizer has none: answers end with the end-of-sequence token, and
+    data.prompt_template is around what else is said."""
+    if config.model.kind is not ModelKind.tiny:
+        return None
+    before, _, after = (json.dumps(part) for part in config.data.prompt_template.partition("{question}"))
+    said = {
+        "if message['role'] == 'assistant'": "message['content'] + eos_token",
+        "elif message['role'] == 'system'": "message['content'] + '\\n'",
+        "else": f"{before} + message['content'] + {after}",
+    }
+    cases = "".join(f"{{% {case} %}}{{{{ {text} }}}}" for case, text in said.items())
+    return f"{{% for message in messages %}}{cases}{{% endif %}}{{% endfor %}}"
 
 
 def _exported_model(config: Config, folder: Path) -> str:

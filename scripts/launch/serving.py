@@ -1,15 +1,15 @@
 """What `scripts.serve` starts: replicas that each serve HTTP, and the gateway in front of them."""
 
 import asyncio
-import json
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from configs.runtime.deadline import within
-from configs.schema import Config, ModelKind
+from configs.schema import Config
 from rollout.fleet.control import FleetControl
 from rollout.fleet.events import EVENTS_FILE, FleetEventLog
 from rollout.fleet.fleet import ReplicaFleet
@@ -19,10 +19,13 @@ from rollout.http.server import listen, served, url_of
 from rollout.http.token import Token, usage
 from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.router import ReplicaRouter
+from rollout.sessions.app import session_app
+from rollout.sessions.gateway import SessionGateway, SessionGatewayAccess
 from scripts.launch.cluster import cluster, output_to
 from scripts.launch.driver import make_monitor
-from scripts.launch.models import boot_model, engine_spec, policy_model
+from scripts.launch.models import boot_model, chat_template, engine_spec, policy_model
 from scripts.launch.placement import reserve
+from scripts.launch.recording import recorded_sessions, session_usage, session_words
 from trainer.tracking.console import Console, PlainConsole
 
 UNBOUNDED = sys.maxsize
@@ -36,12 +39,9 @@ async def serve_model(config: Config, device: str, run_dir: Path, token: Token |
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     async with cluster(config, device), upstream_client(token, config.serve.route_timeout_s) as client:
-        _, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
+        model_path, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
-            # Without an address the cluster is this machine.
-            access = Access.of(config.serve, token, on_loopback=config.ray.address is None)
-            serving = (replica.serve(config.serve, access, chat_template(config)) for replica in replicas)
-            urls = dict(zip([replica.name for replica in replicas], await asyncio.gather(*serving), strict=True))
+            urls, words = await asyncio.gather(replica_urls(config, token, replicas), session_words(config, model_path))
         router = ReplicaRouter(list(urls), UNBOUNDED)
         fleet = ReplicaFleet(
             replicas,
@@ -54,13 +54,24 @@ async def serve_model(config: Config, device: str, run_dir: Path, token: Token |
         control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
         monitor, _ = make_monitor(config, fleet)
         proxy = Proxy(client, router, urls, config.serve.route_timeout_s)
-        access = Access.of(config.serve, token, on_loopback=config.serve.is_loopback)
-        async with served(gateway_app(control, proxy), listener, config.serve, access):
+        sessions = recorded_sessions(config, words, fleet, replicas, run_dir)
+        app = SessionGateway(session_app(sessions, sessions.keys), gateway_app(control, proxy))
+        access = SessionGatewayAccess.of(config.serve, token, on_loopback=config.serve.is_loopback)
+        async with served(app, listener, config.serve, access), sessions.watched():
             for name, url in urls.items():
                 console.message(f"{name}: {url}")
             console.message(usage(token, config.serve, run_dir))
+            console.message(session_usage(words, url_of(listener), run_dir))
             console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")
             await monitor.run()
+
+
+async def replica_urls(config: Config, token: Token | None, replicas: Sequence[ReplicaHandle]) -> dict[str, str]:
+    """Lets every replica serve HTTP. Returns replica -> URL."""
+    # Without an address the cluster is this machine.
+    access = Access.of(config.serve, token, on_loopback=config.ray.address is None)
+    serving = (replica.serve(config.serve, access, chat_template(config)) for replica in replicas)
+    return dict(zip([replica.name for replica in replicas], await asyncio.gather(*serving), strict=True))
 
 
 async def start_replicas(
@@ -78,11 +89,3 @@ async def start_replicas(
         await asyncio.gather(*(replica.start(spec, config.weight_sync) for replica in replicas))
         await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
     return model_path, replicas
-
-
-def chat_template(config: Config) -> str | None:
-    """The tiny model's tokenizer has none: then data.prompt_template with the last message, in Jinja."""
-    if config.model.kind is not ModelKind.tiny:
-        return None
-    before, _, after = config.data.prompt_template.partition("{question}")
-    return "{{ " + f"{json.dumps(before)} + messages[-1]['content'] + {json.dumps(after)}" + " }}"

@@ -2,14 +2,19 @@
 
 import asyncio
 import http.client
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import anthropic
 import httpx
+import openai
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.serving import (
     AT_ONCE_S,
@@ -37,6 +42,7 @@ STAYS = 4000
 """Tokens of a request that ends, and is not over while its client gets no core."""
 IDLE_S = 6
 """httpx, and so OpenAI's client, keeps a connection for 5 s."""
+COMPLETION = {"model": "policy", "prompt": "How many?", "max_tokens": 5}
 RUNNING, WAITING = "slipstream_running_requests", "slipstream_waiting_requests"
 
 
@@ -299,10 +305,131 @@ def test_a_client_that_leaves_while_frozen_frees_its_seat_and_nothing_of_it_runs
     run(server, scenario)
 
 
-def test_ctrl_c_leaves_nothing_behind(server: Server) -> None:
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+async def opened(client: httpx.AsyncClient, server: Server, **task: Any) -> dict[str, str]:
+    answer = await client.post(f"{server.gateway}/sessions", json=task)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+async def recorded(client: httpx.AsyncClient, server: Server, session: dict[str, str]) -> dict[str, Any]:
+    await post(client, f"{session['base_url']}/finish", headers={"authorization": f"Bearer {session['key']}"})
+    return record_of(server, session)
+
+
+def record_of(server: Server, session: dict[str, str]) -> dict[str, Any]:
+    return json.loads((server.run.run_dir / "sessions" / f"{session['id']}.json").read_text())
+
+
+def test_a_session_over_the_openai_sdk_is_recorded_with_the_tokens_that_were_sampled(server: Server) -> None:
+    """Greedy, as the request asks: the proxy of plain routes samples the same for the same messages."""
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        session = await opened(client, server, prompt="How many?", ground_truth="4")
+        said: Any = [{"role": "user", "content": "How many?"}]
+        asked: Any = {"model": "policy", "max_tokens": 12, "temperature": 0}
+        url, extra = f"{session['base_url']}/v1", {"return_token_ids": True}
+        async with openai.AsyncOpenAI(base_url=url, api_key=session["key"], max_retries=0) as sdk:
+            first = await sdk.chat.completions.create(messages=said, **asked, extra_body=extra)
+            said += [{"role": "assistant", "content": first.choices[0].message.content}]
+            said += [{"role": "user", "content": "And then?"}]
+            second = await sdk.chat.completions.create(messages=said, **asked, extra_body=extra)
+        headers = {"authorization": f"Bearer {session['key']}"}
+        await post(client, f"{session['base_url']}/reward", json={"value": 0.5}, headers=headers)
+        record = await recorded(client, server, session)
+        assert (record["ending"], record["reward"], record["task"]["ground_truth"]) == ("finished", 0.5, "4")
+        answers = [first.model_dump(), second.model_dump()]
+        sampled = [
+            one
+            for row in record["sequences"]
+            for one, is_ours in zip(row["response_ids"], row["loss_mask"], strict=True)
+            if is_ours
+        ]
+        assert sampled == [one for answer in answers for one in answer["choices"][0]["token_ids"]]
+        assert record["sequences"][0]["prompt_ids"] == answers[0]["prompt_token_ids"]
+        assert all(span[2] == 0 for row in record["sequences"] for span in row["versions"])
+        proxied = await post(
+            client, f"{server.gateway}/v1/chat/completions", json=asked | extra | {"messages": said[:1]}
+        )
+        assert proxied["prompt_token_ids"] == answers[0]["prompt_token_ids"]
+        assert proxied["choices"][0]["token_ids"] == answers[0]["choices"][0]["token_ids"]
+
+    run(server, scenario)
+
+
+def test_a_session_over_the_anthropic_sdk_is_only_late_through_a_pause(server: Server) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(server.run.run_dir / "untrained_model")
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        session = await opened(client, server)
+        await post(client, f"{server.gateway}/pause?mode=keep")
+        said: Any = [{"role": "user", "content": "How many?"}]
+        async with anthropic.AsyncAnthropic(base_url=server.gateway, api_key=session["key"], max_retries=0) as sdk:
+
+            async def ask() -> Any:
+                async with sdk.messages.stream(model="policy", max_tokens=12, messages=said) as stream:
+                    return await stream.get_final_message()
+
+            asking = asyncio.create_task(ask())
+            await until(lambda: is_metric(client, server.gateway, WAITING, 1))
+            await post(client, f"{server.gateway}/resume")
+            answer = await asking
+        record = await recorded(client, server, session)
+        (sequence,) = record["sequences"]
+        assert len(sequence["response_ids"]) == answer.usage.output_tokens > 0
+        text = "".join(part.text for part in answer.content if part.type == "text")
+        assert text in tokenizer.decode(sequence["response_ids"])
+
+    run(server, scenario)
+
+
+def test_a_session_moves_when_its_replica_is_killed(server: Server) -> None:
+    """From here on there is one replica."""
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        session = await opened(client, server)
+        async with openai.AsyncOpenAI(base_url=f"{server.gateway}/v1", api_key=session["key"], max_retries=0) as sdk:
+            said: Any = [{"role": "user", "content": "How many?"}]
+            asked: Any = {"model": "policy", "messages": said, "max_tokens": STAYS, "temperature": 0, "timeout": None}
+            call = sdk.chat.completions.create(**asked)
+            asking = asyncio.create_task(call)
+            running: list[str] = []
+
+            async def found() -> bool:
+                running[:] = [url for url in server.replicas if await is_metric(client, url, RUNNING, 1)]
+                return bool(running)
+
+            await until(found)
+            (port,) = [httpx.URL(url).port for url in running]
+            listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            (pid,) = {one.pid for one in listening if one.laddr and one.laddr.port == port}
+            assert pid is not None and not asking.done()
+            os.kill(pid, signal.SIGKILL)
+            answer = await asking
+        record = await recorded(client, server, session)
+        (sequence,) = record["sequences"]
+        assert answer.usage is not None and len(sequence["response_ids"]) == answer.usage.completion_tokens
+        assert len((await client.get(f"{server.gateway}/versions")).json()) == 1
+
+    run(server, scenario)
+
+
+def test_ctrl_c_records_what_is_open_and_leaves_nothing_behind(server: Server) -> None:
     """The last of the file: the server is gone afterwards."""
+    sessions: list[dict[str, str]] = []
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        sessions.append(session := await opened(client, server))
+        headers = {"authorization": f"Bearer {session['key']}"}
+        await post(client, f"{session['base_url']}/v1/completions", json=COMPLETION, headers=headers)
+
+    run(server, scenario)
     server.run.watch_children()
     os.killpg(server.run.process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
     assert server.run.wait_for_end(END_DEADLINE_S) == 0, server.run.output.read_text()
     assert server.run.output.read_text().endswith("stopped\n")
     assert server.run.survivors() == []
+    record = record_of(server, sessions[0])
+    assert record["ending"] == "unfinished" and record["answers"][0]["state"] == "finished"

@@ -29,6 +29,19 @@ def test_a_group_goes_to_the_least_loaded_replica() -> None:
     run_virtual(main())
 
 
+def test_a_preferred_replica_is_taken_while_it_is_in_service_and_has_room() -> None:
+    async def main() -> None:
+        router = ReplicaRouter(["a", "b"], max_inflight=4)
+        assert await router.acquire(3, prefer="b") == "b"
+        assert await router.acquire(1, prefer="b") == "b", "though a is idle"
+        assert await router.acquire(1, prefer="b") == "a", "b is full"
+        await router.release("b", 4)
+        await router.eject("b", RuntimeError("gone"))
+        assert await router.acquire(1, prefer="b") == "a"
+
+    run_virtual(main())
+
+
 def test_idle_replicas_take_turns() -> None:
     async def main() -> None:
         router = ReplicaRouter(["a", "b", "c"], max_inflight=4)

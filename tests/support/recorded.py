@@ -1,0 +1,127 @@
+"""A server that records sessions, over a policy that says its lines."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from configs.rollout import SessionsConfig
+from configs.schema import Config, RolloutConfig
+from configs.serve import ServeConfig
+from rollout.http.server import listen, served, url_of
+from rollout.http.token import Token
+from rollout.sessions.app import session_app
+from rollout.sessions.gateway import SessionGateway, SessionGatewayAccess
+from rollout.sessions.harness_loop import make_limits, make_words
+from rollout.sessions.record import SessionRecord
+from rollout.sessions.recorded import RecordedSessions
+from rollout.sessions.session import Words
+from rollout.types import SamplingParams
+from tests.support.harnesses import Policy
+
+SERVER_TOKEN = "the server's own"
+DEADLINE_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A session as its client sees it."""
+
+    id: str
+    key: str
+    base_url: str
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, **options)
+
+    def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.base_url, api_key=self.key, **options)
+
+
+@dataclass
+class Recorder:
+    """The server, and what it has recorded, through a round trip over JSON."""
+
+    url: str
+    client: httpx.AsyncClient
+    records: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[OSError] = field(default_factory=list)
+    """Raised in place of the next writes."""
+
+    def write(self, record: SessionRecord) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.records.append(json.loads(record.to_json()))
+
+    async def open(self, **task: Any) -> Opened:
+        answer = await self.post("/sessions", SERVER_TOKEN, task)
+        assert answer.status_code == 201, answer.text
+        return Opened(**answer.json())
+
+    async def post(self, path: str, key: str | None = None, body: Any = None) -> httpx.Response:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return await self.client.post(self.url + path, json=body, headers=headers)
+
+    async def end(self, session: Opened, how: str = "finish") -> httpx.Response:
+        return await self.post(f"/sessions/{session.id}/{how}", session.key)
+
+    async def recorded(self, count: int = 1) -> list[dict[str, Any]]:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(10):
+            while len(self.records) < count:
+                await asyncio.sleep(0.01)
+        return self.records
+
+
+@asynccontextmanager
+async def recording(
+    policy: Policy, *, words: str | None = None, is_given: bool = False, max_tokens: int = 1000, **sessions: Any
+) -> AsyncIterator[Recorder]:
+    """`words`: why there are none. `is_given`: whether the user gave the server's token: generation needs it then."""
+    config = Config(rollout=RolloutConfig(max_response_tokens=max_tokens), sessions=SessionsConfig(**sessions))
+    listener = listen("127.0.0.1", 0)
+    made: Words | str = make_words(config.sessions, policy.tokenizer) if words is None else words
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        recorder = Recorder(url_of(listener), client)
+        backend = RecordedSessions(
+            words=made,
+            limits=make_limits(config),
+            sampling=SamplingParams(max_tokens=max_tokens, top_p=0.9),
+            model="policy",
+            route=lambda: policy.generate,
+            config=config.sessions,
+            write=recorder.write,
+        )
+        app = SessionGateway(session_app(backend, backend.keys), elsewhere())
+        access = SessionGatewayAccess.of(ServeConfig(), Token(SERVER_TOKEN, is_given=is_given), on_loopback=True)
+        async with served(app, listener, access=access), backend.watched():
+            yield recorder
+
+
+def elsewhere() -> Starlette:
+    """What stands for the gateway."""
+
+    async def answer(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("from the gateway")
+
+    return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+
+
+def on_recorder(policy: Policy, test: Callable[[Recorder], Awaitable[None]], **options: Any) -> Recorder:
+    """Runs the test on the real clock. Returns the recorder as the server has left it."""
+
+    async def main() -> Recorder:
+        async with asyncio.timeout(DEADLINE_S), recording(policy, **options) as recorder:
+            await test(recorder)
+        return recorder
+
+    return asyncio.run(main())

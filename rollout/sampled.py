@@ -22,7 +22,8 @@ from rollout.types import Completion, FloatArray, IntArray
 SAMPLED = "sampled"
 """Folder of the run folder."""
 MAGIC = b"sampled1"
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUMS = struct.Struct("<II")
+"""Of the head, so that its numbers can be believed where a piece is cut, and of the arrays."""
 _HEAD = struct.Struct("<QIIIIIIII")
 """Ordinal, attempt, episode, turn, part, checksum of the prompt, start, numbers of tokens and of spans."""
 
@@ -85,8 +86,8 @@ def encoded(request_id: RequestId, prompt_checksum: int, start: int, tokens: Com
     )
     of_spans = np.array([(span.start, span.end, span.global_steps) for span in spans], "<i4").tobytes()
     arrays = tokens.token_ids.astype("<i4").tobytes(), tokens.logprobs.astype("<f4").tobytes(), of_spans
-    body = b"".join((head, *arrays))
-    return _CHECKSUM.pack(zlib.crc32(body)) + body
+    body = b"".join(arrays)
+    return _CHECKSUMS.pack(zlib.crc32(head), zlib.crc32(body)) + head + body
 
 
 class SampledFile:
@@ -113,21 +114,23 @@ class SampledFile:
             self.problem = "it is no record of sampled tokens"
             return
         place = len(MAGIC)
-        while (body := place + _CHECKSUM.size) + _HEAD.size <= len(data):
-            ordinal, _, episode, _, _, _, _, num_tokens, num_spans = _HEAD.unpack_from(data, body)
-            end = body + _HEAD.size + 8 * num_tokens + 12 * num_spans
-            if end > len(data):
+        while (body := place + _CHECKSUMS.size + _HEAD.size) <= len(data):
+            of_head, of_body = _CHECKSUMS.unpack_from(data, place)
+            head = data[place + _CHECKSUMS.size : body]
+            ordinal, _, episode, _, _, _, _, num_tokens, num_spans = _HEAD.unpack(head)
+            end = body + 8 * num_tokens + 12 * num_spans
+            is_whole = zlib.crc32(head) == of_head
+            if is_whole and end > len(data):
                 return
-            with memoryview(data) as view, view[body:end] as whole:
-                if zlib.crc32(whole) != _CHECKSUM.unpack_from(data, place)[0]:
-                    self.problem = f"the piece at byte {place} is not what was written: its checksum differs"
-                    return
+            if not is_whole or zlib.crc32(data[body:end]) != of_body:
+                self.problem = f"the piece at byte {place} is not what was written: its checksum differs"
+                return
             yield PlacedPiece(ordinal, episode, num_tokens, place)
             place = end
 
     def piece(self, place: int) -> SampledPiece:
         """The piece that `pieces` has found there."""
-        at = place + _CHECKSUM.size
+        at = place + _CHECKSUMS.size
         *numbers, checksum, start, num_tokens, num_spans = _HEAD.unpack_from(self._data, at)
         ordinal, attempt, episode, turn, part = numbers
         at += _HEAD.size

@@ -154,6 +154,18 @@ def test_two_equal_answers_to_one_prompt_are_two() -> None:
     assert Verdict.TWICE not in counts([one, one], [*episode.pieces, *episode.pieces])
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_answer_that_begins_as_a_longer_one_to_the_same_prompt_leaves_that_its_tokens(
+    order: tuple[int, int],
+) -> None:
+    episode, rows = Episode(random.Random(0)), [(5, -0.5, 3), (6, -0.5, 3), (7, -0.5, 3)]
+    both = [rows, rows[:2]]
+    for number in order:
+        episode.record(PROMPT, 0, both[number])
+    found = counts([sequence(PROMPT, [(both[number], True)]) for number in (1, 0)], episode.pieces)
+    assert found == {Verdict.SAMPLED: 5}
+
+
 def test_what_a_lost_replica_had_not_reported_is_no_part_of_the_answer() -> None:
     """[5 6 7] of which 5 was known; the other replica went on with [8 9]. Not trained may be [5 6 7] and then 8."""
     episode = Episode(random.Random(0))

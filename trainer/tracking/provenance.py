@@ -89,10 +89,9 @@ def judge(sequences: Sequence[TrainedSequence], pieces: Sequence[SampledPiece]) 
         np.where((sequence.versions >= 0) | sequence.loss_mask, Verdict.NEVER, Verdict.UNSAMPLED).astype(np.int8)
         for sequence in sequences
     ]
-    # The longest first: what an answer shares with a longer one of the same prompt is then left for it.
-    runs = [(end - start, index, start, end) for index, one in enumerate(sequences) for start, end in one.runs]
-    for _, index, start, end in sorted(runs, reverse=True):
-        _judge_run(sequences[index], start, end, known, verdicts[index])
+    for sequence, verdict in zip(sequences, verdicts, strict=True):
+        for start, end in sequence.runs:
+            _judge_run(sequence, start, end, known, verdict)
     if any((verdict == Verdict.NEVER).any() for verdict in verdicts):
         _find_elsewhere(sequences, pieces, verdicts)
     return verdicts

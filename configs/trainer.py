@@ -48,7 +48,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, for long sequences on GPUs."""
     record_tokens: bool = True
-    """Write token ids, logprobs and versions of what is trained, about 13 bytes per token, besides its text."""
+    """Write token ids, logprobs and versions of what is trained, about 13 bytes per token, and of what replicas sample,
+    8 bytes: the audit holds one against the other."""
     eval_every: int = 10
     """Steps between evaluations on the held-out set; 0 evaluates only before the first step and after the last."""
     max_skipped_steps: int = 3

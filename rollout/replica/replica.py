@@ -13,6 +13,7 @@ from rollout.progress import ProgressReport
 from rollout.replica.continuation import generate_in_parts
 from rollout.replica.pause import PauseControl
 from rollout.replica.progress_log import ProgressLog
+from rollout.replica.sampled_log import SampledLog
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
@@ -33,7 +34,8 @@ class RolloutReplica:
         completions = await replica.generate_group(requests)
     """
 
-    def __init__(self, name: str, engine: Engine, config: WeightSyncConfig):
+    def __init__(self, name: str, engine: Engine, config: WeightSyncConfig, sampled: SampledLog | None = None):
+        """`sampled`: where it records what its engine samples."""
         self.name = name
         self.node = socket.gethostname()
         self._engine = engine
@@ -41,6 +43,7 @@ class RolloutReplica:
         self._control = PauseControl(engine, config.pause_timeout_s)
         self._interrupted: set[str] = set()  # names of requests that an update aborted, and that continue after it
         self._log = ProgressLog()
+        self._sampled = sampled
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, which must come before any request."""
@@ -80,7 +83,18 @@ class RolloutReplica:
 
     async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
         self._log.begin_part(part.request_id, before)
-        return await self._engine.generate(part)
+        if self._sampled is None:
+            return await self._engine.generate(part)
+        self._sampled.begin(part)
+        sampled: Completion | None = None
+        try:
+            completion = sampled = await self._engine.generate(part)
+            return completion
+        except EngineDiedError as error:
+            sampled = error.partial
+            raise
+        finally:
+            self._sampled.end(part.request_id, sampled)
 
     def _was_interrupted(self, part: RequestId) -> bool:
         interrupted = str(part) in self._interrupted
@@ -188,13 +202,17 @@ class RolloutReplica:
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
         """`known`: how many tokens of each request the caller has."""
         usage = self._engine.usage
+        of_parts = self._log.known_parts(known)
+        partials = self._engine.partials(of_parts)
+        if self._sampled is not None:
+            self._sampled.extend(of_parts, partials)
         return ProgressReport(
             tokens=usage.tokens,
             running=len(self._engine.running),
             paused=self._control.frozen,
             busy_s=usage.busy_s,
             request_s=usage.request_s,
-            deltas=self._log.deltas(known, self._engine.partials(self._log.known_parts(known))),
+            deltas=self._log.deltas(known, partials),
         )
 
     async def wait_dead(self) -> BaseException:

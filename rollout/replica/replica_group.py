@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 from functools import lru_cache, wraps
+from pathlib import Path
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,6 +23,8 @@ from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
 from rollout.replica.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import RolloutReplica
+from rollout.replica.sampled_log import SampledLog
+from rollout.sampled import new_record
 from rollout.types import Completion, GenerationRequest
 from weight_sync.protocol import Manifest
 
@@ -61,9 +64,11 @@ def to_actor(
 class ReplicaActor:
     """A `RolloutReplica` with its engine, in a process of its own."""
 
-    def __init__(self, name: str, on_start: Callable[[], None]):
+    def __init__(self, name: str, on_start: Callable[[], None], sampled: Path | None = None):
+        """`sampled`: the file for the record of what it samples."""
         on_start()
         self._name = name
+        self._sampled = None if sampled is None else SampledLog(sampled)
 
     @carries_errors
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> int:
@@ -73,7 +78,7 @@ class ReplicaActor:
         self._home = asyncio.get_running_loop()
         end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
         self._engine = VllmEngine(spec, self._name)
-        self._replica = RolloutReplica(self._name, self._engine, config)
+        self._replica = RolloutReplica(self._name, self._engine, config, self._sampled)
         gc.collect()
         gc.freeze()  # what vLLM has loaded stays: to walk it again and again took a third of this event loop's time
         return self._replica.num_workers
@@ -175,9 +180,11 @@ def create_replica(
     on_start: Callable[[str], Callable[[], None]],
     actor_class: type[ReplicaActor] = ReplicaActor,
     group: PlacementGroup | None = None,
+    recorded_in: Path | None = None,
 ) -> ReplicaHandle:
     """Create an actor, not yet started. `on_start(name)`: what its process runs first (where its output goes). `group`:
-    reserved for it, of one bundle, and removed with it; None leaves it to Ray."""
+    reserved for it, of one bundle, and removed with it; None leaves it to Ray. `recorded_in`: the run folder for the
+    record of what it samples."""
     num_gpus = spec.gpu_share * spec.tensor_parallel_size * spec.data_parallel_size
     options: dict[str, Any] = {
         "num_cpus": 1,
@@ -188,5 +195,6 @@ def create_replica(
     }
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+    sampled = None if recorded_in is None else new_record(recorded_in, name)
     remote_class = ray.remote(**options)(actor_class)
-    return ReplicaHandle(name, remote_class.remote(name, on_start(name)), group)  # pyright: ignore
+    return ReplicaHandle(name, remote_class.remote(name, on_start(name), sampled), group)  # pyright: ignore

@@ -92,7 +92,8 @@ async def start(
     placement = await reserve(config, device)
     boot_path = await boot_model(config, run_dir)
     spec = engine_spec(config, device, boot_path)
-    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class)
+    recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None}
+    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
     clients = [replica.client for replica in replicas]
     agents = AgentWorkerGroup(

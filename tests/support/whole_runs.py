@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from tests.support.paths import ROOT
+from trainer.tracking.audit import Audit, audit
 
 PROMPTS_PER_STEP = 4
 SIZES = [
@@ -161,3 +162,13 @@ def check_training(run: Run, num_steps: int) -> None:
             (sequence,) = record["sequences"]
             versions = [version for _, _, version in sequence["versions"]]
             assert versions == sorted(versions) and global_steps - 2 <= versions[0] and versions[-1] <= global_steps
+
+
+def check_tokens(run_dir: Path) -> Audit:
+    """Every trained token is in the record of the replica that sampled it, and trained once."""
+    found = audit(run_dir)
+    assert found.findings == ()
+    tokens = found.tokens
+    assert (tokens.never_sampled, tokens.misplaced, tokens.again, tokens.unchecked) == (0, 0, 0, 0)
+    assert 0 < tokens.trained <= tokens.sampled and 0 < tokens.delivered_fraction <= 1
+    return found

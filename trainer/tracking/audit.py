@@ -1,7 +1,8 @@
 """Audits what a run has recorded: is everything there that must be, and is it what the run itself counted?
 
 config.yaml says how many prompts and trajectories every step must have; metrics.jsonl and summary.json what the run saw
-of them while it trained. The records of trajectories, evaluations and discarded groups are held against both.
+of them while it trained. The records of trajectories, evaluations and discarded groups are held against both, and every
+trained token against what the replicas wrote down when they sampled it.
 """
 
 import json
@@ -30,6 +31,7 @@ from trainer.tracking.records import (
     step_files,
 )
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
+from trainer.tracking.token_audit import TokenAudit, TokenCounts
 
 DISCARD_REASONS = ("filtered", "aborted", "stale", "failed")
 """Those that summary.json counts."""
@@ -61,6 +63,7 @@ class Audit:
     """Trajectories with a token of weights that did not exist when the step that trained it began."""
     max_staleness: int
     """Of all recorded tokens, in versions."""
+    tokens: TokenCounts
     findings: tuple[str, ...]
     """A sentence for everything that is missing, damaged or contradicts what the run counted."""
 
@@ -68,9 +71,12 @@ class Audit:
     def sentence(self) -> str:
         """One line for a person."""
         found = f"{len(self.findings)} finding(s), the first: {self.findings[0]}" if self.findings else "no findings"
+        checked, unchecked = self.tokens.trained - self.tokens.unchecked, self.tokens.unchecked
+        without = f", {unchecked} without a record to check them by" if unchecked else ""
         return (
             f"audit: {self.steps} steps, {self.trajectories} trajectories of {self.prompts} prompts, {self.discarded} "
-            f"discarded, {self.lost} lost, {self.twice} trained twice, staleness at most {self.max_staleness}; {found}"
+            f"discarded, {self.lost} lost, {self.twice} trained twice, staleness at most {self.max_staleness}; "
+            f"{checked} trained tokens held against what was sampled{without}; {found}"
         )
 
 
@@ -106,8 +112,10 @@ class _Auditor:
 
     def audit(self) -> Audit:
         first, last = self._range()
+        self._tokens = TokenAudit(self._run_dir, max(first - 1, self._plans.unrecorded_until))
         for step in range(first, last + 1):
             self._audit_step(step)
+        self._findings += self._tokens.findings()
         self._audit_names(last)
         discarded = self._audit_discarded()
         for step, line in self._evaluated.items():
@@ -134,6 +142,7 @@ class _Auditor:
             descending_versions=self._descending,
             newer_versions=self._newer,
             max_staleness=self._stalest,
+            tokens=self._tokens.counts(),
             findings=tuple(self._findings),
         )
 
@@ -196,6 +205,8 @@ class _Auditor:
             self._find(f"step {step}: staleness/max was {logged['staleness/max']:g}, is {stalest} in its records")
         if plan.has_tokens:
             self._audit_tokens(step, records)
+        else:
+            self._tokens.skip(sum(sequence.loss_tokens for record in records for sequence in record.sequences))
 
     def _audit_groups(self, step: int, records: Sequence[TrajectoryRecord]) -> None:
         plan = self._plans.of_step(step)
@@ -248,13 +259,15 @@ class _Auditor:
     def _audit_tokens(self, step: int, records: Sequence[TrajectoryRecord]) -> None:
         name = f"{TRAJECTORIES}/step_{step:06d}.npz"
         try:
-            with np.load(self._run_dir / name) as arrays:
-                ordinals = np.repeat(arrays["ordinals"], arrays["num_sequences"]).tolist()
-                of_tokens = list(zip(ordinals, arrays["response_lengths"].tolist(), strict=True))
+            with np.load(self._run_dir / name) as file:
+                arrays = dict(file)
+            ordinals = np.repeat(arrays["ordinals"], arrays["num_sequences"]).tolist()
+            of_tokens = list(zip(ordinals, arrays["response_lengths"].tolist(), strict=True))
+            if of_tokens != [(record.ordinal, one.response_tokens) for record in records for one in record.sequences]:
+                return self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
+            self._tokens.take_step(step, arrays, [(record.ordinal, record.index) for record in records])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             return self._find(f"{name} cannot be read: {error}")
-        if of_tokens != [(record.ordinal, one.response_tokens) for record in records for one in record.sequences]:
-            self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
 
     def _audit_names(self, last: int) -> None:
         """The last step may be recorded and not logged yet, when the run was killed in between."""

@@ -30,6 +30,7 @@ class Plan:
     bounds_tokens: bool
     """Whether no token may be staler than `max_staleness`: not under `mask`, which takes them only out of the loss."""
     has_tokens: bool
+    """Whether the trained tokens are recorded, and what replicas sample."""
     num_samples: int
 
     @classmethod
@@ -65,6 +66,11 @@ class Plans:
                 break
             plan = before
         return plan
+
+    @property
+    def unrecorded_until(self) -> int:
+        """The last step up to which a process recorded no tokens that the next one may have trained; 0 for none."""
+        return max((resumed_at for resumed_at, before in self.earlier if not before.has_tokens), default=0)
 
     def of_evaluation(self, version: int) -> set[int]:
         """How many samples an evaluation may have of each prompt: one of the version that a process went on from was

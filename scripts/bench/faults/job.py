@@ -24,6 +24,8 @@ from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
 from rollout.progress import ProgressReport
 from rollout.replica.replica import RolloutReplica
+from rollout.replica.sampled_log import SampledLog
+from rollout.sampled import new_record
 from rollout.snapshot import capture, encode, restore
 from rollout.types import Completion, GenerationRequest, Prompt
 from scripts.bench.common import ForcedLengths, UniformLengths
@@ -69,7 +71,7 @@ def job_config(num_steps: int, checkpoint_every: int = 2, update_interval: int =
 class FaultyReplica(RolloutReplica):
     """A replica that can be broken while it generates."""
 
-    def __init__(self, name: str, config: Config, token_s: float):
+    def __init__(self, name: str, config: Config, token_s: float, sampled: SampledLog | None):
         self._slowness = 1.0
         self._hangs = False
         self._answers = asyncio.Event()
@@ -81,7 +83,7 @@ class FaultyReplica(RolloutReplica):
             swap_s=token_s,
             sleep=self._sleep,
         )
-        super().__init__(name, self.simulated, config.weight_sync)
+        super().__init__(name, self.simulated, config.weight_sync, sampled)
 
     def break_by(self, fault: str) -> None:
         """dies: the engine is gone. hangs: the replica answers, but samples nothing. silent: the whole process stands
@@ -163,8 +165,18 @@ class Job:
         job.replicas[0].break_by("dies")
     """
 
-    def __init__(self, config: Config, *, token_s: float, train_s: float, recorder: Any, resumed: Resumed | None):
-        self._config, self._token_s, self._recorder = config, token_s, recorder
+    def __init__(
+        self,
+        config: Config,
+        *,
+        token_s: float,
+        train_s: float,
+        recorder: Any,
+        resumed: Resumed | None,
+        recorded_in: Path | None = None,
+    ):
+        """`recorded_in`: the run folder for the record of what replicas sample."""
+        self._config, self._token_s, self._recorder, self._recorded_in = config, token_s, recorder, recorded_in
         self.first_step = 0 if resumed is None else resumed.global_steps
         self.replicas: list[FaultyReplica] = [self._make(f"replica-{i}") for i in range(config.rollout.num_replicas)]
         self.loop = FaultyLoop()
@@ -229,7 +241,8 @@ class Job:
         await loop.run(self.first_step)
 
     def _make(self, name: str) -> FaultyReplica:
-        return FaultyReplica(name, self._config, self._token_s)
+        sampled = None if self._recorded_in is None else SampledLog(new_record(self._recorded_in, name))
+        return FaultyReplica(name, self._config, self._token_s, sampled)
 
     async def _start(self, name: str) -> FaultyReplica:
         await asyncio.sleep(50 * self._token_s)
@@ -249,18 +262,21 @@ def main() -> None:
     config = job_config(num_steps=int(sys.argv[2]))
     OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")  # for the audit
     console = PlainConsole(config.trainer.total_steps, sys.stdout)
-    recorder = RunRecorder(run_dir, Tracker([JsonlSink(run_dir / METRICS_FILE)]), console)
+    recorder = RunRecorder(run_dir, Tracker([JsonlSink(run_dir / METRICS_FILE)]), console, record_tokens=True)
     store = CheckpointStore(run_dir / CHECKPOINTS)
     checkpoint = store.newest_good(console.message)
     aside = SetAside(run_dir, 0 if checkpoint is None else checkpoint.global_steps)
     resumed = None if checkpoint is None else read(checkpoint, aside)
     state = recorder.state() if resumed is None else resumed.recorder
     recorder.restore(state, -1 if resumed is None else resumed.global_steps, aside)
-    asyncio.run(_main(config, recorder, resumed, store))
+    asyncio.run(_main(config, run_dir, recorder, resumed, store))
 
 
-async def _main(config: Config, recorder: RunRecorder, resumed: Resumed | None, store: CheckpointStore) -> None:
-    await Job(config, token_s=0.002, train_s=0.02, recorder=recorder, resumed=resumed).run(store)
+async def _main(
+    config: Config, run_dir: Path, recorder: RunRecorder, resumed: Resumed | None, store: CheckpointStore
+) -> None:
+    job = Job(config, token_s=0.002, train_s=0.02, recorder=recorder, resumed=resumed, recorded_in=run_dir)
+    await job.run(store)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,8 @@ def job_kills(num_kills: int, seed: int, folder: Path, steps: int = 60) -> Row:
                 raise RuntimeError(f"the job of {run_dir} ended with {job.returncode}, and was not killed")
             row.injected, last_kill = row.injected + 1, time.monotonic()
         found = audit(run_dir)
+        if found.findings:
+            raise RuntimeError(f"{run_dir}: {found.sentence}")
         row.lost += found.lost + found.missing_steps + (steps - found.steps)
         row.twice += found.twice
         row.descending_versions += found.descending_versions

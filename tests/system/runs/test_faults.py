@@ -11,7 +11,17 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.whole_runs import Run, check_training, command_of, find, small, started, survivors, trained
+from tests.support.whole_runs import (
+    Run,
+    check_tokens,
+    check_training,
+    command_of,
+    find,
+    small,
+    started,
+    survivors,
+    trained,
+)
 from trainer.tracking.sinks import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -82,6 +92,7 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         assert run.survivors() == []
         assert not (run.run_dir / "fleet.sock").is_symlink()
         check_training(run, TOTAL_STEPS)
+        check_tokens(run.run_dir)
         assert {record["replica"] for step in trained(run) for record in step} & {"replica-2", "replica-3"}
         last = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "rollout/replicas_lost" in m][-1]
         assert last["rollout/replicas_lost"] == 2 and last["rollout/replicas_replaced"] == 1
@@ -108,6 +119,7 @@ def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model
         evaluated = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "eval/accuracy" in m]
         assert [(m["step"], m["eval/pinned"]) for m in evaluated] == [(0, 1), (2, 1)]
         check_training(run, 2)
+        check_tokens(run.run_dir)
 
 
 @pytest.mark.parametrize("how", ["own cluster", "own cluster, killed with it", "standing cluster"])

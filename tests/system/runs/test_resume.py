@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.launch.start import owner
-from tests.support.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, small, started
-from trainer.tracking.audit import audit
+from tests.support.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, check_tokens, small, started
 from trainer.tracking.sinks import read_metrics
 from weight_sync.transports.cleanup import DIRECTORY
 
@@ -64,5 +63,5 @@ def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path
     for name in LEARNED:
         values = [record[name] for record in expected]
         assert [record[name] for record in found] == pytest.approx(values, rel=1e-4, abs=1e-6), name
-    result = audit(second.run_dir)
+    result = check_tokens(second.run_dir)
     assert (result.prompts, result.lost, result.twice) == (STEPS * PROMPTS_PER_STEP, 0, 0)

@@ -1,6 +1,7 @@
 """A recorded run that is as it must be, and each way in which its records can be wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,11 +24,17 @@ from configs.schema import (
     WeightSyncConfig,
 )
 from rollout.evaluation.evaluator import Evaluation
+from rollout.replica.sampled_log import SampledLog
+from rollout.request_ids import RequestId
+from rollout.sampled import SAMPLED, new_record
 from rollout.types import (
+    Completion,
     DiscardedGroup,
     DiscardReason,
     EvaluatedPrompt,
     EvaluatedSample,
+    GenerationRequest,
+    SamplingParams,
     Trajectory,
     TrajectoryGroup,
     VersionSpan,
@@ -113,6 +120,43 @@ def test_of_a_whole_run_nothing_is_found(tmp_path: Path) -> None:
     assert (found.finished, found.steps, found.trajectories, found.prompts) == (True, 4, 32, 8)
     assert (found.discarded, found.evaluations, found.lost, found.twice) == (1, 2, 0, 0)
     assert (found.missing_steps, found.max_staleness) == (0, 1)
+
+
+def sample(run_dir: Path, last: int = STEPS) -> None:
+    """Record what the steps up to `last` train as sampled."""
+    log = SampledLog(new_record(run_dir, "r0"))
+    for group in (group for step in range(1, last + 1) for group in groups_of(step)):
+        for index, trajectory in enumerate(group.trajectories):
+            name, sequence = RequestId(ordinal=group.prompt.ordinal, episode=index), only(trajectory)
+            prompt_ids = tuple(sequence.prompt_ids.tolist())
+            log.begin(GenerationRequest(request_id=name, prompt_ids=prompt_ids, sampling=SamplingParams()))
+            tokens = {"token_ids": sequence.response_ids, "logprobs": sequence.rollout_logprobs}
+            log.end(name, Completion(**tokens, spans=sequence.spans, finish_reason="stop"))
+
+
+def test_trained_tokens_are_held_against_those_that_were_sampled(tmp_path: Path) -> None:
+    record(tmp_path)
+    found = audit(tmp_path)
+    assert (found.tokens.trained, found.tokens.unchecked) == (64, 64)
+    assert "0 trained tokens held against what was sampled, 64 without a record to check them by" in found.sentence
+    sample(tmp_path, STEPS - 1)
+    found = audit(tmp_path)
+    assert (found.tokens.sampled, found.tokens.never_sampled, found.tokens.unchecked) == (48, 16, 0)
+    (finding,) = found.findings
+    assert finding.startswith("16 tokens that no replica sampled were trained, the first: step 4, prompt 7, traj")
+    shutil.rmtree(tmp_path / SAMPLED)
+    sample(tmp_path)
+    found = audit(tmp_path)
+    assert (found.findings, found.tokens.unchecked, found.tokens.delivered_fraction) == ((), 0, 1.0)
+    assert "64 trained tokens held against what was sampled; no findings" in found.sentence
+
+
+def test_what_a_run_took_over_from_another_folder_is_unchecked(tmp_path: Path) -> None:
+    """Its step 3 trains tokens of versions 1 and 2, step 4 of 2 and 3, of which only version 3 is new."""
+    finish(resumed(tmp_path, 2, in_new=True), 3)
+    SampledLog(new_record(tmp_path, "r0"))
+    found = audit(tmp_path)
+    assert (found.tokens.trained, found.tokens.unchecked, found.tokens.never_sampled) == (32, 24, 8)
 
 
 # -- legitimate runs ---------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ class Session:
         """Raises BadRequestError for messages that the chat template does not take."""
         try:
             return await self._words.in_thread(self._rendered, attachment)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequestError(f"the chat template refuses this request: {error}") from None
 
     def _rendered(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
@@ -265,6 +265,10 @@ class Session:
         """The ids of the prompt, and a request whose one message stands for it in the transcript."""
         prompt = request.prompt
         ids = self._words.renderer.plain(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab_size = self._words.renderer.vocab_size
+        if not ids or max(ids) >= vocab_size:
+            given = f"{len(ids)} token ids up to {max(ids, default=-1)}"
+            raise BadRequestError(f"prompt has {given}: allowed is one or more below {vocab_size}", param="prompt")
         return ids, ChatRequest(
             messages=(Message(role=Role.user, content=str(prompt)),),
             max_tokens=request.max_tokens,
@@ -355,6 +359,8 @@ class Session:
             raise SessionEndedError(str(error)) from None
         except UnknownGenerationError as error:
             raise BadRequestError(str(error), code="previous_response_not_found") from None
+        except RecursionError:
+            raise BadRequestError("the request is nested too deeply") from None
 
     def _enter(self) -> None:
         self._under_way += 1

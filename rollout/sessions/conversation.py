@@ -124,6 +124,8 @@ class _Call:
             if not generating.done():
                 generating.cancel()
                 await asyncio.wait((generating,))
+                if not generating.cancelled():
+                    generating.exception()  # for nobody: the client has left
 
     async def _write(self, answers: Sequence[Answer]) -> None:
         if self.asked.is_stream:

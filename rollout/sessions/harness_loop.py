@@ -23,7 +23,8 @@ from rollout.sessions.session import Session, SessionLimits, Words
 from rollout.sessions.transcript import Transcript
 
 logger = logging.getLogger(__name__)
-LOOKS_PER_S = 4.0
+LOOK_S = 0.25
+"""A harness at its deadline is ended at most so many seconds late."""
 
 
 class HarnessTimeoutError(TimeoutError):
@@ -90,24 +91,27 @@ class HarnessLoop:
         running = asyncio.create_task(self._harness.run(task, connection))
         try:
             while True:
-                done, _ = await asyncio.wait([running], timeout=1 / LOOKS_PER_S)
+                done, _ = await asyncio.wait([running], timeout=max(self._time_left(session, began), LOOK_S))
                 if done:
                     return running.result()
-                self._check_clock(session, began)
         finally:
             if not running.done():
                 running.cancel()
                 await asyncio.wait([running])
 
-    def _check_clock(self, session: Session, began: float) -> None:
-        """The time that the harness waits for the policy does not count: a pause is no fault of it."""
-        if session.is_waiting:
-            return
+    def _time_left(self, session: Session, began: float) -> float:
+        """Seconds until the harness may be overdue. The time that it waits for the policy does not count: a pause is no
+        fault of it. Raises HarnessTimeoutError."""
         now, config = time.monotonic(), self._config
-        if now - began - session.waited_s > config.timeout_s:
+        left = config.timeout_s - (now - began - session.waited_s)
+        if session.is_waiting:
+            return min(left, config.idle_timeout_s)
+        idle_left = config.idle_timeout_s - (now - max(began, session.last_active))
+        if left <= 0:
             raise HarnessTimeoutError(f"sessions.timeout_s={config.timeout_s:g}")
-        if now - max(began, session.last_active) > config.idle_timeout_s:
+        if idle_left <= 0:
             raise HarnessTimeoutError(f"sessions.idle_timeout_s={config.idle_timeout_s:g}")
+        return min(left, idle_left)
 
     def _episode(self, session: Session, where: str, returned: object) -> Episode:
         transcript = session.transcript

@@ -69,8 +69,6 @@ class Session:
         self.limit_reached: str | None = None
         """The limit that ended the conversation."""
         self.is_aborted = False
-        self.waited_s = 0.0
-        """Seconds with a request under way."""
         self.last_active = time.monotonic()
         self._task = task
         self._generate = generate
@@ -79,6 +77,7 @@ class Session:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._listeners: dict[int, int] = {}
         self._under_way = 0
+        self._waited_s, self._waiting_since = 0.0, 0.0
         self._stops: dict[int, str | None] = {}  # the stop string that ended a generation
 
     @property
@@ -89,6 +88,11 @@ class Session:
     def is_waiting(self) -> bool:
         """Whether a request is under way."""
         return self._under_way > 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds with a request under way."""
+        return self._waited_s + (time.monotonic() - self._waiting_since if self.is_waiting else 0.0)
 
     async def answer(self, request: ChatRequest | PromptRequest) -> list[Answer]:
         """Return the answers to a request, or those that it had before. Cancelling the last call that waits for a
@@ -371,7 +375,7 @@ class Session:
         self._under_way -= 1
         self.last_active = time.monotonic()
         if self._under_way == 0:
-            self.waited_s += self.last_active - self._waiting_since
+            self._waited_s += self.last_active - self._waiting_since
 
 
 def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

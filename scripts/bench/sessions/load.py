@@ -9,6 +9,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 
@@ -73,11 +74,23 @@ class Gaps:
 class Clients:
     """A harness whose program runs in another process, with those of all other episodes."""
 
-    def __init__(self, process: Process):
-        self._process = process
+    _process: Process
+
+    def __init__(self) -> None:
         self._ended: dict[int, asyncio.Future[None]] = {}
         self.seconds: dict[int, list[float]] = {}
         """By session: of each call, as its client saw it."""
+
+    @asynccontextmanager
+    async def started(self, turns: int) -> AsyncIterator[None]:
+        command = (sys.executable, "-m", "scripts.bench.sessions.clients", str(turns), str(TOOL_S))
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=2**20)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
 
     async def run(self, task: HarnessTask, connection: Connection) -> float:
         self._ended[task.ordinal] = asyncio.get_running_loop().create_future()
@@ -87,7 +100,7 @@ class Clients:
         await self._ended[task.ordinal]
         return 1.0
 
-    async def read(self) -> None:
+    async def read(self) -> NoReturn:
         """Raises RuntimeError when the process ends."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
@@ -102,6 +115,7 @@ class Meter:
 
     def __init__(self, answers: Answers, engine: SimulatedEngine):
         self._answers, self._engine = answers, engine
+        self.tokenizer = answers.tokenizer
         self.seconds: dict[tuple[int, int], float] = {}
         """By session and turn."""
         self.cpu = [time.process_time()]
@@ -121,30 +135,30 @@ class Meter:
 
 
 async def bench_load(num_sessions: int, turns: int) -> dict[str, float]:
+    """Twice: the ticks that find gaps take CPU themselves."""
     answers = Answers(FAMILY)
-    engine_alone = await _engine_alone(answers, num_sessions)
-    command = (sys.executable, "-m", "scripts.bench.sessions.clients", str(turns), str(TOOL_S))
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=2**20)
-    clients, gaps = Clients(process), Gaps()
-    meter = Meter(answers, answers.engine(STEP_S, num_sessions))
-    reading = asyncio.create_task(clients.read())
     gc.collect()
     gc.freeze()  # as agent workers do
-    try:
-        async with asyncio.timeout(DEADLINE_S), harness_loop(clients, answers.tokenizer) as loop, gaps.watched():
-            running = asyncio.create_task(_run(loop, num_sessions, meter))
+    meter, clients, gaps = Meter(answers, answers.engine(STEP_S, num_sessions)), Clients(), Gaps()
+    episodes = await _serve(meter, clients, num_sessions, turns)
+    ticking = Meter(answers, answers.engine(STEP_S, num_sessions))
+    async with gaps.watched():
+        episodes += await _serve(ticking, Clients(), num_sessions, turns)
+    gc.unfreeze()
+    return _figures(meter, clients, gaps, episodes, await _engine_alone(answers, num_sessions))
+
+
+async def _serve(meter: Meter, clients: Clients, num_sessions: int, turns: int) -> list[Episode]:
+    async with asyncio.timeout(DEADLINE_S), clients.started(turns), harness_loop(clients, meter.tokenizer) as loop:
+        running = asyncio.create_task(_run(loop, num_sessions, meter))
+        reading = asyncio.create_task(clients.read())
+        try:
             await asyncio.wait((running, reading), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                running.cancel()
-                reading.result()
-            episodes = running.result()
-    finally:
-        reading.cancel()
-        gc.unfreeze()
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    return _figures(meter, clients, gaps, episodes, engine_alone)
+            return running.result() if running.done() else reading.result()
+        finally:
+            running.cancel()
+            reading.cancel()
+            await asyncio.wait((running, reading))
 
 
 async def _run(loop: HarnessLoop, num_sessions: int, meter: Meter) -> list[Episode]:
@@ -176,7 +190,9 @@ def replace_id(request: GenerationRequest, number: int) -> GenerationRequest:
 def _figures(
     meter: Meter, clients: Clients, gaps: Gaps, episodes: Sequence[Episode], engine_alone: float
 ) -> dict[str, float]:
-    cpu = 1000 * np.array(meter.cpu_per_call()[len(episodes) // CALLS_PER_WINDOW :])  # after the first of every session
+    cpu = 1000 * np.array(
+        meter.cpu_per_call()[len(clients.seconds) // CALLS_PER_WINDOW :]
+    )  # after the first of every session
     added = 1000 * np.array(
         [
             seconds - meter.seconds[number, turn]
@@ -199,5 +215,7 @@ def _figures(
         "collection_ms_worst": 1000 * max(gaps.collections, default=0.0),
         "load_rows": float(np.mean([len(episode.sequences) for episode in episodes])),
     }
-    show_table(f"{len(episodes)} sessions at once", ["", ""], [[name, f"{each:.3g}"] for name, each in figures.items()])
+    show_table(
+        f"{len(clients.seconds)} sessions at once", ["", ""], [[name, f"{each:.3g}"] for name, each in figures.items()]
+    )
     return figures

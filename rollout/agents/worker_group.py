@@ -2,6 +2,7 @@
 
 import asyncio
 import faulthandler
+import gc
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -70,6 +71,8 @@ class AgentWorkerActor:
             replicas={},
         )
         self._open = OpenByAttempt()
+        gc.collect()
+        gc.freeze()  # what was imported stays: to walk it again and again would hold up the event loop
 
     async def heartbeat(self) -> None:
         """Answer, as long as the event loop runs. If that stops, the process writes its stacks into its log."""

@@ -1,6 +1,7 @@
 """The HTTP app of sessions: a harness opens one, talks to the policy in the dialect of its client, and ends it."""
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -11,7 +12,7 @@ from starlette.routing import Route
 from rollout.http.access import Access
 from rollout.http.answers import SESSIONS, error_answer
 from rollout.sessions.backend import Reward, SessionBackend
-from rollout.sessions.conversation import KEEPALIVE_S, Conversation, json_body, refusal
+from rollout.sessions.conversation import KEEPALIVE_S, Conversation, json_body, refusal, understood
 from rollout.sessions.dialects import anthropic, openai_chat, openai_completions, openai_responses
 from rollout.sessions.dialects.dialect import Dialect, id_without
 from rollout.sessions.dialects.fields import Fields
@@ -85,7 +86,7 @@ class _Session:
 
     async def reward(self, request: Request) -> Response:
         session = self._of(request)
-        await self._backend.reward(session, read_reward(Fields(await json_body(request))))
+        await self._backend.reward(session, understood(read_reward, await json_body(request)))
         return JSONResponse({"id": session})
 
     async def finish(self, request: Request) -> Response:
@@ -102,7 +103,7 @@ class _Session:
 
     async def count_tokens(self, request: Request) -> Response:
         session = self._of(request)
-        asked = anthropic.parse_count(await json_body(request))
+        asked = understood(anthropic.parse_count, await json_body(request))
         return JSONResponse({"input_tokens": await self._backend.count_tokens(session, asked)})
 
     async def models(self, request: Request) -> Response:
@@ -117,9 +118,10 @@ class _Session:
         return self._keys.session_of(request.headers, request.path_params.get("session"))
 
 
-def read_reward(fields: Fields) -> Reward:
+def read_reward(body: Any) -> Reward:
     """{"value": 1.0, "turn": "chatcmpl-...", "metrics": {"steps": 3}}: `turn` is the id of an answer as the client got
     it, or without its prefix. Raises BadRequestError."""
+    fields = Fields(body)
     values, answer_id, metrics = fields.numbers("value"), fields.text("turn"), fields.mapping("metrics")
     if not values:
         raise fields.refuse("value", None, "a finite number")

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,6 +19,7 @@ from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionE
 from rollout.sessions.keys import SessionKeys
 from rollout.sessions.messages import Answer
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 KEEPALIVE_S = 3.0
 """How often a stream says that it is alive while its answer is being generated."""
@@ -48,7 +49,7 @@ class Conversation:
         request = Request(scope, receive)
         try:
             session = self.keys.session_of(request.headers, request.path_params.get("session"))
-            asked = self.dialect.parse(await json_body(request), int(time.time()))
+            asked = understood(self.dialect.parse, await json_body(request), int(time.time()))
             if self.keys.is_retry(request.headers):
                 asked = replace(asked, request=replace(asked.request, is_retry=True))
         except SessionError as error:
@@ -123,6 +124,8 @@ class _Call:
             if not generating.done():
                 generating.cancel()
                 await asyncio.wait((generating,))
+                if not generating.cancelled():
+                    generating.exception()  # for nobody: the client has left
 
     async def _write(self, answers: Sequence[Answer]) -> None:
         if self.asked.is_stream:
@@ -154,6 +157,14 @@ async def json_body(request: Request) -> Any:
         return parse_strictly(await request.body())
     except ValueError as error:
         raise BadRequestError(str(error)) from None
+
+
+def understood(parse: Callable[..., T], *arguments: Any) -> T:
+    """What `parse` makes of a body. Raises BadRequestError, also for a body that is nested too deeply for it."""
+    try:
+        return parse(*arguments)
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply") from None
 
 
 def refusal(path: str, error: SessionError) -> JSONResponse:

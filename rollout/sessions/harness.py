@@ -29,7 +29,8 @@ LINE_LIMIT = 2**20
 KEPT_LINES = 20
 """Last lines of a command's stderr, for the error that names why it failed."""
 END_S = 5.0
-"""So long the output of a command that has ended may stay open: something that it started may hold it."""
+"""So long the output of a command that has ended may stay open, since something that it started may hold it, and so
+long its processes may take to end once they are killed."""
 EXIT_LOOKS_S = 0.02
 SESSION_ENV = "SLIPSTREAM_SESSION"
 
@@ -240,8 +241,19 @@ async def _end(process: Process, session: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     kill_processes(tree)
-    kill_processes(await asyncio.to_thread(_of_session, session))
+    await _kill_all_of(session)
     await _exit_code(process)
+
+
+async def _kill_all_of(session: str) -> None:
+    """Until a look finds none: one that is being killed may just have started another."""
+    try:
+        async with asyncio.timeout(END_S):
+            while left := await asyncio.to_thread(_of_session, session):
+                kill_processes(left)
+                await asyncio.sleep(EXIT_LOOKS_S)
+    except TimeoutError:
+        logger.error("session %s: processes of its harness do not end, although they were killed", session)
 
 
 def _of_session(session: str) -> list[psutil.Process]:

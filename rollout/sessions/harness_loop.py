@@ -14,7 +14,7 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, described, settled
-from rollout.sessions.deadlines import overdue
+from rollout.sessions.deadlines import LOOK_S, time_left
 from rollout.sessions.generation import Cause
 from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
 from rollout.sessions.host import SessionHost
@@ -24,7 +24,6 @@ from rollout.sessions.session import Session, SessionLimits, Words
 from rollout.sessions.transcript import Transcript
 
 logger = logging.getLogger(__name__)
-LOOKS_PER_S = 4.0
 
 
 class HarnessTimeoutError(TimeoutError):
@@ -95,11 +94,12 @@ class HarnessLoop:
         running = asyncio.create_task(self._harness.run(task, connection))
         try:
             while True:
-                done, _ = await asyncio.wait([running], timeout=1 / LOOKS_PER_S)
+                left, limit = time_left(session, began, self._config)
+                if left <= 0:
+                    raise HarnessTimeoutError(limit)
+                done, _ = await asyncio.wait([running], timeout=max(left, LOOK_S))
                 if done:
                     return running.result()
-                if (limit := overdue(session, began, self._config)) is not None:
-                    raise HarnessTimeoutError(limit)
         finally:
             if not running.done():
                 running.cancel()

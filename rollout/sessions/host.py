@@ -10,6 +10,7 @@ from typing import Any
 from configs.serve import ServeConfig
 from rollout.agents.loop import EpisodeTask, GenerateGroup
 from rollout.http.server import listen, serve, url_of
+from rollout.sessions.app import session_app
 from rollout.sessions.errors import BadRequestError
 from rollout.sessions.harness import Connection
 from rollout.sessions.open_sessions import OpenSessions
@@ -50,8 +51,6 @@ class SessionHost(OpenSessions):
     async def _started(self) -> None:
         if self._server is not None and not self._server.done():
             return
-        from rollout.sessions.app import session_app  # an agent worker without sessions needs no web server
-
         listener = listen(self._host, 0)
         self._url = url_of(listener)
         app = session_app(self, self.keys)

@@ -13,7 +13,7 @@ from configs.rollout import SessionsConfig
 from rollout.agents.loop import EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread
 from rollout.request_ids import RequestId
-from rollout.sessions.deadlines import overdue
+from rollout.sessions.deadlines import LOOK_S, time_left
 from rollout.sessions.errors import BadRequestError, NoReplicaError, NotRecordedError, TooManySessionsError
 from rollout.sessions.open_sessions import OpenSessions
 from rollout.sessions.record import Ending, SessionRecord, recorded_answers, recorded_sequences
@@ -21,7 +21,6 @@ from rollout.sessions.session import Session, SessionLimits, Words
 from rollout.types import Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
-LOOKS_PER_S = 4.0
 RETRY_S = 30.0
 """Seconds until a record that could not be written is tried again."""
 END_S = 5.0
@@ -117,7 +116,7 @@ class RecordedSessions(OpenSessions):
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(1 / LOOKS_PER_S)
+            await asyncio.sleep(LOOK_S)
             for name, one in list(self._open.items()):
                 if (ending := self._due(one)) is not None:
                     await self._end_or_log(name, ending)
@@ -128,7 +127,8 @@ class RecordedSessions(OpenSessions):
             return one.ending if time.monotonic() >= one.due_at else None
         if one.session.is_aborted:  # with an answer, by a client of the control routes
             return Ending.aborted
-        if (limit := overdue(one.session, one.began_at, self._config)) is None:
+        left, limit = time_left(one.session, one.began_at, self._config)
+        if left > 0:
             return None
         one.session.limit_reached = one.session.limit_reached or limit
         return Ending.timed_out

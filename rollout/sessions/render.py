@@ -76,6 +76,11 @@ class Renderer:
         """
         return tuple(sorted(self._ends))
 
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below it."""
+        return len(self._tokenizer)
+
     def full(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: Mapping[str, Any] | None = None
     ) -> list[int]:

@@ -79,8 +79,6 @@ class Session:
         self.limit_reached: str | None = None
         """The limit that ended the conversation."""
         self.is_aborted = False
-        self.waited_s = 0.0
-        """Seconds with a request under way."""
         self.last_active = time.monotonic()
         self._task = task
         self._generate = generate
@@ -90,6 +88,7 @@ class Session:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._listeners: dict[int, int] = {}
         self._under_way = 0
+        self._waited_s, self._waiting_since = 0.0, 0.0
         self._stops: dict[int, str | None] = {}  # the stop string that ended a generation
 
     @property
@@ -100,6 +99,11 @@ class Session:
     def is_waiting(self) -> bool:
         """Whether a request is under way."""
         return self._under_way > 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds with a request under way."""
+        return self._waited_s + (time.monotonic() - self._waiting_since if self.is_waiting else 0.0)
 
     async def answer(self, request: ChatRequest | PromptRequest) -> list[Answer]:
         """Return the answers to a request, or those that it had before. Cancelling the last call that waits for a
@@ -263,7 +267,7 @@ class Session:
         """Raises BadRequestError for messages that the chat template does not take."""
         try:
             return await self._words.in_thread(self._rendered, attachment)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequestError(f"the chat template refuses this request: {error}") from None
 
     def _rendered(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
@@ -287,6 +291,10 @@ class Session:
         """The ids of the prompt, and a request whose one message stands for it in the transcript."""
         prompt = request.prompt
         ids = self._words.renderer.plain(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab_size = self._words.renderer.vocab_size
+        if not ids or max(ids) >= vocab_size:
+            given = f"{len(ids)} token ids up to {max(ids, default=-1)}"
+            raise BadRequestError(f"prompt has {given}: allowed is one or more below {vocab_size}", param="prompt")
         return ids, ChatRequest(
             messages=(Message(role=Role.user, content=str(prompt)),),
             max_tokens=request.max_tokens,
@@ -377,6 +385,8 @@ class Session:
             raise SessionEndedError(str(error)) from None
         except UnknownGenerationError as error:
             raise BadRequestError(str(error), code="previous_response_not_found") from None
+        except RecursionError:
+            raise BadRequestError("the request is nested too deeply") from None
 
     def _enter(self) -> None:
         self._under_way += 1
@@ -387,7 +397,7 @@ class Session:
         self._under_way -= 1
         self.last_active = time.monotonic()
         if self._under_way == 0:
-            self.waited_s += self.last_active - self._waiting_since
+            self._waited_s += self.last_active - self._waiting_since
 
 
 def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

@@ -114,7 +114,7 @@ def _object_of(arguments: str) -> Any:
     """The JSON object, or the text itself where it is none."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

@@ -39,6 +39,8 @@ class Policy:
 
     async def _answer(self, request: GenerationRequest) -> Completion:
         turn = request.request_id.turn
+        if max(request.prompt_ids) >= len(self.tokenizer):
+            raise ValueError("a token id is out of vocabulary")  # as vLLM does
         self.events.append(f"begin {turn}")
         self.prompts[turn] = request.prompt_ids
         try:

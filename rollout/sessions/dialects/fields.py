@@ -57,7 +57,7 @@ class Fields:
         """Those of the fields that are there, as finite numbers."""
         found = {name: value for name in names if (value := self.take(name)) is not None}
         for name, value in found.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
                 raise self.refuse(name, value, "a finite number")
         return found
 
@@ -118,6 +118,13 @@ class Fields:
         for name, value in self._values.items():
             known = f"one of these fields{f' in {self.where}' if self.where else ''}: {', '.join(sorted(self._known))}"
             raise self.refuse(name, value, known)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def one_of(values: Collection[str]) -> str:

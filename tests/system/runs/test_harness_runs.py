@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.chat_models import QWEN25
 from tests.support.whole_runs import SIZES, check_tokens, started
-from trainer.tiny import model as tiny
 
 AGENT = """
 STOP = ["e", "a", " "]
@@ -37,19 +35,6 @@ with anthropic.Anthropic() as client:
         messages += [{"role": "assistant", "content": text or "."}, {"role": "user", "content": "More?"}]
 print(json.dumps({"reward": len(said) % 2}))
 """
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model whose tokenizer has a chat template."""
-    tokenizer = tiny.build_tokenizer(["The weather in Paris is sunny.\n"] * 4)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = QWEN25
-    model = tiny.build_model(len(tokenizer), seed=0)
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    tiny.write_model_directory(folder, model, tokenizer)
-    return folder
 
 
 def overrides(model: Path, steps: int) -> list[str]:

@@ -66,7 +66,7 @@ def play(loop: MultiTurn, prompt: Prompt, lines: list[str], policy: Policy | Non
     saying: Iterator[str] = iter(lines)
     policy = policy or Policy(lambda text, request: next(saying))
     task = EpisodeTask(request_id=RequestId(ordinal=0), prompt=prompt, index=0, sampling=SamplingParams(max_tokens=999))
-    (episode,) = asyncio.run(loop.run([task], policy.generate))
+    episode = asyncio.run(loop.run_episode(task, policy.generate))
     return episode
 
 

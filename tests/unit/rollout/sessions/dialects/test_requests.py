@@ -4,40 +4,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollout.sessions.app import DIALECTS
 from rollout.sessions.errors import BadRequestError
 from rollout.sessions.messages import Message, Role
-
-CHAT, COMPLETIONS, RESPONSES, ANTHROPIC = DIALECTS.values()
-USER: Any = {"role": "user", "content": "2 + 2?"}
-MINIMAL: dict[Any, dict[str, Any]] = {
-    CHAT: {"model": "m", "messages": [USER]},
-    COMPLETIONS: {"model": "m", "prompt": "2 + 2?"},
-    RESPONSES: {"model": "m", "input": [USER]},
-    ANTHROPIC: {"model": "m", "messages": [USER], "max_tokens": 9},
-}
-
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-NAMES = st.sampled_from(
-    ["type", "role", "content", "text", "id", "call_id", "tool_call_id", "tool_calls", "function", "name", "arguments"]
-    + ["input", "tool_use_id", "thinking", "signature", "summary", "output", "index", "budget_tokens", "effort"]
-)
-WORDS = st.sampled_from(
-    ["user", "assistant", "tool", "text", "function", "tool_use", "tool_result", "thinking", "message", "reasoning"]
-    + ["function_call", "function_call_output", "output_text", "input_text", "auto", "enabled", "resp_x", ""]
-)
-JSON = st.recursive(
-    SCALARS | WORDS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5),
-    max_leaves=12,
-)
-FIELDS = st.sampled_from(
-    ["messages", "input", "prompt", "system", "tools", "tool_choice", "stop", "stream_options", "n", "thinking", "text"]
-    + ["max_tokens", "temperature", "instructions", "output_config", "reasoning", "chat_template_kwargs", "stream"]
-)
+from tests.support.bodies import ANTHROPIC, CHANGES, CHAT, COMPLETIONS, MINIMAL, RESPONSES, USER
 
 
 def request_of(dialect: Any, **fields: Any) -> Any:
@@ -150,9 +121,7 @@ def test_a_tool_result_that_is_an_error_is_told_by_its_text() -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-@given(
-    changes=st.dictionaries(FIELDS, JSON | st.lists(st.dictionaries(NAMES, JSON, max_size=5), max_size=2), min_size=1)
-)
+@given(changes=CHANGES)
 @settings(max_examples=200)
 def test_whatever_a_body_holds_it_is_understood_or_refused_in_few_words(dialect: Any, changes: dict[str, Any]) -> None:
     try:

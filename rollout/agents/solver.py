@@ -4,6 +4,7 @@ rollout.agent=rollout.agents.solver:agent
 """
 
 import ast
+import math
 import operator
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,8 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression has at most {MAX_CHARS} characters")
     value = _value(ast.parse(expression.strip(), mode="eval").body)
+    if not math.isfinite(value):
+        raise ValueError(f"the result {value} is not a finite number")
     return f"{int(value) if value == int(value) else value}"
 
 

@@ -15,19 +15,31 @@ class OverlongPrompts(Enum):
     """The run does not start."""
 
 
+class Generated(Enum):
+    """Word problems that are made where no files are given. A tiny model is warmed up on their answers."""
+
+    arithmetic = "arithmetic"
+    """Of two steps with small numbers, which the model computes itself: a text that follows a text."""
+    calculator = "calculator"
+    """Of two to four steps with large numbers, for which it calls a tool: a chat, so its tokenizer has a template."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     train_files: str | None = None
     """JSONL or parquet files, folders of `save_to_disk` (a split by `folder@train`) and hub data sets
-    (`openai/gsm8k:main@train`), separated by commas. null, with val_files: generated arithmetic word problems."""
+    (`openai/gsm8k:main@train`), separated by commas. null, with val_files: generated word problems."""
     val_files: str | None = None
     """The held-out set, in the form of train_files."""
     loader: str | None = None
     """`package.module:function` that takes the text of train_files or val_files and returns its rows as dicts."""
+    generated: Generated = Generated.arithmetic
+    """Word problems that are made without train_files, and that model.kind=tiny is warmed up on: arithmetic, or
+    calculator (a chat in which a tool is called)."""
     num_train: int = 4000
-    """Without train_files: number of arithmetic problems to generate."""
+    """Without train_files: number of word problems to generate."""
     num_val: int | None = None
-    """Most held-out problems to evaluate; null takes all (arithmetic: 256)."""
+    """Most held-out problems to evaluate; null takes all (generated: 256)."""
     prompt_key: str = "question"
     """Column of the question: text, or a list of messages that ends with the user's. A dot reaches into a column."""
     answer_key: str = "answer"

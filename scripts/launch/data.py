@@ -7,7 +7,7 @@ from rollout.data import rows
 from rollout.data.sources import DataError
 from rollout.prompts import Row
 from rollout.types import Prompt
-from scripts.launch.models import arithmetic_problems
+from scripts.launch.models import generated_problems
 from trainer.tracking.console import Console
 
 
@@ -37,9 +37,9 @@ async def encode_rows(
 
 
 def _rows(config: Config, entries: str | None, part: int) -> list[Row]:
-    """Those of the files, or of one of the two parts of the arithmetic problems."""
+    """Those of the files, or of one of the two parts of the generated problems."""
     data = config.data
     if entries is not None:
         return rows.load_rows(entries, rows.Columns(prompt=data.prompt_key, answer=data.answer_key), data.loader)
-    problems = arithmetic_problems(config)[part]
+    problems = generated_problems(config)[part]
     return [Row(question=one.question, ground_truth=rows.final_answer(one.answer)) for one in problems]

@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from configs.checkpoint import is_checkpoint
+from configs.data import Generated
 from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.schema import Config, ModelKind, Staging
 from configs.validate import ConfigError
-from rollout.data.arithmetic import Problem, demonstrations, split_problems
+from rollout.agents.solver import TOOLS
+from rollout.data import arithmetic, calculator
+from rollout.data.arithmetic import Problem
 from rollout.engines.base import EngineSpec
 from scripts.export_hf import checkpoint_at, export
 from trainer.checkpoint.store import CheckpointError
 from trainer.tracking.console import Console
 
 if TYPE_CHECKING:
-    from trainer.tiny.warmup import WarmupSpec
+    from trainer.tiny.warmup import Demonstration, WarmupSpec
 
 NUM_VAL = 256
 DATA_SEED = 1234
-"""Seed of the arithmetic problems: the same for all runs, so that runs of different seeds get the same questions."""
+"""Seed of the generated problems: the same for all runs, so that runs of different seeds get the same questions."""
 CLEAN_SHARE = 0.8125
 """Share of the warm-up that uses correct worked answers, which teach the form quickly; sloppy ones follow."""
 REPORT_EVERY = 50
@@ -94,18 +97,18 @@ def _exported_model(config: Config, folder: Path) -> str:
     return str(folder)
 
 
-def arithmetic_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
+def generated_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Returns (train, held-out), which share no question."""
-    return split_problems(config.data.num_train, NUM_VAL, DATA_SEED)
+    made = calculator if config.data.generated is Generated.calculator else arithmetic
+    return made.split_problems(config.data.num_train, NUM_VAL, DATA_SEED)
 
 
 def untrained_tiny_model(config: Config, folder: Path) -> str:
-    """Makes a folder with the tokenizer and architecture of `warm_tiny_model` and random weights, within a second."""
+    """Makes a folder with the tokenizer and architecture of `warm_tiny_model` and random weights, within seconds."""
     from trainer.tiny.model import save_tiny_model
 
     spec = _warmup_spec(config)
-    corpus = [spec.prompt(question) + answer for question, answer in _demonstrations(config)]
-    save_tiny_model(folder, corpus, config.seed, spec.size)
+    save_tiny_model(folder, spec.tokenizer(_demonstrations(config)), config.seed, spec.size)
     return str(folder)
 
 
@@ -129,13 +132,19 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
     from trainer.tiny.warmup import WarmupSpec
 
     size = ModelSize(hidden_size=config.model.hidden_size, num_layers=config.model.num_layers)
-    return WarmupSpec(seed=config.seed, size=size, prompt_template=config.data.prompt_template)
+    return WarmupSpec(seed=config.seed, size=size, is_chat=config.data.generated is Generated.calculator)
 
 
-def _demonstrations(config: Config) -> list[tuple[str, str]]:
+def _demonstrations(config: Config) -> "list[Demonstration]":
+    """What the tiny model is warmed up on: right answers, then sloppy ones."""
     batch_size = _warmup_spec(config).batch_size
     num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
-    train, _ = arithmetic_problems(config)
-    return demonstrations(
-        train, num_clean=num_clean, num_sloppy=config.model.warmup_steps * batch_size - num_clean, seed=config.seed
-    )
+    num_sloppy = config.model.warmup_steps * batch_size - num_clean
+    train, _ = generated_problems(config)
+    if config.data.generated is Generated.calculator:
+        from trainer.tiny.chat import turns
+
+        conversations = calculator.demonstrations(train, num_clean=num_clean, num_sloppy=num_sloppy, seed=config.seed)
+        return [turns(messages, TOOLS) for messages in conversations]
+    pairs = arithmetic.demonstrations(train, num_clean=num_clean, num_sloppy=num_sloppy, seed=config.seed)
+    return [(config.data.prompt_template.replace("{question}", question), answer) for question, answer in pairs]

@@ -46,7 +46,7 @@ def served_parts(config: Config, device: str) -> dict[str, str]:
     per_replica = f"{gpus:g} GPU(s)" if device == "cuda" else "CPU"
     return {
         "model": model.path or f"made here, {size}, {model.warmup_steps} warm-up steps",
-        "held_out": config.data.val_files or "arithmetic problems made here",
+        "held_out": config.data.val_files or f"{config.data.generated.value} problems made here",
         "samples": f"{evaluation.samples} per prompt, {how}, reward {rollout.reward}",
         "replicas": f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {per_replica}, "
         f"{rollout.max_num_seqs} trajectories at once each",
@@ -61,7 +61,7 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
     claims = needed_resources(config, device).items()
     agent = rollout.agent or rollout.agent_command or rollout.agent_loop
     return {
-        "prompts": data.train_files or f"{data.num_train} arithmetic problems made here",
+        "prompts": data.train_files or f"{data.num_train} {data.generated.value} problems made here",
         "cluster": config.ray.address or "started on this machine",
         "claims": ", ".join(f"{count} {name}" for name, count in claims if count),
         "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows",

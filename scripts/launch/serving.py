@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from configs.data import Generated
 from configs.runtime.deadline import within
 from configs.schema import Config, ModelKind
 from rollout.fleet.control import FleetControl
@@ -81,8 +82,8 @@ async def start_replicas(
 
 
 def chat_template(config: Config) -> str | None:
-    """The tiny model's tokenizer has none: then data.prompt_template with the last message, in Jinja."""
-    if config.model.kind is not ModelKind.tiny:
+    """Where the tiny model's tokenizer has none: data.prompt_template with the last message, in Jinja."""
+    if config.model.kind is not ModelKind.tiny or config.data.generated is Generated.calculator:
         return None
     before, _, after = config.data.prompt_template.partition("{question}")
     return "{{ " + f"{json.dumps(before)} + messages[-1]['content'] + {json.dumps(after)}" + " }}"

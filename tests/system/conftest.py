@@ -9,13 +9,14 @@ import torch
 
 from rollout.engines.base import EngineSpec
 from tests.support.engines import MAX_NUM_SEQS
-from trainer.tiny.model import save_tiny_model
+from trainer.tiny.model import build_tokenizer, save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny_model(folder, ["Question: Tom has 3 pens and buys 4 more.\nAnswer: 3+4=7\n#### 7"] * 4, seed=0)
+    corpus = ["Question: Tom has 3 pens and buys 4 more.\nAnswer: 3+4=7\n#### 7"] * 4
+    save_tiny_model(folder, build_tokenizer(corpus), seed=0)
     return folder
 
 

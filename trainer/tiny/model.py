@@ -1,19 +1,24 @@
-"""Tiny models: a byte-level tokenizer of 512 tokens and a Qwen3 of 0.2 to a few million parameters, built in a second.
+"""Tiny models: a byte-level tokenizer of its own corpus and a Qwen3 of 0.2 to a few million parameters, built in a
+second.
 
 The architecture is plain `Qwen3ForCausalLM`, so that transformers, FSDP2 and vLLM load the folder as any other.
 """
 
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.tiny import chat
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID, _ = range(4)
@@ -23,6 +28,9 @@ SPECIAL_IDS: dict[str, Any] = {
     "eos_token_id": EOS_TOKEN_ID,
 }
 VOCAB_SIZE = 512
+CHAT_VOCAB_SIZE = 1024
+CHAT_CORPUS = 2000
+"""Conversations that a chat tokenizer is trained on at most: their texts are long, and repeat themselves soon."""
 VOCAB_MULTIPLE = 64
 
 
@@ -43,27 +51,53 @@ def build_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
     Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Each digit is
     a token of its own: a model this small cannot learn arithmetic over merged numbers. No special tokens are added.
     """
+    return _trained(corpus, SPECIAL_TOKENS, VOCAB_SIZE, splits_words=True)
+
+
+def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
+    """As `build_tokenizer`, with the template and control tokens of `trainer.tiny.chat`, and at most 1024 tokens.
+
+    Between digits and control tokens, whatever the corpus repeats is one token, however long it is: the description of
+    a tool, or the frame of a call. A turn ends with the end of sequence.
+    """
+    control = re.compile("|".join(map(re.escape, (chat.START, chat.END, *chat.TAGS))))
+    texts = (text for conversation in islice(corpus, CHAT_CORPUS) for text in control.split(conversation))
+    pad, bos, _, unk = SPECIAL_TOKENS
+    tokenizer = _trained(texts, (pad, bos, chat.END, unk, chat.START), CHAT_VOCAB_SIZE, splits_words=False)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in chat.TAGS])
+    tokenizer.chat_template = chat.TEMPLATE
+    return tokenizer
+
+
+def _trained(
+    corpus: Iterable[str], special_tokens: tuple[str, ...], vocab_size: int, *, splits_words: bool
+) -> PreTrainedTokenizerFast:
+    """`special_tokens`: first those of SPECIAL_IDS, in their order."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
         corpus,
         trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
-            special_tokens=list(SPECIAL_TOKENS),
+            vocab_size=vocab_size,
+            special_tokens=list(special_tokens),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
-    pad, bos, eos, unk = SPECIAL_TOKENS
+    pad, bos, eos, unk, *others = special_tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
         unk_token=unk,
+        additional_special_tokens=others,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
@@ -96,9 +130,8 @@ def build_model(vocab_size: int, seed: int, size: ModelSize = TINY) -> Qwen3ForC
     return model
 
 
-def save_tiny_model(directory: Path, corpus: Iterable[str], seed: int, size: ModelSize = TINY) -> None:
-    """Write an untrained model and its tokenizer as `write_model_directory` does."""
-    tokenizer = build_tokenizer(corpus)
+def save_tiny_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, size: ModelSize = TINY) -> None:
+    """Write an untrained model with its tokenizer as `write_model_directory` does."""
     write_model_directory(directory, build_model(len(tokenizer), seed, size), tokenizer)
 
 

@@ -13,11 +13,11 @@ from scripts.bench.agents.episodes import MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Jo
 @asynccontextmanager
 async def started_vllm(job: Job) -> AsyncIterator[Engine]:
     from rollout.replica.replica_group import engine_env
-    from trainer.tiny.model import save_tiny_model
+    from trainer.tiny.model import build_tokenizer, save_tiny_model
 
     with TemporaryDirectory(prefix="bench_agents-") as folder:
         model = Path(folder) / "model"
-        save_tiny_model(model, ["2 + 2 = 4\n"] * 8, seed=0)
+        save_tiny_model(model, build_tokenizer(["2 + 2 = 4\n"] * 8), seed=0)
         spec = EngineSpec(
             model_path=str(model),
             device="cpu",

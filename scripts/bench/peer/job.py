@@ -30,7 +30,7 @@ def overrides(steps: int, seed: int, model: str) -> list[str]:
 def peer_job(config: Config, model: str, threads: int, sampling_seed: int) -> dict[str, Any]:
     """Translate our config into the job that `trl_trainer` reads. Prompts are in the order of our prompt stream."""
     trainer = config.trainer
-    train, held_out = models.arithmetic_problems(config)
+    train, held_out = models.generated_problems(config)
     template = config.data.prompt_template
     stream = PromptStream([encoded(problem, template) for problem in train], config.seed)
     prompts = [stream.next() for _ in range(trainer.total_steps * trainer.prompts_per_step)]

@@ -56,7 +56,7 @@ def test_the_seed_alone_decides_the_weights():
 
 def test_a_saved_folder_loads_as_the_same_model_and_tokenizer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     directory = tmp_path / "deep" / "tiny"
-    save_tiny_model(directory, CORPUS, seed=3)
+    save_tiny_model(directory, tokenizer, seed=3)
     loaded = AutoModelForCausalLM.from_pretrained(directory)
     built = build_model(len(tokenizer), seed=3)
     assert loaded.config.architectures == ["Qwen3ForCausalLM"]

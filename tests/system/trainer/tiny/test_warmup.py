@@ -1,5 +1,6 @@
 """The warm-up lowers the loss on answers alone, and its cache never serves a stale or half-written model."""
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -7,22 +8,26 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollout.agents.solver import TOOLBOX, TOOLS
+from rollout.data.calculator import conversation
+from rollout.sessions.append_only import append_only
+from rollout.sessions.messages import Message, Role
+from rollout.sessions.render import Parent, Renderer
 from scripts.launch import models
 from tests.support.compose import resolve
 from trainer.tiny import warmup
-from trainer.tiny.model import EOS_TOKEN_ID, build_model, build_tokenizer
+from trainer.tiny.chat import turns
+from trainer.tiny.model import EOS_TOKEN_ID, build_chat_tokenizer, build_model
 from trainer.tiny.warmup import WarmupSpec, ensure_warm_model, tokenized_examples, warm_up
 
 PAIRS = [
     (f"Tom has {a} pens and buys {b}.", f"{a}+{b}={a + b}\n#### {a + b}") for a in range(1, 9) for b in range(1, 9)
 ]
-SPEC = WarmupSpec(seed=0, batch_size=8, prompt_template="Question: {question}\nAnswer: ")
+SPEC = WarmupSpec(seed=0, batch_size=8)
 
 
 def examples(repeats: int = 1):
-    prompts, answers = [question for question, _ in PAIRS], [answer for _, answer in PAIRS]
-    tokenizer = build_tokenizer(prompts + answers)
-    return tokenized_examples(tokenizer, prompts, answers) * repeats
+    return tokenized_examples(SPEC.tokenizer(PAIRS), PAIRS) * repeats
 
 
 def test_warm_up_lowers_the_loss():
@@ -33,16 +38,41 @@ def test_warm_up_lowers_the_loss():
 
 
 def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
-    batch = [([5, 6, 7], [8, EOS_TOKEN_ID]), ([9], [10, 11, 12, 13, 14, EOS_TOKEN_ID]), ([15, 16, 17, 18], [19])]
+    texts = [[[5, 6, 7], [8, EOS_TOKEN_ID]], [[9], [10, 11, EOS_TOKEN_ID], [20, 21], [12, EOS_TOKEN_ID]], [[15], [19]]]
+    batch = [
+        (sum(parts, []), [number % 2 == 1 for number, part in enumerate(parts) for _ in part]) for parts in texts
+    ]
     model = build_model(64, seed=1)
     total, count = 0.0, 0
     with torch.no_grad():
-        for prompt, answer in batch:  # one by one, unpadded
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-            total += F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
-            count += len(answer)
+        for token_ids, is_said in batch:  # one by one, unpadded
+            logits = model(torch.tensor([token_ids])).logits[0]
+            for place, said in enumerate(is_said):
+                if said:
+                    total += F.cross_entropy(logits[place - 1], torch.tensor(token_ids[place])).item()
+                    count += 1
     [(_, loss)] = warm_up(model, batch, batch_size=3, lr=1e-3)
-    assert loss == pytest.approx(total / count, rel=1e-5)
+    assert count == 8 and loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_chat_model_learns_what_the_assistant_says_from_the_tokens_of_a_session():
+    """Prompts and bridges are those that the gateway renders, and each turn of the assistant ends with eos."""
+    messages = conversation("A shop has 34 boxes of 27 pens. It sells 215. How many?", "34*27=918\n918-215=703\n#### 703")
+    texts = turns(messages, TOOLS)
+    tokenizer = build_chat_tokenizer(["".join(texts)] * 3)
+    assert append_only(tokenizer).is_append_only
+    [(token_ids, is_said)] = tokenized_examples(tokenizer, [texts])
+    runs = [
+        ([token_ids[place] for place in places], said)
+        for said, places in ((said, list(places)) for said, places in groupby(range(len(is_said)), is_said.__getitem__))
+    ]
+    said = [tokenizer.decode(ids) for ids, said in runs if said]
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call><|im_end|>'
+    assert said == [call % "34*27", call % "918-215", "#### 703<|im_end|>"]
+    renderer, heard = Renderer(tokenizer), [ids for ids, said in runs if not said]
+    user, result = Message(role=Role.user, content=messages[0]["content"]), Message(role=Role.tool, content="918")
+    assert heard[0] == renderer.full([user], TOOLBOX.specs())
+    assert heard[1] == renderer.bridge(Parent(token_ids=runs[1][0], ended=True), [result], TOOLBOX.specs())
 
 
 def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):

@@ -1,19 +1,25 @@
 """Episodes of agent frameworks that nobody here wrote: over HTTP, and every sampled token is in one sequence."""
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
+from agents import ModelSettings, Runner
+from openai import AsyncOpenAI
 
 from rollout.agents.loop import Episode
 from rollout.rewards.base import RewardResult
+from rollout.sessions.harness import HarnessTask
 from rollout.types import GenerationRequest
 from tests.support.frameworks import (
     APIS,
+    UNTRACED,
     openai_agents,
     openai_handoff,
+    openai_solver,
     openai_sub_agents,
     pydantic_ai,
     pydantic_sub_agents,
@@ -90,6 +96,22 @@ def test_a_linear_agent_is_one_sequence(framework: Any, api: str, is_stream: boo
     assert np.array_equal(sequence.token_ids[: len(policy.prompts[2])], policy.prompts[2])
     forks = {name: value for name, value in episode.metrics.items() if name.startswith("forks") and value}
     assert (episode.metrics["merged_fraction"], episode.metrics["delivered_fraction"], forks) == (1, 1, {})
+
+
+@pytest.mark.parametrize(("max_turn_tokens", "is_ours"), [(3, True), (99, False)])
+def test_a_framework_that_raises_at_a_cut_answer_has_reached_a_limit_if_the_limit_is_ours(
+    max_turn_tokens: int, is_ours: bool
+) -> None:
+    async def agent(task: HarnessTask, client: AsyncOpenAI) -> None:
+        settings = ModelSettings(max_tokens=5)
+        solver = replace(openai_solver("responses", client), model_settings=settings)
+        await Runner.run(solver, task.prompt, run_config=UNTRACED)
+
+    policy = Policy(lambda text, request: "Six times seven is forty-two.")
+    episode = asyncio.run(run_one(ClientHarness(agent), policy, max_turn_tokens=max_turn_tokens))
+    assert episode.finish_reason == ("length" if is_ours else "stop")
+    assert (episode.result is None) == is_ours, "None: rollout.reward scores it"
+    assert is_ours or "response.incomplete" in (episode.result and episode.result.error or "")
 
 
 @each_api

@@ -1,23 +1,38 @@
 """Agents of two frameworks that nobody here wrote, as users of `rollout.agent` write them."""
 
+import json
 import operator
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from agents import (
+    Agent,
+    FunctionTool,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    function_tool,
+)
 from agents.models.interface import Model
 from openai import AsyncOpenAI
 from pydantic_ai import Agent as PydanticAgent
+from pydantic_ai import AgentRunResultEvent, PartDeltaEvent, PartStartEvent, Tool
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModelSettings
 from pydantic_ai.models.openai import OpenAIResponsesModel as PydanticResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from rollout.agents.solver import TOOLBOX
+from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import HarnessTask
+from rollout.sessions.messages import ToolCall
 
 AgentFunction = Callable[[HarnessTask, AsyncOpenAI], Awaitable[float]]
 APIS = ("chat", "responses", "kept")
 """Chat completions; Responses with the whole history in every request; Responses with `previous_response_id`."""
 UNTRACED = RunConfig(tracing_disabled=True)
+(SPEC,) = TOOLBOX.specs()
 BRIEF = "Use the calculator."
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -131,3 +146,55 @@ def pydantic_sub_agents(api: str, is_stream: bool) -> AgentFunction:
         return is_right(task, await pydantic_run(boss, task.prompt, is_stream))
 
     return agent
+
+
+# -- in whole runs -----------------------------------------------------------------------------------------------------
+
+
+async def both(task: HarnessTask, client: AsyncOpenAI) -> RewardResult:
+    """An agent of either framework, by turns of the prompts, that streams and has the tool which the tiny chat model of
+    `recipe=agent` was warmed up with. Its metrics say how it went."""
+    run = openai_streamed if task.ordinal % 2 else pydantic_streamed
+    answer, num_calls, num_pieces = await run(task.prompt, client)
+    metrics = {"tool_calls": float(num_calls), "streamed": float(num_pieces), "openai": float(task.ordinal % 2)}
+    return RewardResult(reward=float(answer.strip() == f"#### {task.ground_truth}"), metrics=metrics)
+
+
+async def openai_streamed(prompt: str, client: AsyncOpenAI) -> tuple[str, int, int]:
+    """The answer, how many tools were called, and in how many pieces texts came. Over Responses."""
+
+    async def invoke(context: Any, arguments: str) -> str:
+        return await TOOLBOX.call(ToolCall(call_id="", name=SPEC.name, arguments=arguments))
+
+    tool = FunctionTool(
+        name=SPEC.name,
+        description=SPEC.description,
+        params_json_schema=dict(SPEC.parameters),
+        on_invoke_tool=invoke,
+        strict_json_schema=False,
+    )
+    agent = Agent(name="Solver", model=openai_model("responses", client), tools=[tool])
+    running = Runner.run_streamed(agent, prompt, run_config=UNTRACED)
+    kinds: Counter[str] = Counter()
+    async for event in running.stream_events():
+        kinds[event.data.type if event.type == "raw_response_event" else getattr(event, "name", event.type)] += 1
+    return running.final_output, kinds["tool_called"], kinds["response.output_text.delta"]
+
+
+async def pydantic_streamed(prompt: str, client: AsyncOpenAI) -> tuple[str, int, int]:
+    """As `openai_streamed`, over chat completions."""
+
+    async def invoke(**arguments: Any) -> str:
+        return await TOOLBOX.call(ToolCall(call_id="", name=SPEC.name, arguments=json.dumps(arguments)))
+
+    tool = Tool.from_schema(invoke, SPEC.name, SPEC.description, dict(SPEC.parameters))
+    agent = PydanticAgent(OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client)), tools=[tool])
+    kinds: Counter[str] = Counter()
+    answer = ""
+    async with agent.run_stream_events(prompt) as events:
+        async for event in events:
+            if isinstance(event, AgentRunResultEvent):
+                answer = event.result.output
+            is_text = isinstance(event, PartStartEvent | PartDeltaEvent)
+            kinds["piece" if is_text else event.event_kind] += 1
+    return answer, kinds["function_tool_call"], kinds["piece"]

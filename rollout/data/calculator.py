@@ -77,13 +77,13 @@ def sloppy_answer(
     problem: Problem,
     rng: random.Random,
     *,
-    stop_early: float = 0.35,
+    stop_early: float = 0.65,
     slip: float = 0.1,
     by_head: float = 0.1,
     forget_marker: float = 0.05,
 ) -> str:
     """Answer like an imperfect demonstrator, who knows how to call the calculator. `stop_early`: probability, after
-    each step but the last, of concluding there; `slip`: of a wrong number in a step, which is carried on; `by_head`: of
+    the second step of more and after each later one, of concluding there; `slip`: of a wrong number in a step, which is carried on; `by_head`: of
     a guess without the calculator; `forget_marker`: of a last line without `#### `."""
     marker = "" if rng.random() < forget_marker else "#### "
     if rng.random() < by_head:
@@ -92,7 +92,7 @@ def sloppy_answer(
     lines: list[str] = []
     total: int | None = None
     for first, sign, number, _ in _STEP.findall(problem.answer):
-        if total is not None and rng.random() < stop_early:
+        if len(lines) >= MIN_STEPS and rng.random() < stop_early:
             break
         left, right = int(first) if total is None else total, int(number)
         if rng.random() < slip:

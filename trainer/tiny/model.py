@@ -64,7 +64,8 @@ def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
     texts = (text for conversation in islice(corpus, CHAT_CORPUS) for text in control.split(conversation))
     pad, bos, _, unk = SPECIAL_TOKENS
     tokenizer = _trained(texts, (pad, bos, chat.END, unk, chat.START), CHAT_VOCAB_SIZE, splits_words=False)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in chat.TAGS])
+    tags: list[str | AddedToken] = [AddedToken(tag, normalized=False) for tag in chat.TAGS]
+    tokenizer.add_tokens(tags)
     tokenizer.chat_template = chat.TEMPLATE
     return tokenizer
 

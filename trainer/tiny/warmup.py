@@ -91,9 +91,7 @@ def _content_key(spec: WarmupSpec, demonstrations: Sequence[Demonstration]) -> s
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def tokenized_examples(
-    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]
-) -> list[Example]:
+def tokenized_examples(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> list[Example]:
     """Tokenize each text by itself, as in a rollout. What the model says ends with eos."""
     ids: list[list[int]] = tokenizer([text for texts in demonstrations for text in texts])["input_ids"]  # pyright: ignore
     rest = iter(ids)

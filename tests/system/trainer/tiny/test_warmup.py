@@ -39,9 +39,7 @@ def test_warm_up_lowers_the_loss():
 
 def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
     texts = [[[5, 6, 7], [8, EOS_TOKEN_ID]], [[9], [10, 11, EOS_TOKEN_ID], [20, 21], [12, EOS_TOKEN_ID]], [[15], [19]]]
-    batch = [
-        (sum(parts, []), [number % 2 == 1 for number, part in enumerate(parts) for _ in part]) for parts in texts
-    ]
+    batch = [(sum(parts, []), [number % 2 == 1 for number, part in enumerate(parts) for _ in part]) for parts in texts]
     model = build_model(64, seed=1)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -57,7 +55,9 @@ def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
 
 def test_a_chat_model_learns_what_the_assistant_says_from_the_tokens_of_a_session():
     """Prompts and bridges are those that the gateway renders, and each turn of the assistant ends with eos."""
-    messages = conversation("A shop has 34 boxes of 27 pens. It sells 215. How many?", "34*27=918\n918-215=703\n#### 703")
+    messages = conversation(
+        "A shop has 34 boxes of 27 pens. It sells 215. How many?", "34*27=918\n918-215=703\n#### 703"
+    )
     texts = turns(messages, TOOLS)
     tokenizer = build_chat_tokenizer(["".join(texts)] * 3)
     assert append_only(tokenizer).is_append_only

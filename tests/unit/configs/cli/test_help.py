@@ -49,8 +49,8 @@ def test_the_overview_names_every_option_and_every_section(command: str, capsys:
 
 def test_a_key_and_a_group_are_topics_too(capsys: pytest.CaptureFixture[str]) -> None:
     key = shown(capsys, "--help", "data.train_files")
-    assert key.startswith("data.train_files = null\n") and "generated arithmetic" in key
-    assert "generated arithmetic" not in shown(capsys, "--help", "data")
+    assert key.startswith("data.train_files = null\n") and "generated word problems" in key
+    assert "generated word problems" not in shown(capsys, "--help", "data")
     assert "* small " in shown(capsys, "--help", "sizes") and "* hf " in shown(capsys, "--help", "sizes", "model=hf")
 
 

@@ -60,5 +60,6 @@ def test_the_harness_runs_the_calls_until_an_answer_has_none() -> None:
     (sequence,) = episode.sequences
     text = policy.tokenizer.decode(list(sequence.response_ids))
     assert episode.result is None, "rollout.reward scores it"
-    assert [text.count(part) for part in ("<tool_call>", "42\n</tool_response>", "Error: SyntaxError", "#### 42")] == [2, 1, 1, 1]
+    told = ("<tool_call>", "42\n</tool_response>", "Error: SyntaxError", "#### 42")
+    assert [text.count(part) for part in told] == [2, 1, 1, 1]
     assert '"name": "calculator"' in policy.tokenizer.decode(list(policy.prompts[0]))

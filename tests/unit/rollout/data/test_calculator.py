@@ -60,7 +60,7 @@ def test_a_conversation_calls_the_calculator_for_each_step_and_ends_with_the_ans
     ("faults", "answer"),
     [
         ({}, PROBLEM.answer),
-        ({"stop_early": 1.0}, "34*27=918\n#### 918"),
+        ({"stop_early": 1.0}, "34*27=918\n918-215=703\n#### 703"),
         ({"forget_marker": 1.0}, PROBLEM.answer.replace("#### ", "")),
     ],
 )

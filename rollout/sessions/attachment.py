@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.sessions.canonical import Paths, answered_calls, head_digest, num_system, request_digest
+from rollout.sessions.canonical import Paths, answered_calls, head_digest, num_system, request_digest, tools_digest
 from rollout.sessions.generation import Cause, Delivery, Generation, State
 from rollout.sessions.messages import ChatRequest, Finish, Message, Role
 from rollout.sessions.names import Names
@@ -39,13 +39,14 @@ class Attachment:
     cause: Cause | None
     """How the conversation differs from the parent's with new messages, or why there is no parent."""
     can_bridge: bool
-    """Whether `messages` can be appended to the parent's tokens: there is one, and it did not end by length. Where the
-    `cause` is an edit, that passes over the changes in what the policy has read already."""
+    """Whether `messages` can be appended to the parent's tokens: there is one, it did not end by length, and it had the
+    same tools. Where the `cause` is an edit, that passes over the changes in what the policy has read already."""
     recorded: tuple[int, ...]
     """The generations whose answers answer this request too: it was sent before. Some may still run. Empty where an
     answer must be generated."""
     paths: tuple[str, ...]
     depth: int
+    tools: str
     head: str
     digest: str
     """`paths` to `digest`: as in `Generation`."""
@@ -61,11 +62,12 @@ class TreeIndex:
     3. Else it is a new conversation.
 
     Where the ids name a generation whose history is not that of the request, the harness changed it: `compaction` if
-    there are fewer messages before the answer than there were (then only 2. counts), else `edit`. Assistant messages
-    after the parent's answer are no words of the policy, or not in their place: again `compaction` if one is a known
-    answer that is nearer to the beginning than it was, else `edit`. A new conversation is a `compaction` if it holds
-    such an answer, or if it has the tools and system messages of an earlier one and a message quotes a line of the
-    latest answer there: a summary. Any other is a conversation by itself, as of a sub-agent.
+    there are fewer messages before the answer than there were (then only 2. counts), else `tools` if it offers others
+    than that generation had, else `edit`. Assistant messages after the parent's answer are no words of the policy, or
+    not in their place: again `compaction` if one is a known answer that is nearer to the beginning than it was, else
+    `edit`. A new conversation is a `compaction` if it holds such an answer, or if it has the tools and system messages
+    of an earlier one and a message quotes a line of the latest answer there: a summary. Any other is a conversation by
+    itself, as of a sub-agent.
     """
 
     def __init__(self, names: Names, generations: Sequence[Generation]):
@@ -105,7 +107,8 @@ class TreeIndex:
         """Raises UnknownGenerationError for a `previous` that names no generation with an answer."""
         conversation, named = self._conversation(request)
         calls = answered_calls(conversation)
-        chain = self._paths.chain(head_digest(request), conversation, calls)
+        tools = tools_digest(request)
+        chain = self._paths.chain(head_digest(request, tools), conversation, calls)
         place, cause = self._place(conversation, calls, chain, named)
         since = 0 if place is None else place.index + 1
         parent = None if place is None else self._generations[place.number]
@@ -116,8 +119,9 @@ class TreeIndex:
         head = chain[num_system(conversation)]
         digest = request_digest(chain[-1], request)
         key = (None if parent is None else parent.number, digest)
-        can_bridge = parent is not None and parent.finish is not Finish.length
-        if parent is not None and not can_bridge:
+        if parent is not None and parent.tools != tools:
+            cause = Cause.tools
+        elif parent is not None and parent.finish is Finish.length:
             cause = Cause.length
         return Attachment(
             request=request,
@@ -125,10 +129,11 @@ class TreeIndex:
             parent=key[0],
             messages=conversation[since:],
             cause=cause or self._cause(conversation, since, head) or self._cause_of_retry(key, request),
-            can_bridge=can_bridge,
+            can_bridge=parent is not None and cause not in (Cause.tools, Cause.length),
             recorded=self._recorded(key, request),
             paths=paths,
             depth=len(conversation) - num_system(conversation) + 1,
+            tools=tools,
             head=head,
             digest=digest,
         )

@@ -90,10 +90,16 @@ class Paths:
         return chain
 
 
-def head_digest(request: ChatRequest) -> str:
-    """The hash of what a template puts before, or does with, all messages: the tools and the template's variables."""
+def tools_digest(request: ChatRequest) -> str:
+    """The hash of the tools, which a template shows before all messages."""
     tools = [[tool.name, tool.description, dict(tool.parameters)] for tool in request.tools]
-    return digest(json.dumps([tools, dict(request.template_options)], sort_keys=True))
+    return digest(json.dumps(tools, sort_keys=True))
+
+
+def head_digest(request: ChatRequest, tools: str) -> str:
+    """The hash of what a template puts before, or does with, all messages: the tools, whose hash is `tools`, and the
+    template's variables."""
+    return digest(json.dumps(dict(request.template_options), sort_keys=True), after=tools)
 
 
 def request_digest(path: str, request: ChatRequest) -> str:

@@ -41,6 +41,8 @@ class Cause(Enum):
     """The client sent a request again that had no whole answer."""
     length = "length"
     """The answer before it was cut off, so that nothing can be appended to its tokens."""
+    tools = "tools"
+    """The harness offers other tools than before, as another agent does that takes over: the policy must read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +62,8 @@ class Generation:
     paths: tuple[str, ...]
     """Hashes of the conversation: as the harness sent it and, if the history was edited, as the parent has it. With the
     answer, once there is one."""
+    tools: str
+    """Hash of the tools."""
     head: str
     """Hash of tools, template options and the system messages."""
     digest: str

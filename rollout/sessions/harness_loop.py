@@ -82,7 +82,9 @@ class HarnessLoop:
                 logger.warning("%s was ended: %s", where, error)
             except Exception as error:
                 returned = Raised(error)
-                if session.limit_reached is not None:  # it has been refused an answer, and made no more of that
+                if session.was_cut:
+                    session.limit_reached = session.limit_reached or "an answer that was cut off"
+                if session.limit_reached is not None:  # it was refused an answer or the end of one, and bore it badly
                     logger.info("%s ended with %s after %s", where, described(error), session.limit_reached)
                     returned = None
             session.close()

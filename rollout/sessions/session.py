@@ -78,6 +78,8 @@ class Session:
         self.transcript = Transcript(str(replace(task.request_id, attempt=0)))
         self.limit_reached: str | None = None
         """The limit that ended the conversation."""
+        self.was_cut = False
+        """Whether the latest answer ended by length for a limit of the session, rather than of its request."""
         self.is_aborted = False
         self.last_active = time.monotonic()
         self._task = task
@@ -201,6 +203,8 @@ class Session:
             completions = dict(zip(numbers, await self._generate(requests), strict=True))
             for number, completion in completions.items():
                 await self._finish(number, completion, attachment.request)
+            ends = [one.finish_reason for one in completions.values()]
+            self.was_cut = "length" in ends and room != attachment.request.max_tokens
         finally:
             for number in numbers:
                 del self._running[number]

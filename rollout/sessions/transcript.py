@@ -97,6 +97,7 @@ class Transcript:
                 messages=attachment.messages,
                 depth=attachment.depth,
                 paths=attachment.paths,
+                tools=attachment.tools,
                 head=attachment.head,
                 digest=attachment.digest,
                 cause=attachment.cause,

@@ -5,13 +5,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx2
 import numpy as np
+import openai
 
 from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode, EpisodeTask
 from rollout.request_ids import RequestId
-from rollout.sessions.harness import Harness
+from rollout.sessions.harness import Connection, Harness, HarnessTask
 from rollout.sessions.harness_loop import HarnessLoop, make_host
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
 from tests.support.chat_models import chat_tokenizer
@@ -60,6 +62,33 @@ class Policy:
         )
         self.events.append(f"end {turn}")
         return self.sampled[turn]
+
+
+class Flaky(httpx2.AsyncHTTPTransport):
+    """Loses the connection once, after the server has answered."""
+
+    is_lost = False
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if not self.is_lost:
+            self.is_lost = True
+            await response.aclose()
+            raise httpx2.ReadError("connection lost")
+        return response
+
+
+class ClientHarness:
+    """An `async def agent(task, client)`, as rollout.agent names one. `transport`: of its client."""
+
+    def __init__(self, agent: Any, transport: httpx2.AsyncHTTPTransport | None = None):
+        self._agent, self._transport = agent, transport
+
+    async def run(self, task: HarnessTask, connection: Connection) -> object:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, transport=self._transport)
+        url = f"{connection.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=connection.key, http_client=http) as client:
+            return await self._agent(task, client)
 
 
 def episode_task(index: int = 0, max_tokens: int = 1000) -> EpisodeTask:

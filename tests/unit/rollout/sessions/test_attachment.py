@@ -8,7 +8,7 @@ import pytest
 from rollout.sessions import canonical
 from rollout.sessions.attachment import UnknownGenerationError
 from rollout.sessions.generation import Cause, Generation
-from rollout.sessions.messages import Finish, Message
+from rollout.sessions.messages import Finish, Message, ToolSpec
 from tests.support.conversations import Conversations, anonymous, assistant, result, said, system, user
 
 QUESTION = (system("be brief"), user("2 + 2?"))
@@ -155,6 +155,23 @@ def test_a_cleared_tool_result_is_an_edit(with_ids: bool) -> None:
     assert parent_and_cause(chat, *(conversation if with_ids else anonymous(conversation))) == expected
 
 
+def test_other_tools_are_read_in_a_prompt_of_their_own_whatever_the_policy_of_edits() -> None:
+    """Another agent takes over with its own instructions, and gives back."""
+    search, answer = (ToolSpec(name=name) for name in ("search", "answer"))
+    chat = Conversations(bridges=True)
+    first = chat.ask(*QUESTION, tools=(search,), calls=["{}"])
+    call_id = chat.transcript.names.call_id(first.number, 0)
+    history = (QUESTION[1], said(first), result(call_id, "over to you"))
+    second = chat.ask(system("you answer"), *history, tools=(answer,))
+    assert (second.parent, second.cause, second.continues) == (first.number, Cause.tools, False)
+    history += (said(second), user("and?"))
+    third = chat.ask(system("you answer"), *history, tools=(answer,))
+    assert (third.parent, third.cause, third.continues) == (second.number, None, True)
+    without = chat.attach(*history[1:], previous=chat.transcript.names.answer_id(third.number))
+    assert (without.parent, without.cause, without.can_bridge) == (third.number, Cause.tools, False)
+    assert len(chat.transcript.sequences()) == 2 and chat.transcript.statistics().forks == {Cause.tools: 1}
+
+
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_a_history_that_is_cut_at_the_front_is_a_compaction(with_ids: bool) -> None:
     chat = Conversations()
@@ -235,5 +252,5 @@ def test_the_hashes_of_a_session_are_linear_in_its_turns(with_ids: bool, monkeyp
         per_turn.append((len(hashed), sum(hashed)))
         conversation += (said(one), result(said(one).tool_calls[0].call_id, f"result {turn}"))
     assert chat.transcript.generation(127).parent == 126
-    assert per_turn[127][0] == per_turn[8][0] <= 8
+    assert per_turn[127][0] == per_turn[8][0] <= 9
     assert per_turn[127][1] <= 1.5 * per_turn[8][1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.sessions.canonical import answered_calls, canonical, canonical_arguments, head_digest
+from rollout.sessions.canonical import answered_calls, canonical, canonical_arguments, head_digest, tools_digest
 from rollout.sessions.messages import ChatRequest, ToolCall, ToolSpec
 from rollout.sessions.names import Names
 from tests.support.conversations import assistant, result, user
@@ -88,12 +88,13 @@ def test_results_are_known_by_the_place_of_their_call() -> None:
 
 
 def test_tools_and_template_options_are_part_of_the_beginning() -> None:
+    def head(request: ChatRequest) -> str:
+        return head_digest(request, tools_digest(request))
+
     plain = ChatRequest(messages=(), tools=(ToolSpec(name="f", parameters={"a": 1, "b": 2}),))
-    assert head_digest(plain) == head_digest(
-        replace(plain, tools=(ToolSpec(name="f", parameters={"b": 2, "a": 1}),), max_tokens=3)
-    )
-    assert head_digest(plain) != head_digest(replace(plain, tools=()))
-    assert head_digest(plain) != head_digest(replace(plain, template_options={"enable_thinking": False}))
+    assert head(plain) == head(replace(plain, tools=(ToolSpec(name="f", parameters={"b": 2, "a": 1}),), max_tokens=3))
+    assert head(plain) != head(replace(plain, tools=()))
+    assert head(plain) != head(replace(plain, template_options={"enable_thinking": False}))
 
 
 @given(st.text(), st.text(), st.integers(0, 10**6), st.integers(0, 50))

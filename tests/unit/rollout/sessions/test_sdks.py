@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
-import httpx2
 import openai
 import pytest
 
 from rollout.sessions.errors import SessionLimitError
 from rollout.sessions.messages import Finish, Message, Role, ToolCall, ToolSpec
+from tests.support.harnesses import Flaky
 from tests.support.sessions import PROMPT_IDS, FakeBackend, World, call_answer, make_answer, on_server
 
 MODEL = "any-name"
@@ -30,20 +30,6 @@ RESPONSES_TOOL: Any = {
     "parameters": SCHEMA,
     "strict": None,
 }
-
-
-class Flaky(httpx2.AsyncHTTPTransport):
-    """Loses the connection once, after the server has answered."""
-
-    is_lost = False
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await super().handle_async_request(request)
-        if not self.is_lost:
-            self.is_lost = True
-            await response.aclose()
-            raise httpx2.ReadError("connection lost")
-        return response
 
 
 @asynccontextmanager

@@ -1,0 +1,43 @@
+"""A run that trains agents of two frameworks while its weights change with every step: they stream, and call tools."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.whole_runs import started, trained
+from trainer.tracking.audit import audit
+from trainer.tracking.sinks import read_metrics
+
+STEPS = 3
+RUN = [
+    "recipe=agent",
+    "device=cpu",
+    "rollout.agent=tests.support.frameworks:both",
+    f"trainer.total_steps={STEPS}",
+    "trainer.prompts_per_step=4",
+    "trainer.eval_every=0",
+    "data.num_val=4",
+    "rollout.max_num_seqs=16",
+    "rollout.max_failed_rewards=0",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agents_of_two_frameworks_are_trained_on_what_was_sampled(tmp_path: Path) -> None:
+    with started(tmp_path, *RUN) as run:
+        assert run.wait_for_end(500) == 0, run.output.read_text()
+        assert audit(run.run_dir).findings == ()
+        records = [record for step in trained(run) for record in step]
+        versions = {version for one in records for row in one["sequences"] for _, _, version in row["versions"]}
+        assert len(versions) >= 2, "the weights changed under the sessions"
+        for record in records:
+            (sequence,) = record["sequences"]
+            assert sequence["loss_tokens"] == sum(end - start for start, end, _ in sequence["versions"]) > 0
+        steps = [one for one in read_metrics(run.run_dir / "metrics.jsonl") if "actor/rollout_kl" in one]
+        assert len(steps) == STEPS
+        for metrics in steps:
+            assert abs(metrics["actor/rollout_kl"]) < 1e-3, "the trainer computes the logprobs that were sampled with"
+            assert metrics["agent/merged_fraction"] == metrics["agent/delivered_fraction"] == 1
+            assert metrics["reward/openai"] == 0.5, "both frameworks, in every step"
+            assert metrics["reward/tool_calls"] > 0.5 and metrics["reward/streamed"] >= 1

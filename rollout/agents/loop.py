@@ -45,6 +45,8 @@ class Episode:
     """From an environment that gives the reward itself, or that failed. None: the reward function scores the
     response."""
     metrics: dict[str, float] = field(default_factory=dict)
+    newest: int = -1
+    """Which of the sequences has what the policy said last: rewards read it at the end of the text."""
 
     @property
     def num_tokens(self) -> int:

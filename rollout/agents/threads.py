@@ -54,9 +54,9 @@ async def in_thread(call: Callable[[], T], timeout_s: float, key: str, what: str
     def work() -> None:
         try:
             settle = partial(ended.set_result, call())
-        except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            settle = partial(ended.set_exception, RuntimeError(f"{type(error).__name__}: {error}"))
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):  # those end more than the call
+                error = RuntimeError(f"{type(error).__name__}: {error}")
             settle = partial(ended.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits
             loop.call_soon_threadsafe(finish, settle)

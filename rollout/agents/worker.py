@@ -238,8 +238,10 @@ class AgentWorker:
         ]
 
     def _text(self, episode: Episode) -> str:
-        """The responses of all its sequences, decoded."""
+        """The responses of all its sequences, decoded, and last that with the policy's last words."""
         responses = [sequence.response_ids for sequence in episode.sequences]
+        if responses:
+            responses.append(responses.pop(episode.newest))
         return "\n".join(self.tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in responses)
 
     def _trajectory(self, replica: str, scored: _Scored) -> Trajectory:

@@ -46,7 +46,7 @@ class Attachment:
     answer must be generated."""
     paths: tuple[str, ...]
     depth: int
-    tools: str
+    tools_hash: str
     head: str
     digest: str
     """`paths` to `digest`: as in `Generation`."""
@@ -119,7 +119,7 @@ class TreeIndex:
         head = chain[num_system(conversation)]
         digest = request_digest(chain[-1], request)
         key = (None if parent is None else parent.number, digest)
-        if parent is not None and parent.tools != tools:
+        if parent is not None and parent.tools_hash != tools:
             cause = Cause.tools
         elif parent is not None and parent.finish is Finish.length:
             cause = Cause.length
@@ -133,7 +133,7 @@ class TreeIndex:
             recorded=self._recorded(key, request),
             paths=paths,
             depth=len(conversation) - num_system(conversation) + 1,
-            tools=tools,
+            tools_hash=tools,
             head=head,
             digest=digest,
         )

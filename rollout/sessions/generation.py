@@ -62,8 +62,8 @@ class Generation:
     paths: tuple[str, ...]
     """Hashes of the conversation: as the harness sent it and, if the history was edited, as the parent has it. With the
     answer, once there is one."""
-    tools: str
-    """Hash of the tools."""
+    tools_hash: str
+    """Hash of `tools`."""
     head: str
     """Hash of tools, template options and the system messages."""
     digest: str

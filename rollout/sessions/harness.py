@@ -19,6 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from configs.runtime.dotted import find
 from configs.runtime.environment import PYTHON_PATH
+from configs.serve import TOKEN_ENV
 from rollout.replica.processes import kill_processes, process_tree
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
@@ -157,7 +158,7 @@ class CommandHarness:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            env={**os.environ, "PYTHONPATH": PYTHON_PATH, **_no_proxy(), **connection.environment},
+            env={**_inherited(), "PYTHONPATH": PYTHON_PATH, **_no_proxy(), **connection.environment},
             start_new_session=True,
             limit=LINE_LIMIT,
         )
@@ -266,6 +267,11 @@ def _of_session(session: str) -> list[psutil.Process]:
             if process.environ().get(SESSION_ENV) == session:
                 found.append(process)
     return found
+
+
+def _inherited() -> dict[str, str]:
+    """The environment of this process, without the token that steers the run: commands may run what a model wrote."""
+    return {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
 
 
 def _no_proxy() -> dict[str, str]:

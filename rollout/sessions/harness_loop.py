@@ -16,7 +16,7 @@ from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import Raised, described, settled
 from rollout.sessions.deadlines import LOOK_S, time_left
 from rollout.sessions.generation import Cause
-from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessTask
+from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessError, HarnessTask
 from rollout.sessions.host import SessionHost
 from rollout.sessions.parsing import make_parser
 from rollout.sessions.render import Renderer
@@ -88,6 +88,8 @@ class HarnessLoop:
                     logger.info("%s ended with %s after %s", where, described(error), session.limit_reached)
                     returned = None
             session.close()
+            if session.failure is not None:  # whatever the harness made of it
+                raise session.failure
             return self._episode(session, where, returned)
 
     async def _returned(self, task: HarnessTask, session: Session, connection: Connection) -> object:
@@ -100,6 +102,8 @@ class HarnessLoop:
                 if left <= 0:
                     raise HarnessTimeoutError(limit)
                 done, _ = await asyncio.wait([running], timeout=max(left, LOOK_S))
+                if running.cancelled():
+                    raise HarnessError("it has cancelled itself")
                 if done:
                     return running.result()
         finally:
@@ -113,6 +117,7 @@ class HarnessLoop:
         result = self._result(session, where, returned)
         if was_limited and self._config.on_limit is OnLimit.zero:
             result = RewardResult(reward=0.0)
+            sequences = tuple(replace(one, turn_rewards=()) for one in sequences)
         if was_limited and self._config.on_limit is OnLimit.mask:
             sequences = tuple(replace(one, loss_mask=np.zeros_like(one.loss_mask)) for one in sequences)
         asked_nothing = not transcript.generations  # whatever it returns is no reward of the policy
@@ -126,23 +131,25 @@ class HarnessLoop:
             cached_tokens=cached,
             result=result,
             metrics=_metrics(transcript),
+            newest=transcript.newest_sequence(),
         )
 
     def _result(self, session: Session, where: str, returned: object) -> RewardResult | None:
-        """What the harness returned, or else what it posted; None leaves the reward to rollout.reward."""
+        """What the harness returned, or else posted for the session, and what it posted for turns besides; None leaves
+        the reward to rollout.reward."""
         posted = session.transcript.rewards
         if returned is None and posted.total is None:
             return None
-        if returned is None:
-            returned = RewardResult(reward=posted.total or 0.0)
-        result = settled(where, returned)
-        return replace(result, metrics={**posted.metrics, **result.metrics})
+        result = settled(where, RewardResult(reward=posted.value or 0.0) if returned is None else returned)
+        of_turns = 0.0 if result.error is not None else sum(posted.turns.values())
+        return replace(result, reward=result.reward + of_turns, metrics={**posted.metrics, **result.metrics})
 
 
 def _metrics(transcript: Transcript) -> dict[str, float]:
     """Of a session, logged as agent/<name>."""
     found = transcript.statistics()
     forks = {f"forks_{cause.name}": float(found.forks.get(cause, 0)) for cause in Cause}
+    bridged = {f"bridged_{cause.name}": float(found.bridged.get(cause, 0)) for cause in Cause}
     return {
         "turns": float(len(transcript.generations)),
         "sequences": float(found.num_sequences),
@@ -151,4 +158,5 @@ def _metrics(transcript: Transcript) -> dict[str, float]:
         "repeated_requests": float(found.num_repeated),
         "undelivered_answers": float(found.num_undelivered),
         **forks,
+        **bridged,
     }

@@ -87,6 +87,8 @@ class Session:
         self._words = words
         self._limits = limits
         self._takes_sampling = takes_sampling
+        self.failure: Exception | None = None
+        """What `generate` raised: no fault of the harness, which has heard of it as a server error."""
         self._running: dict[int, asyncio.Task[None]] = {}
         self._listeners: dict[int, int] = {}
         self._under_way = 0
@@ -200,7 +202,11 @@ class Session:
             if (room := self._room(attachment.request, len(prompt_ids), len(numbers))) <= 0:
                 return
             requests = [self._request(number, prompt_ids, room, attachment.request) for number in numbers]
-            completions = dict(zip(numbers, await self._generate(requests), strict=True))
+            try:
+                completions = dict(zip(numbers, await self._generate(requests), strict=True))
+            except Exception as error:
+                self.failure = error
+                raise
             for number, completion in completions.items():
                 await self._finish(number, completion, attachment.request)
             ends = [one.finish_reason for one in completions.values()]
@@ -244,7 +250,7 @@ class Session:
         sampling = replace(
             sampling.reseeded(number),
             max_tokens=room,
-            stop=request.stop,
+            stop=(*sampling.stop, *request.stop),
             stop_token_ids=tuple(dict.fromkeys(ends)),
         )
         request_id = replace(self._task.request_id, turn=number)

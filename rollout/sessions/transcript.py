@@ -97,7 +97,7 @@ class Transcript:
                 messages=attachment.messages,
                 depth=attachment.depth,
                 paths=attachment.paths,
-                tools=attachment.tools,
+                tools_hash=attachment.tools_hash,
                 head=attachment.head,
                 digest=attachment.digest,
                 cause=attachment.cause,
@@ -192,6 +192,11 @@ class Transcript:
         rewards = self.rewards.turns
         rewarded = sorted({self._generations[number].call for number in rewards})
         return tuple(to_sequence(row, rewards, rewarded) for row in rows(self._generations))
+
+    def newest_sequence(self) -> int:
+        """Which of the sequences has the newest answer: what the session came to. 0 where there is none."""
+        ends = [row[-1].number for row in rows(self._generations)]
+        return ends.index(max(ends)) if ends else 0
 
     def statistics(self) -> SessionStatistics:
         return statistics(self._generations, self._num_repeated)

@@ -99,8 +99,12 @@ def _prompt(fields: Fields) -> ChatRequest:
     return request
 
 
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code begins the system blocks with one for Anthropic's accounts, another in every request."""
+
+
 def _messages(fields: Fields) -> tuple[Message, ...]:
-    system = joined_text(fields, "system")
+    system = joined_text(fields, "system", without=BILLING)
     said = [message for each in fields.items("messages") for message in _message(each)]
     if not said:
         raise fields.refuse("messages", [], "a list of at least one message")

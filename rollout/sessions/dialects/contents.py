@@ -9,8 +9,9 @@ PARSED, PARSED_ARGUMENTS = "parsed", "parsed_arguments"
 """What the client's library adds to an answer, and sends back: the same once more, as Python objects."""
 
 
-def joined_text(fields: Fields, name: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A string, or a list of parts of these types, joined. Images, audio and files are refused."""
+def joined_text(fields: Fields, name: str, kinds: Sequence[str] = ("text",), without: str | None = None) -> str:
+    """A string, or a list of parts of these types, joined: but for parts that begin with `without`. Images, audio and
+    files are refused."""
     value = fields.take(name)
     if value is None or isinstance(value, str):
         return value or ""
@@ -23,7 +24,7 @@ def joined_text(fields: Fields, name: str, kinds: Sequence[str] = ("text",)) -> 
         texts.append(part.must_have_text("text"))
         part.ignore("cache_control", "prompt_cache_breakpoint", "citations", "annotations", "logprobs", PARSED)
         part.end()
-    return "".join(texts)
+    return "".join(text for text in texts if without is None or not text.startswith(without))
 
 
 def tool_spec(fields: Fields, schema: str = "parameters") -> ToolSpec:

@@ -291,3 +291,12 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     foreign = assistant("", tool_calls=(ToolCall(call_id="call_0", name="f", arguments="{}"),))
     with pytest.raises(ValueError, match=r"generation 1: its tool calls must have the ids \['call_1_0_"):
         chat.transcript.finish(two.number, chat.completion((1,)), foreign, Finish.tool_calls)
+
+
+def test_the_newest_answer_may_be_in_the_sequence_that_began_first() -> None:
+    chat = Conversations()
+    first = chat.ask(*QUESTION)
+    chat.ask(user("A sub-agent's question?"))
+    assert chat.transcript.newest_sequence() == 1
+    chat.ask(*QUESTION, said(first), user("and?"))
+    assert chat.transcript.newest_sequence() == 0

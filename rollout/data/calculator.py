@@ -48,7 +48,7 @@ def _problem(rng: random.Random) -> Problem:
     total = left * right if sign == "*" else left + right
     lines = [f"{left}{sign}{right}={total}"]
     for _ in range(rng.randint(MIN_STEPS, MAX_STEPS) - 1):
-        number = rng.randint(100, 999)
+        number = rng.randint(10, 99)
         sign = rng.choice("+-") if number <= total else "+"
         sentences.append(rng.choice(EVENTS[sign]).format(number=number))
         result = total + number if sign == "+" else total - number

@@ -35,7 +35,7 @@ def test_a_preferred_replica_is_taken_while_it_is_in_service_and_has_room() -> N
         assert await router.acquire(3, prefer="b") == "b"
         assert await router.acquire(1, prefer="b") == "b", "though a is idle"
         assert await router.acquire(1, prefer="b") == "a", "b is full"
-        await router.release("b", 4)
+        router.release("b", 4)
         await router.eject("b", RuntimeError("gone"))
         assert await router.acquire(1, prefer="b") == "a"
 

@@ -18,6 +18,10 @@ SPARE = 128
 """Connections beyond the limit that still get to send a request, so that it can be answered with 503. Also the backlog
 of a listener: asyncio accepts as many before it tells of the first."""
 
+LOOKS = 20
+"""Times that a server looks for a request before its deadline has passed. While its event loop is blocked it does not
+look, and a client that shares the loop cannot send: neither is the client's fault."""
+
 
 @dataclass(slots=True)
 class Connections:
@@ -126,8 +130,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reads_headers = True
         self._header_bytes = 0
 
-    def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.config.connections.limits.header_timeout_s, self._is_late)
+    def _set_deadline(self, looks: int = LOOKS) -> None:
+        wait_s = self.config.connections.limits.header_timeout_s / LOOKS
+        late = (self._is_late,) if looks == 1 else (self._set_deadline, looks - 1)
+        self._deadline = self.loop.call_later(wait_s, *late)
 
     def _end_wait(self) -> None:
         self.config.connections.idle.pop(self, None)

@@ -82,9 +82,12 @@ def sloppy_answer(
     by_head: float = 0.1,
     forget_marker: float = 0.05,
 ) -> str:
-    """Answer like an imperfect demonstrator, who knows how to call the calculator. `stop_early`: probability, after
-    the second step of more and after each later one, of concluding there; `slip`: of a wrong number in a step, which is carried on; `by_head`: of
-    a guess without the calculator; `forget_marker`: of a last line without `#### `."""
+    """Answer like an imperfect demonstrator, who knows how to call the calculator.
+
+    Probabilities are `stop_early`, after the second step and each later one, of concluding there though more are left;
+    `slip` of a wrong number in a step, which is carried on; `by_head` of a guess without the calculator;
+    `forget_marker` of a last line without `#### `.
+    """
     marker = "" if rng.random() < forget_marker else "#### "
     if rng.random() < by_head:
         right_one = int(problem.answer.rpartition(" ")[2])

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import uvicorn
@@ -132,8 +133,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _set_deadline(self, looks: int = LOOKS) -> None:
         wait_s = self.config.connections.limits.header_timeout_s / LOOKS
-        late = (self._is_late,) if looks == 1 else (self._set_deadline, looks - 1)
-        self._deadline = self.loop.call_later(wait_s, *late)
+        then = self._is_late if looks == 1 else partial(self._set_deadline, looks - 1)
+        self._deadline = self.loop.call_later(wait_s, then)
 
     def _end_wait(self) -> None:
         self.config.connections.idle.pop(self, None)

@@ -16,7 +16,7 @@ STEPS = 2
 def test_conversations_with_tools_are_one_sequence_each_and_trained(tmp_path: Path) -> None:
     """The warm-up is a tenth of the recipe's: the model has learned to call the tool, not with which numbers."""
     short = ["model.warmup_steps=60", f"model.cache_dir={tmp_path / 'cache'}", f"trainer.total_steps={STEPS}"]
-    with started(tmp_path, "recipe=agent", *SIZES, *short) as run:
+    with started(tmp_path, "model=chat", "recipe=agent", *SIZES, *short) as run:
         assert run.wait_for_end(600) == 0, run.output.read_text()
         assert audit(run.run_dir).findings == ()
         metrics = read_metrics(run.run_dir / "metrics.jsonl")
@@ -27,4 +27,4 @@ def test_conversations_with_tools_are_one_sequence_each_and_trained(tmp_path: Pa
             assert record["agent/turns"] > 1, "it calls the calculator, and goes on from the result"
             assert record["agent/sequences"] == record["agent/delivered_fraction"] == 1
             assert record["agent/merged_fraction"] == 1
-            assert abs(record["actor/rollout_kl"]) < 1e-3, "the trainer computes the logprobs that were sampled"
+        assert abs(steps[0]["actor/rollout_kl"]) < 1e-3, "the trainer computes the logprobs that were sampled"

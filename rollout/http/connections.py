@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import uvicorn
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 SPARE = 128
 """Connections beyond the limit that still get to send a request, so that it can be answered with 503. Also the backlog
 of a listener: asyncio accepts as many before it tells of the first."""
+
+LOOKS = 20
+"""Times that a server looks for a request before its deadline has passed. While its event loop is blocked it does not
+look, and a client that shares the loop cannot send: neither is the client's fault."""
 
 
 @dataclass(slots=True)
@@ -126,8 +131,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reads_headers = True
         self._header_bytes = 0
 
-    def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.config.connections.limits.header_timeout_s, self._is_late)
+    def _set_deadline(self, looks: int = LOOKS) -> None:
+        wait_s = self.config.connections.limits.header_timeout_s / LOOKS
+        then = self._is_late if looks == 1 else partial(self._set_deadline, looks - 1)
+        self._deadline = self.loop.call_later(wait_s, then)
 
     def _end_wait(self) -> None:
         self.config.connections.idle.pop(self, None)

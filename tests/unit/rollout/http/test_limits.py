@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -123,6 +124,19 @@ def test_what_comes_slowly_but_in_time_and_what_is_answered_slowly_are_served() 
         assert not slow.reader.at_eof()
 
     on_server(ServeConfig(header_timeout_s=SOON_S, body_timeout_s=SOON_S), test)
+
+
+def test_a_blocked_event_loop_is_no_fault_of_a_client_that_shares_it() -> None:
+    """As of a harness in an agent worker that gets little of its processor."""
+
+    async def test(connect: Connect) -> None:
+        connection = await connect()
+        for _ in range(3):
+            time.sleep(1.5 * SOON_S)
+            await asyncio.sleep(0)
+        assert await connection.status(GET) == 200
+
+    on_server(ServeConfig(header_timeout_s=SOON_S), test)
 
 
 def test_headers_and_bodies_have_a_size() -> None:

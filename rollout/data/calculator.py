@@ -27,8 +27,8 @@ _STEP = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 def split_problems(num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
     """Draw (train, val) problems, all distinct by question text; the same arguments give the same problems.
 
-    Example: Problem(question="A shop has 34 boxes of 27 pens. It sells 215. How many pens are there?",
-        answer="34*27=918\\n918-215=703\\n#### 703")
+    Example: Problem(question="A shop has 34 boxes of 27 pens. It sells 21. How many pens are there?",
+        answer="34*27=918\\n918-21=897\\n#### 897")
     """
     rng = random.Random(seed)
     drawn: dict[str, Problem] = {}

@@ -48,7 +48,8 @@ async def agent(task, client):
         await asyncio.sleep(0.4)
     return float(len(said) % 2)
 """
-SPECIAL = re.compile(r"<(\|im_start\||\|im_end\||pad|bos|eos|unk)>")
+SPECIAL = re.compile(r"<(\|im_start\||\|im_end\||pad|bos|eos|unk)>|<[|\w]*$")
+"""Control tokens, which records leave out; the last may be cut by a stop string in its name."""
 Heard = dict[str, list[tuple[str, str]]]
 """By episode: id and text of the answers that its harness heard, in order."""
 

@@ -34,6 +34,7 @@ def test_a_plain_function_runs_in_a_thread_and_an_async_one_on_the_event_loop() 
         (ValueError("no"), ValueError("no")),
         (SystemExit(2), RuntimeError("SystemExit: 2")),
         (StopIteration(7), RuntimeError("StopIteration: 7")),
+        (asyncio.CancelledError("me"), RuntimeError("CancelledError: me")),
     ],
 )
 def test_what_it_raises_is_raised(error: BaseException, expected: Exception) -> None:

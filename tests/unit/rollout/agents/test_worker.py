@@ -336,3 +336,21 @@ def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:
     replica = FakeReplica("a", "b")
     run_virtual(make_worker(r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 2))
     assert len({request.sampling.seed for request in replica.calls[0]}) == 2
+
+
+class Delegates:
+    """Asks, lets a sub-agent ask, and has the last word."""
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        episodes: list[Episode] = []
+        for task in tasks:
+            of_sub = replace(task, request_id=replace(task.request_id, turn=1))
+            main, sub = await SingleTurn().run([task, of_sub], generate)
+            sequences = (*main.sequences, *sub.sequences)
+            episodes.append(Episode(sequences=sequences, finish_reason="stop", cached_tokens=0, newest=0))
+        return episodes
+
+
+def test_the_text_ends_with_what_the_policy_said_last() -> None:
+    group = run_group(make_worker(loop=Delegates(), r0=FakeReplica("main", "sub")), size=1)
+    assert group.trajectories[0].text == "sub\nmain"

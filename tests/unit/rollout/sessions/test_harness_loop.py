@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 import psutil
 import pytest
 
 from configs.rollout import OnLimit
+from configs.serve import TOKEN_ENV
 from rollout.agents.loop import resume_from
+from rollout.errors import ReplicaLostError
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import SESSION_ENV, CommandHarness, Connection, HarnessError, HarnessTask, reward_of
-from rollout.types import GenerationRequest, VersionSpan
+from rollout.types import Completion, GenerationRequest, VersionSpan
 from tests.support.episodes import episodes_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
 
@@ -261,6 +264,81 @@ def test_a_client_that_goes_away_ends_its_generation_and_none_of_it_is_trained()
     asyncio.run(main())
 
 
+async def asks_once(connection: Connection) -> str:
+    """Returns the id of the answer."""
+    async with client_of(connection, max_retries=0) as client:
+        return (await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "Hi"}])).id
+
+
+def test_what_fails_beneath_a_session_is_no_fault_of_its_harness() -> None:
+    async def lost(requests: list[GenerationRequest]) -> list[Completion]:
+        raise ReplicaLostError("replica-0 died")
+
+    async def bears_it(task: HarnessTask, connection: Connection) -> float:
+        with pytest.raises(openai.InternalServerError):
+            await asks_once(connection)
+        return 0.0
+
+    async def main() -> None:
+        async with harness_loop(Function(bears_it)) as loop:
+            with pytest.raises(ReplicaLostError, match="replica-0 died"):
+                await loop.run_episode(episode_task(), lost)
+
+    asyncio.run(main())
+
+
+def test_a_harness_that_cancels_itself_has_failed() -> None:
+    async def gives_up(task: HarnessTask, connection: Connection) -> float:
+        await asks_once(connection)
+        raise asyncio.CancelledError
+
+    episode = asyncio.run(run_one(Function(gives_up), Policy(lambda text, request: "Yes.")))
+    assert episode.result is not None and "it has cancelled itself" in (episode.result.error or "")
+
+
+@pytest.mark.parametrize(("on_limit", "reward", "turns"), [(OnLimit.train, 1.75, (0.75,)), (OnLimit.zero, 0.0, ())])
+def test_rewards_of_turns_are_part_of_what_the_harness_returns(
+    on_limit: OnLimit, reward: float, turns: tuple[float, ...]
+) -> None:
+    async def main() -> None:
+        async def posts(task: HarnessTask, connection: Connection) -> float:
+            posted = {"value": 0.75, "turn": await asks_once(connection)}
+            await asks_once(connection)  # over the limit
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {connection.key}"}) as client:
+                (await client.post(f"{connection.url}/reward", json=posted)).raise_for_status()
+            return 1.0
+
+        policy = Policy(lambda text, request: "Yes.")
+        episode = await run_one(Function(posts), policy, max_turns=1, on_limit=on_limit)
+        assert episode.result == RewardResult(reward=reward)
+        assert tuple(turn.reward for turn in episode.sequences[0].turn_rewards) == turns
+
+    asyncio.run(main())
+
+
+def test_stop_strings_of_the_run_hold_beside_those_of_a_request() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def say(text: str, request: GenerationRequest) -> str:
+        seen.append(request.sampling.stop)
+        return "Yes."
+
+    async def main() -> None:
+        async def asks(task: HarnessTask, connection: Connection) -> float:
+            async with client_of(connection) as client:
+                messages: Any = [{"role": "user", "content": "Hi"}]
+                await client.chat.completions.create(model="any", messages=messages, stop=["#"])
+            return 1.0
+
+        task = episode_task()
+        task = replace(task, sampling=replace(task.sampling, stop=("</answer>",)))
+        async with harness_loop(Function(asks)) as loop:
+            await loop.run_episode(task, Policy(say).generate)
+
+    asyncio.run(main())
+    assert seen == [("</answer>", "#")]
+
+
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 AGENT = """
@@ -287,6 +365,14 @@ def test_a_command_gets_its_task_and_session_and_its_last_line_is_the_reward(tmp
         assert len(episode.sequences) == 1
 
     asyncio.run(main())
+
+
+def test_a_command_does_not_get_the_token_that_steers_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, "secret")
+    monkeypatch.setenv("OF_THE_RUN", "1")
+    source = f"{AGENT}\nprint(float(os.environ['OF_THE_RUN']) - float({TOKEN_ENV!r} in os.environ))"
+    episode = asyncio.run(run_one(command(tmp_path, source), Policy(lambda text, request: "It is 42.")))
+    assert episode.result == RewardResult(reward=1.0)
 
 
 def test_a_command_that_fails_has_no_reward_and_says_why(tmp_path: Path) -> None:

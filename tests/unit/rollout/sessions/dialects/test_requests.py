@@ -82,7 +82,9 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
     developer = {"role": "developer", "content": "Be short."}
     user = {"role": "user", "content": parts}
     assert request_of(CHAT, messages=[developer, user]).messages == expected
-    assert request_of(ANTHROPIC, system=[parts[0] | {"text": "Be short."}], messages=[user]).messages == expected
+    billing = parts[0] | {"text": "x-anthropic-billing-header: cch=5f0c;"}  # another in every request
+    system = [billing, parts[0] | {"text": "Be short."}]
+    assert request_of(ANTHROPIC, system=system, messages=[user]).messages == expected
     assert request_of(RESPONSES, input=[developer, user | {"type": "message"}]).messages == expected
     assert request_of(RESPONSES, instructions="Be short.", input="2 + 2?").messages == expected
 

@@ -9,19 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.sessions.app import DIALECTS
 from rollout.sessions.dialects.dialect import Asked
 from rollout.sessions.messages import Answer, Finish, Message, Role, ToolCall
+from tests.support.bodies import ANTHROPIC, CHAT, MINIMAL, RESPONSES, USER
 from tests.support.sessions import make_answer
 
-CHAT, COMPLETIONS, RESPONSES, ANTHROPIC = DIALECTS.values()
-USER: Any = {"role": "user", "content": "2 + 2?"}
-MINIMAL: dict[Any, dict[str, Any]] = {
-    CHAT: {"model": "m", "messages": [USER]},
-    COMPLETIONS: {"model": "m", "prompt": "2 + 2?"},
-    RESPONSES: {"model": "m", "input": [USER]},
-    ANTHROPIC: {"model": "m", "messages": [USER], "max_tokens": 9},
-}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SOME_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 ARGUMENTS = st.dictionaries(SOME_TEXT, st.one_of(TEXT, st.integers(-9, 9), st.booleans(), st.none()), max_size=3)

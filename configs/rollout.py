@@ -190,7 +190,8 @@ class SessionsConfig:
     <think>...</think>."""
     check_up_to_tokens: int = 8192
     """Prompts of at most so many tokens are compared with a render of their whole history, longer ones once each time
-    their length doubles. What differs is counted in agent/forks_*, see on_mismatch; 0 compares none."""
+    their length doubles. What differs is counted in agent/forks_* or agent/bridged_*, as on_mismatch says; 0 compares
+    none."""
     replayable: bool = True
     """A harness that starts again, in a run that is resumed for one, hears the answers that it had. With false it gets
     new ones: for harnesses that act on something outside, where a second run would not ask the same."""

@@ -22,6 +22,7 @@ def serve(given: Invocation) -> Ended:
     from rollout.http.token import control_token, given_token
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.plan import plan
+    from scripts.launch.preview import check_parsers
     from scripts.launch.resume import holds_run
     from scripts.launch.run_folder import locked
     from scripts.launch.serving import serve_model
@@ -35,6 +36,7 @@ def serve(given: Invocation) -> Ended:
     if config.ray.address is not None and given_token(config.serve) is None:
         why = f"with ray.address={config.ray.address} replicas listen on their nodes' addresses, and need a token"
         raise ConfigError(f"serve.token_file=None: {why}, in it or in {TOKEN_ENV}")
+    check_parsers(config)
     if config.dry_run:
         sys.stdout.write(plan("serve", config, device, given.run_dir, ()))
         return Ended(exit_code=0)

@@ -8,9 +8,9 @@ from typing import Any
 
 from rollout.sessions.generation import Generation
 from rollout.sessions.messages import Message, ToolSpec
-from rollout.sessions.sequences import rows, to_sequence
+from rollout.sessions.sequences import rows
 from rollout.sessions.session import Session
-from rollout.types import FloatArray
+from rollout.types import FloatArray, TokenSequence
 
 
 class Ending(Enum):
@@ -41,8 +41,8 @@ class RecordedAnswer:
     finish: str | None
     """stop, length, tool_calls or abort."""
     cause: str | None
-    """Why it is not simply the conversation so far with new messages: template, retoken, edit, compaction, retry or
-    length."""
+    """Why it is not simply the conversation so far with new messages: template, retoken, edit, compaction, retry,
+    length or tools."""
     delivery: str
     """read, pending or lost: whether its client read it to the end."""
     sampling: dict[str, float]
@@ -70,8 +70,8 @@ class RecordedSequence:
     """Per token of the response: of the distribution that it was sampled from, 0 where it was not sampled."""
     versions: list[tuple[int, int, int]]
     """[start, end, global_steps] of the sampled response tokens."""
-    turn_rewards: list[tuple[int, float]]
-    """[end, reward] of answers with a reward of their own."""
+    turn_rewards: list[tuple[int, float, int]]
+    """[end, reward, number] of the answers, where any has a reward of its own; `number` rewarded ones precede it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +127,12 @@ def recorded_answers(session: Session) -> list[RecordedAnswer]:
 
 
 def recorded_sequences(session: Session) -> list[RecordedSequence]:
-    return [_sequence(session, row) for row in rows(session.transcript.generations)]
+    transcript = session.transcript
+    both = zip(rows(transcript.generations), transcript.sequences(), strict=True)
+    return [_sequence(session, row, sequence) for row, sequence in both]
 
 
-def _sequence(session: Session, row: list[Generation]) -> RecordedSequence:
-    sequence = to_sequence(row, session.transcript.rewards.turns)
+def _sequence(session: Session, row: list[Generation], sequence: TokenSequence) -> RecordedSequence:
     return RecordedSequence(
         messages=[chat_message(message) for message in session.transcript.history(row[-1].number)],
         tools=[_tool(tool) for tool in row[-1].tools],
@@ -140,7 +141,7 @@ def _sequence(session: Session, row: list[Generation]) -> RecordedSequence:
         loss_mask=[int(each) for each in sequence.loss_mask],
         rollout_logprobs=_shortest(sequence.rollout_logprobs),
         versions=[(span.start, span.end, span.global_steps) for span in sequence.spans],
-        turn_rewards=[(turn.end, turn.reward) for turn in sequence.turn_rewards],
+        turn_rewards=[(turn.end, turn.reward, turn.number) for turn in sequence.turn_rewards],
     )
 
 

@@ -84,9 +84,7 @@ def _before(one: Generation, generations: Sequence[Generation], kept: Mapping[in
     return None
 
 
-def to_sequence(
-    row: Sequence[Generation], rewards: Mapping[int, float] | None = None, rewarded: Sequence[int] = ()
-) -> TokenSequence:
+def to_sequence(row: Sequence[Generation], rewards: Mapping[int, float], rewarded: Sequence[int]) -> TokenSequence:
     """The sequence of generations that each go on from the one before. Its prompt is all that precedes the first, and
     tokens between two completions are observations: mask False, logprob 0 and no version.
 

@@ -86,13 +86,18 @@ def check_parsers(config: Config) -> None:
     given = {"tool_parser": config.sessions.tool_parser, "reasoning_parser": config.sessions.reasoning_parser}
     if not any(given.values()):
         return
-    asked = subprocess.run(
-        [sys.executable, "-c", PARSER_NAMES],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=config.rollout.start_timeout_s,
-    )
+    timeout_s = config.rollout.start_timeout_s
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", PARSER_NAMES],
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        why = f"vLLM did not name its parsers within rollout.start_timeout_s={timeout_s:g}"
+        raise ConfigError(f"sessions.tool_parser: {why}") from error
     if asked.returncode:
         raise ConfigError(f"sessions.tool_parser: vLLM cannot be asked for its parsers:\n{asked.stderr[-2000:]}")
     for key, known in json.loads(asked.stdout.splitlines()[-1]).items():

@@ -66,6 +66,9 @@ def test_a_session_is_recorded_as_it_was_asked_answered_and_sampled() -> None:
         assert second["answer"] == {"role": "assistant", "content": "It is 42."}
         assert (first["reward"], second["reward"]) == (None, 0.5) and f"chatcmpl-{second['id']}" == answer.id
         (sequence,) = record["sequences"]
+        assert [turn[1:] for turn in sequence["turn_rewards"]] == [[0.0, 0], [0.5, 0]], (
+            "that of an answer, in its place"
+        )
         assert [one["role"] for one in sequence["messages"]] == ["user", "assistant", "tool", "assistant"]
         assert sequence["tools"] == tools and sequence["versions"][-1][1] == len(sequence["response_ids"])
         mask, sampled = np.array(sequence["loss_mask"], bool), policy.sampled

@@ -13,6 +13,7 @@ from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.request_ids import InGroup
+from rollout.router import ReplicaRouter
 from rollout.staleness import Slot
 from rollout.types import DiscardedGroup, DiscardReason, Prompt, SamplingParams, TrajectoryGroup
 
@@ -41,6 +42,22 @@ class GroupRunner(Protocol):
 
         `on_open`: told how many episodes are still open, which ask the replica for more, whenever some have ended."""
         ...
+
+
+@dataclass(slots=True)
+class _Room:
+    """What an attempt at a group holds of a replica's room: less and less, as its episodes end."""
+
+    router: ReplicaRouter
+    replica: str
+    held: int
+    """Trajectories."""
+
+    def keep(self, num_open: int) -> None:
+        """Give back what more than `num_open` episodes have. What is told late or twice gives nothing back."""
+        if num_open < self.held:
+            self.router.release(self.replica, self.held - num_open)
+            self.held = num_open
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,7 +109,7 @@ class Rollouter:
         async with asyncio.TaskGroup() as groups:
             for group in list(self.under_way.values()):
                 group.attempt = self._anew(group.attempt)
-                groups.create_task(self._produce(group, await self._router.acquire(self.group_size)))
+                self._start(groups, group, await self._router.acquire(self.group_size))
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
                 replica = await self._router.acquire(self.group_size)
@@ -110,7 +127,12 @@ class Rollouter:
                 group = GroupUnderWay(slot=slot, prompt=self.stream.next())
                 self.under_way[group.prompt.ordinal] = group
                 self.counters["trajectories_started"] += self.group_size
-                groups.create_task(self._produce(group, replica))
+                self._start(groups, group, replica)
+
+    def _start(self, groups: asyncio.TaskGroup, group: GroupUnderWay, replica: str) -> None:
+        room = _Room(self._router, replica, self.group_size)
+        task = groups.create_task(self._produce(group, room))
+        task.add_done_callback(lambda _: room.keep(0))  # also if the run ends before its first step
 
     def left_over(self) -> list[DiscardedGroup]:
         """What a run that ended had begun and did not need, because it was resumed with fewer steps."""
@@ -125,12 +147,13 @@ class Rollouter:
             for ordinal in ordinals
         ]
 
-    async def _produce(self, group: GroupUnderWay, replica: str) -> None:
+    async def _produce(self, group: GroupUnderWay, room: "_Room") -> None:
         """Try the group until it is complete or given up, always under the same slot."""
         ordinal = group.prompt.ordinal
         while True:
+            replica = room.replica
             try:
-                finished = await self._attempt(group, replica)
+                finished = await self._attempt(group, room)
             except ReplicaLostError as error:
                 all_known = await self.fleet.lose(replica, error)
                 self._count_lost(self._progress.partials(ordinal), all_known)
@@ -147,7 +170,7 @@ class Rollouter:
             else:
                 await self.buffer.put(group.slot, finished)
                 return self._forget(ordinal)
-            replica = await self._room(group)
+            room = await self._room(group)
 
     def _is_failure(self, group: GroupUnderWay, error: Exception) -> bool:
         """Whether the error counts against the group. Of the groups that an agent worker takes with it at most one is
@@ -185,8 +208,8 @@ class Rollouter:
         """The attempt, for episodes that begin anew."""
         return attempt if self.replayable else replace(attempt, partials={})
 
-    async def _room(self, group: GroupUnderWay) -> str:
-        """Reserve a replica for the next attempt. It waits for an update that is under way: until then the replica may
+    async def _room(self, group: GroupUnderWay) -> "_Room":
+        """Reserve room for the next attempt. It waits for an update that is under way: until then the replica may
         have older weights than those that sampled the tokens of the group."""
         if group.losses >= LOSSES_BEFORE_ALONE:
             await self._alone.acquire()
@@ -196,27 +219,20 @@ class Rollouter:
                 self._alone.release()
         async with self.updating:
             pass
-        return await self._router.acquire(self.group_size)
+        return _Room(self._router, await self._router.acquire(self.group_size), self.group_size)
 
-    async def _attempt(self, group: GroupUnderWay, replica: str) -> TrajectoryGroup:
+    async def _attempt(self, group: GroupUnderWay, room: "_Room") -> TrajectoryGroup:
         """One try on one replica. An episode that ends gives its room there back at once, the others when it is over,
         however it ends."""
-        prompt, attempt, held = group.prompt, group.attempt, self.group_size
-
-        def keep(num_open: int) -> None:
-            nonlocal held
-            if num_open < held:
-                self._router.release(replica, held - num_open)
-                held = num_open
-
+        prompt, attempt, replica = group.prompt, group.attempt, room.replica
         self._progress.begin(prompt.ordinal, attempt, replica)
         try:
             async with within(self.group_timeout_s, "rollout.group_timeout_s", f"prompt {prompt.ordinal} on {replica}"):
                 return await self.runner.run_group(
-                    prompt, replica, self.sampling, self.group_size, attempt, on_open=keep
+                    prompt, replica, self.sampling, self.group_size, attempt, on_open=room.keep
                 )
         finally:
-            keep(0)
+            room.keep(0)
             if attempt.alone:
                 self._alone.release()
 

@@ -19,6 +19,7 @@ RUN = [
     "trainer.eval_every=0",
     "data.num_val=4",
     "rollout.max_num_seqs=16",
+    "rollout.max_staleness=1",
     "rollout.max_failed_rewards=0",
 ]
 

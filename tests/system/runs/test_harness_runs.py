@@ -47,7 +47,9 @@ def overrides(model: Path, steps: int) -> list[str]:
 
 def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path: Path, chat_model: Path) -> None:
     (tmp_path / "my_agent.py").write_text(AGENT)
-    with started(tmp_path, *overrides(chat_model, 3), "rollout.agent=my_agent:agent", PYTHONPATH=str(tmp_path)) as run:
+    # The third step then trains tokens of version 1 at the oldest, however fast the harnesses are.
+    job = [*overrides(chat_model, 3), "rollout.agent=my_agent:agent", "rollout.max_staleness=1"]
+    with started(tmp_path, *job, PYTHONPATH=str(tmp_path)) as run:
         assert run.wait_for_end(240) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         versions: set[int] = set()

@@ -23,6 +23,7 @@ EVERY_PART = [
 """A critic, a reference in loss and reward, an entropy bonus, a correction and a loss of whole trajectories."""
 
 
+@pytest.mark.slow
 def test_a_killed_train_worker_costs_no_prompt_and_no_version(tmp_path: Path, tiny_model: Path) -> None:
     overrides = [f"trainer.total_steps={STEPS}", "trainer.eval_every=0", "checkpoint.every=2"]
     with started(tmp_path, *small(tiny_model), *EVERY_PART, *overrides, "trainer.num_ranks=2") as run:

@@ -312,9 +312,7 @@ def test_an_episode_that_ends_gives_its_room_to_another_group() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@example(
-    seconds=[150.0, 0.0, 150.0], deaths={}, failing=set(), stops_at=1e6
-)  # it ends before a group's first step
+@example(seconds=[150.0, 0.0, 150.0], deaths={}, failing=set(), stops_at=1e6)  # it ends before a group's first step
 @given(
     seconds=st.lists(st.sampled_from([0.0, 0.5, 2.0, 30.0, 150.0]), min_size=1, max_size=8),
     deaths=st.dictionaries(st.sampled_from("ab"), st.floats(0, 20)),

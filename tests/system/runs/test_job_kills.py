@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from scripts.bench.faults.simulated import job_kills
 from tests.support.whole_runs import check_tokens
 
 
+@pytest.mark.slow
 def test_twenty_kills_cost_no_prompt_and_train_none_twice(tmp_path: Path) -> None:
     row = job_kills(num_kills=20, seed=0, folder=tmp_path)
     assert (row.injected, row.lost, row.twice) == (20, 0, 0)

@@ -27,7 +27,8 @@ CRASHES = {
 VICTIMS = {"replica actor": "ray::Replica", "raylet": "raylet/raylet"}
 
 
-@pytest.mark.parametrize("who", ["reward", "replica actor", pytest.param("raylet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["reward", "replica actor", "raylet"])
 def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
     reward = "raises_after_200" if who == "reward" else "length_parity"

@@ -102,6 +102,7 @@ async def synchronous_run(config: Config, parts: StartedRun) -> Steps:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
     config = resolve(*OVERRIDES)

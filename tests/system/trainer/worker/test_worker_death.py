@@ -29,10 +29,10 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.metrics import to_floats
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
-
-pytestmark = pytest.mark.slow
 from weight_sync.transports.cleanup import release_all
 from weight_sync.transports.registry import make_sender
+
+pytestmark = pytest.mark.slow
 
 OWNER = "worker-death"
 NUM_STEPS, KILLED_IN = 6, 3

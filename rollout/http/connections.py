@@ -16,8 +16,8 @@ from configs.serve import ServeConfig
 
 logger = logging.getLogger(__name__)
 SPARE = 128
-"""Connections beyond the limit that still get to send a request, so that it can be answered with 503. Also the backlog
-of a listener: asyncio accepts as many before it tells of the first."""
+"""Connections beyond the limit that still get to send a request, so that it can be answered with 503. asyncio
+accepts as many before it tells of the first."""
 
 LOOKS = 20
 """Times that a server looks for a request before its deadline has passed. While its event loop is blocked it does not

@@ -20,6 +20,9 @@ from rollout.http.guard import Guard
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than clients keep one (httpx 5 s, aiohttp 15 s), so that
 they send no request on a connection that is being closed."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted: so many harnesses can begin at the same moment, on a busy event loop. More
+would wait for seconds, and then be reset. The kernel's net.core.somaxconn may allow fewer."""
 DEFAULTS = ServeConfig()
 CLOSING_S = 1
 """Seconds that requests in flight get at the end. A frozen request would never end by itself."""
@@ -31,11 +34,18 @@ class _Server(uvicorn.Server):
         yield  # the process handles its signals itself
 
 
+class _Listener(socket.socket):
+    """Keeps its backlog. asyncio would set it to the number of connections that it accepts at a time."""
+
+    def listen(self, backlog: int = BACKLOG, /) -> None:
+        super().listen(BACKLOG)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Port 0 takes a free port. Raises ConfigError when the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=SPARE)
+        return _Listener(fileno=socket.create_server((host, port), family=family, backlog=BACKLOG).detach())
     except OSError as error:
         raise ConfigError(f"serve.host={host}, serve.port={port}: cannot listen there: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import subprocess
 import sys
 import textwrap
@@ -137,6 +138,19 @@ def test_a_blocked_event_loop_is_no_fault_of_a_client_that_shares_it() -> None:
         assert await connection.status(GET) == 200
 
     on_server(ServeConfig(header_timeout_s=SOON_S), test)
+
+
+def test_as_many_clients_as_there_are_harnesses_may_connect_while_the_event_loop_is_busy() -> None:
+    async def test(connect: Connect) -> None:
+        address = (await connect()).writer.get_extra_info("peername")
+        with contextlib.ExitStack() as connections:
+            for _ in range(
+                500
+            ):  # nothing is accepted meanwhile; past the backlog a connection takes a second, or fails
+                connections.enter_context(socket.create_connection(address, timeout=0.9))
+            assert (await asyncio.wait_for((await connect()).status(GET), 10)) == 200
+
+    on_server(ServeConfig(), test)
 
 
 def test_headers_and_bodies_have_a_size() -> None:

@@ -173,6 +173,8 @@ class SessionsConfig:
     """Seconds that a harness may take, without those in which it waits for the policy; past it the harness is ended."""
     idle_timeout_s: float = 300.0
     """Seconds without a request under way after which a harness is ended."""
+    max_running: int = 256
+    """Harnesses that run at once beside each agent worker. The time of the others begins when they do."""
     max_open: int = 1024
     """`make serve` only: sessions that may be open at once; beyond it one more is answered with 429."""
     on_limit: OnLimit = OnLimit.train

@@ -1,7 +1,7 @@
 """What the groups of Ray actors share: the environment of their processes, placement, and calls to a replica."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from configs.runtime.carried import as_raised
 from configs.runtime.environment import PYTHON_PATH
 from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
+from rollout.replica.replica import RolloutReplica
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 
 A = TypeVar("A")
@@ -31,7 +33,7 @@ ENV = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaClient:
-    """A replica as agent workers know it."""
+    """A replica as agent workers know it: a `GenerateGroup` that is `Abortable`."""
 
     name: str
     actor: Any  # Ray's handle of a `ReplicaActor`
@@ -42,6 +44,16 @@ class ReplicaClient:
             return await as_raised(cancelled_with_us(self.actor.generate_group.remote(requests)), self.name)
         except (RayActorError, EngineDiedError) as error:
             raise ReplicaLostError(f"{self.name} died while it generated: {error}") from error
+
+    __call__ = generate_group
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        names = {str(one) for one in request_ids}
+        try:
+            ended = await as_raised(self.actor.control.remote(RolloutReplica.abort, names), self.name)
+        except RayActorError as error:
+            raise ReplicaLostError(f"{self.name} died while it ended requests: {error}") from error
+        return names <= set(ended)
 
 
 async def cancelled_with_us(call: Any) -> Any:

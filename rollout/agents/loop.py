@@ -1,7 +1,7 @@
 """What an agent loop is: it makes episodes of prompts, over a `generate` callable."""
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,17 @@ from rollout.types import (
 )
 
 GenerateGroup = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
-"""Sends requests to one replica, and returns their completions in order."""
+"""Sends requests to one replica, and returns their completions in order. Cancelling the call ends them."""
+
+
+@runtime_checkable
+class Abortable(Protocol):
+    """A `GenerateGroup` whose requests can also be ended with what they have sampled."""
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        """The requests answer with the tokens they have, and finish_reason "abort". Returns whether they were all at
+        an engine. May raise ReplicaLostError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,13 @@
 """The way of a group's requests to its replica, which may be lost while the episodes of the group go on."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 
-from rollout.agents.loop import GenerateGroup, resume_from
+from rollout.agents.loop import Abortable, GenerateGroup, resume_from
 from rollout.errors import ReplicaLostError
 from rollout.progress import Attempt
+from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 
 
@@ -26,7 +28,7 @@ class Relay:
 
     def move(self, generate: GenerateGroup, attempt: Attempt) -> None:
         """Send requests to another replica from now on, those too that wait."""
-        self._attempt = attempt
+        self._attempt, self._replica = attempt, generate
         self._generate = resume_from(attempt.partials, generate)
         self.lost: asyncio.Future[ReplicaLostError] = asyncio.get_running_loop().create_future()
         """Done once the replica is lost."""
@@ -37,11 +39,19 @@ class Relay:
         while True:
             lost, moved = self.lost, self._moved
             try:
-                return await self._generate([self._of_attempt(request) for request in requests])
+                return await self._generate(
+                    [replace(request, request_id=self._of_attempt(request.request_id)) for request in requests]
+                )
             except ReplicaLostError as error:
                 if not lost.done():
                     lost.set_result(error)
             await moved.wait()  # until the driver's next attempt, or until it gives the group up and cancels
 
-    def _of_attempt(self, request: GenerationRequest) -> GenerationRequest:
-        return replace(request, request_id=replace(request.request_id, attempt=self._attempt.number))
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        """As in `Abortable`. False while they wait for a replica."""
+        if self.lost.done() or not isinstance(self._replica, Abortable):
+            return False
+        return await self._replica.abort([self._of_attempt(one) for one in request_ids])
+
+    def _of_attempt(self, request_id: RequestId) -> RequestId:
+        return replace(request_id, attempt=self._attempt.number)

@@ -102,7 +102,7 @@ class AgentWorkerActor:
     async def run_group(
         self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> TrajectoryGroup:
-        self._worker.replicas[replica.name] = replica.generate_group
+        self._worker.replicas[replica.name] = replica
         opened = self._open.of(prompt.ordinal, attempt.number)
         return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt, on_open=opened.tell)
 
@@ -122,7 +122,7 @@ class AgentWorkerActor:
         num_samples: int,
         attempt: int,
     ) -> list[EvaluatedPrompt]:
-        self._worker.replicas[replica.name] = replica.generate_group
+        self._worker.replicas[replica.name] = replica
         return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
 
 

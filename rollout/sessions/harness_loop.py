@@ -70,8 +70,13 @@ class HarnessLoop:
 
     def __init__(self, harness: Harness, host: SessionHost, config: SessionsConfig):
         self._harness, self._host, self._config = harness, host, config
+        self._may_run = asyncio.Semaphore(config.max_running)
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        async with self._may_run:
+            return await self._run(task, generate)
+
+    async def _run(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         where = f"the harness of prompt {task.prompt.ordinal}, episode {task.index},"
         async with self._host.open(task, generate) as (session, connection):
             returned: object = None

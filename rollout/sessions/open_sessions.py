@@ -7,7 +7,7 @@ from rollout.sessions.backend import PromptRequest, Reward
 from rollout.sessions.errors import BadRequestError, SessionEndedError
 from rollout.sessions.keys import SessionKeys
 from rollout.sessions.messages import Answer, ChatRequest
-from rollout.sessions.session import Session, summary
+from rollout.sessions.session import Session
 from rollout.sessions.transcript import TranscriptClosedError
 
 
@@ -51,10 +51,32 @@ class OpenSessions:
         self._of(session).abort()
 
     async def transcript(self, session: str) -> Mapping[str, Any]:
-        return summary(self._of(session))
+        return _summary(self._of(session))
 
     def _of(self, session: str) -> Session:
         found = self._sessions.get(session)
         if found is None:
             raise SessionEndedError(f"session {session[:80]} has ended")
         return found
+
+
+def _summary(session: Session) -> Mapping[str, Any]:
+    """The transcript as JSON, for people and harnesses."""
+    return {
+        "session": session.transcript.names.session,
+        "generations": [
+            {
+                "id": session.transcript.names.answer_id(one.number),
+                "parent": one.parent,
+                "state": one.state.name,
+                "cause": None if one.cause is None else one.cause.name,
+                "prompt_tokens": len(one.prompt_ids),
+                "tokens": one.completion.num_tokens,
+                "versions": [(span.start, span.end, span.global_steps) for span in one.completion.spans],
+                "finish": None if one.finish is None else one.finish.name,
+                "answer": None if one.answer is None else one.answer.content,
+            }
+            for one in session.transcript.generations
+        ],
+        "limit": session.limit_reached,
+    }

@@ -1,13 +1,14 @@
 """The way of a session's requests to the replicas, where no run says which replica they go to."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from configs.runtime.deadline import within
-from rollout.agents.loop import GenerateGroup, resume_from
+from rollout.agents.loop import Abortable, GenerateGroup, resume_from
 from rollout.errors import NoReplicaLeftError, ReplicaLostError
 from rollout.progress import Attempt, Progress
+from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter
 from rollout.sessions.errors import NoReplicaError
 from rollout.types import Completion, GenerationRequest
@@ -40,6 +41,8 @@ class Route:
     def __init__(self, replicas: Replicas):
         self._replicas = replicas
         self._last: str | None = None
+        self._sent: dict[RequestId, tuple[str, RequestId]] = {}
+        """The replica and the name there of requests under way."""
 
     async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Raises NoReplicaError."""
@@ -59,6 +62,8 @@ class Route:
             replace(request, request_id=replace(request.request_id, ordinal=ordinal, attempt=attempt.number))
             for request in requests
         ]
+        ids = [request.request_id for request in requests]
+        self._sent |= {one: (name, there.request_id) for one, there in zip(ids, named, strict=True)}
         try:
             return await resume_from(attempt.partials, self._replicas.generate[name])(named)
         except ReplicaLostError as error:
@@ -66,6 +71,17 @@ class Route:
             return None
         finally:
             router.release(name, len(requests))
+            for one in ids:
+                del self._sent[one]
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        """As in `Abortable`. False while they wait for a replica."""
+        sent = [self._sent[one] for one in request_ids if one in self._sent]
+        if len(sent) < len(request_ids):
+            return False
+        (name,) = {name for name, _ in sent}  # of one call
+        replica = self._replicas.generate[name]
+        return isinstance(replica, Abortable) and await replica.abort([there for _, there in sent])
 
     async def _acquire(self, num_requests: int) -> str:
         seconds = self._replicas.route_timeout_s

@@ -1,16 +1,19 @@
 """One session: the requests of a harness become generations of its transcript, and at the end an episode."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rollout.agents.loop import EpisodeTask, GenerateGroup
+from rollout.request_ids import RequestId
 from rollout.sessions.attachment import Attachment, UnknownGenerationError
 from rollout.sessions.backend import PromptRequest
+from rollout.sessions.call import Call
 from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionLimitError
 from rollout.sessions.generation import Cause, Generation, State
 from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
@@ -34,7 +37,7 @@ class SessionLimits:
     max_turns: int
     """Answers of the policy."""
     max_tokens: int
-    """Sampled in all answers together."""
+    """Sampled in all answers together. Of answers that are made side by side each may take all that was left."""
     max_turn_tokens: int | None
     """Sampled in one answer; None is as many as are left."""
     max_context: int
@@ -89,8 +92,8 @@ class Session:
         self._takes_sampling = takes_sampling
         self.failure: Exception | None = None
         """What `generate` raised: no fault of the harness, which has heard of it as a server error."""
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._listeners: dict[int, int] = {}
+        self._calls: dict[int, Call] = {}
+        """Those under way, by number of each of their generations."""
         self._under_way = 0
         self._waited_s, self._waiting_since = 0.0, 0.0
         self._stops: dict[int, str | None] = {}  # the stop string that ended a generation
@@ -136,8 +139,7 @@ class Session:
             if self._is_over(request.num_answers):
                 return [self._cut() for _ in range(request.num_answers)]
             generations = self.transcript.begin(attachment)
-            call = asyncio.create_task(self._run(attachment, [one.number for one in generations], prompt_ids))
-            self._running |= {one.number: call for one in generations}
+            self._start(attachment, [one.number for one in generations], prompt_ids)
         numbers = [one.number for one in generations]
         await self._hear(numbers)
         return [self._answer(self.transcript.generation(number)) for number in numbers]
@@ -161,39 +163,52 @@ class Session:
     def close(self) -> None:
         """Take no more requests, and end those under way: nobody waits for them."""
         self.transcript.close()
-        for call in self._running.values():
+        for call in self._calls.values():
             call.cancel()
 
     async def ended(self, timeout_s: float) -> None:
         """Return when all that was under way at `close` has ended, or after the timeout."""
-        if self._running:
-            await asyncio.wait(set(self._running.values()), timeout=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for call in set(self._calls.values()):
+                    await call.ended()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _hear(self, numbers: Sequence[int]) -> None:
-        """Wait for generations that others may wait for, too."""
-        calls = {self._running[number] for number in numbers if number in self._running}
-        first = numbers[0]
-        self._listeners[first] = self._listeners.get(first, 0) + 1
+        """Wait for the generations of one call, for which others may wait, too."""
+        call = self._calls.get(numbers[0])
         self._enter()
         try:
-            for call in calls:
-                await asyncio.shield(call)
+            if call is not None:
+                await call.wait()
         except asyncio.CancelledError:
             if self.transcript.is_closed:
                 raise SessionEndedError("the session has ended") from None
-            if self._listeners[first] == 1:
-                for call in calls:
-                    call.cancel()
+            if call is not None and not call.num_waiting:
+                self._give_up(call)
             raise
         finally:
-            self._listeners[first] -= 1
             self._leave()
 
-    async def _run(self, attachment: Attachment, numbers: Sequence[int], given: Sequence[int] | None) -> None:
+    def _give_up(self, call: Call) -> None:
+        """Nobody waits for these answers any more, and who asks again gets others."""
+        for number in call.numbers:
+            if self.transcript.generation(number).state is State.running:
+                self.transcript.cancel(number)
+            elif self.transcript.generation(number).state is State.finished:
+                self.transcript.deliver(number, whole=False)
+        call.give_up()
+
+    def _start(self, attachment: Attachment, numbers: Sequence[int], given: Sequence[int] | None) -> None:
+        call = Call(numbers, [self._request_id(number) for number in numbers], self._generate)
+        self._calls |= dict.fromkeys(numbers, call)
+        call.start(self._run(call, attachment, given))
+
+    async def _run(self, call: Call, attachment: Attachment, given: Sequence[int] | None) -> None:
         """Generate the answers of one request, and put them into the transcript. `given`: its prompt, if that is not
         rendered from messages."""
+        numbers = call.numbers
         completions: dict[int, Completion] = {}
         try:
             prompt_ids, cause = await self._prompt(attachment) if given is None else (given, None)
@@ -202,19 +217,17 @@ class Session:
             if (room := self._room(attachment.request, len(prompt_ids), len(numbers))) <= 0:
                 return
             requests = [self._request(number, prompt_ids, room, attachment.request) for number in numbers]
-            try:
-                completions = dict(zip(numbers, await self._generate(requests), strict=True))
-            except Exception as error:
-                self.failure = error
-                raise
+            completions = dict(zip(numbers, await call.generated(requests), strict=True))
             for number, completion in completions.items():
-                await self._finish(number, completion, attachment.request)
+                if self.transcript.generation(number).state is State.running:
+                    await self._finish(number, completion, attachment.request)
             ends = [one.finish_reason for one in completions.values()]
             self.was_cut = "length" in ends and room != attachment.request.max_tokens
         finally:
+            self.failure = self.failure or call.failure
             for number in numbers:
-                del self._running[number]
-                if self.transcript.generation(number).state is State.running:
+                del self._calls[number]
+                if self.transcript.generation(number).state is not State.finished:
                     self.transcript.cancel(number, completions.get(number, EMPTY))
 
     async def _finish(self, number: int, completion: Completion, request: ChatRequest) -> None:
@@ -253,8 +266,10 @@ class Session:
             stop=(*sampling.stop, *request.stop),
             stop_token_ids=tuple(dict.fromkeys(ends)),
         )
-        request_id = replace(self._task.request_id, turn=number)
-        return GenerationRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
+        return GenerationRequest(request_id=self._request_id(number), prompt_ids=tuple(prompt_ids), sampling=sampling)
+
+    def _request_id(self, number: int) -> RequestId:
+        return replace(self._task.request_id, turn=number)
 
     def _answer(self, one: Generation) -> Answer:
         if one.answer is None:
@@ -417,25 +432,3 @@ def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
         return text, None
     end, stop = min(found)
     return text[:end], stop
-
-
-def summary(session: Session) -> Mapping[str, Any]:
-    """The transcript as JSON, for people and harnesses."""
-    return {
-        "session": session.transcript.names.session,
-        "generations": [
-            {
-                "id": session.transcript.names.answer_id(one.number),
-                "parent": one.parent,
-                "state": one.state.name,
-                "cause": None if one.cause is None else one.cause.name,
-                "prompt_tokens": len(one.prompt_ids),
-                "tokens": one.completion.num_tokens,
-                "versions": [(span.start, span.end, span.global_steps) for span in one.completion.spans],
-                "finish": None if one.finish is None else one.finish.name,
-                "answer": None if one.answer is None else one.answer.content,
-            }
-            for one in session.transcript.generations
-        ],
-        "limit": session.limit_reached,
-    }

@@ -152,8 +152,10 @@ class Transcript:
         )
 
     def cancel(self, number: int, completion: Completion = EMPTY) -> Generation:
-        """End it without an answer. `completion`: what was sampled; it is kept and not trained."""
-        self._running(number)
+        """End it without an answer. `completion`: what was sampled; it is kept and not trained. May be called again
+        when more is known of that."""
+        if self.generation(number).state is not State.cancelled:
+            self._running(number)
         return self._update(number, completion=completion, finish=Finish.abort, state=State.cancelled)
 
     def deliver(self, number: int, *, whole: bool) -> Generation:

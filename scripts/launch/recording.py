@@ -42,7 +42,7 @@ def recorded_sessions(
     routes = Replicas(
         router=fleet.router,
         progress=fleet.progress,
-        generate={replica.name: replica.client.generate_group for replica in replicas},
+        generate={replica.name: replica.client for replica in replicas},
         route_timeout_s=config.serve.route_timeout_s,
     )
     return RecordedSessions(

@@ -1,0 +1,172 @@
+"""A session by itself: what is recorded of answers that nobody waits for, of updates, and of a full context."""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from configs.rollout import SessionsConfig
+from rollout.request_ids import RequestId
+from rollout.sessions.errors import SessionLimitError
+from rollout.sessions.generation import State
+from rollout.sessions.harness_loop import make_words
+from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
+from rollout.sessions.session import Session, SessionLimits
+from rollout.types import Completion, GenerationRequest, VersionSpan
+from tests.support.chat_models import chat_tokenizer
+from tests.support.harnesses import FAMILY, episode_task
+
+WORDS = make_words(SessionsConfig(), chat_tokenizer(FAMILY))
+LIMITS = SessionLimits(max_turns=9, max_tokens=900, max_turn_tokens=None, max_context=1000)
+SAMPLED = WORDS.renderer.plain("The answer is")
+
+
+class Engine:
+    """Samples SAMPLED, half of it before an update, and waits then until it may end."""
+
+    def __init__(self, is_deaf: bool = False):
+        """`is_deaf`: knows no request by its name, as one to which they are still on their way."""
+        self.events: list[str] = []
+        self.may_end = asyncio.Event()
+        self._is_deaf = is_deaf
+        self._answers: dict[RequestId, asyncio.Future[Completion]] = {}
+
+    async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
+        try:
+            return list(await asyncio.gather(*(self._answer(request.request_id) for request in requests)))
+        except asyncio.CancelledError:
+            self.events.append("cancel")
+            raise
+
+    async def _answer(self, name: RequestId) -> Completion:
+        self.events.append(f"begin {name.turn}")
+        answer = self._answers[name] = asyncio.get_running_loop().create_future()
+        ending = asyncio.create_task(self.may_end.wait())
+        await asyncio.wait([answer, ending], return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        return answer.result() if answer.done() else completion("stop")
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        self.events.append("abort")
+        if self._is_deaf:
+            return False
+        for one in request_ids:
+            self._answers[one].set_result(completion("abort"))
+        return True
+
+
+def completion(finish_reason: str) -> Completion:
+    half, end = len(SAMPLED) // 2, len(SAMPLED)
+    return Completion(
+        token_ids=np.array(SAMPLED, np.int32),
+        logprobs=np.zeros(end, np.float32),
+        spans=(VersionSpan(0, half, 4), VersionSpan(half, end, 5)),
+        finish_reason=finish_reason,
+    )
+
+
+def asks(content: str, num_answers: int = 1, is_retry: bool = False) -> ChatRequest:
+    message = Message(role=Role.user, content=content)
+    return ChatRequest(messages=(message,), num_answers=num_answers, is_retry=is_retry)
+
+
+def session_on(engine: Engine, limits: SessionLimits = LIMITS) -> Session:
+    return Session(episode_task(), engine, WORDS, limits)
+
+
+async def gone(session: Session, engine: Engine, request: ChatRequest) -> None:
+    """A client asks, and goes away as soon as the engine is at work."""
+    known = len(engine.events)
+    asking = asyncio.create_task(session.answer(request))
+    while len(engine.events) < known + request.num_answers:
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def settled(session: Session) -> None:
+    async with asyncio.timeout(5):
+        while session._calls:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_answers", [1, 3])
+def test_what_was_sampled_for_a_client_that_went_away_is_recorded_and_not_trained(num_answers: int) -> None:
+    async def main() -> None:
+        engine = Engine()
+        session = session_on(engine)
+        await gone(session, engine, asks("Hi", num_answers))
+        await settled(session)
+        assert engine.events == [*(f"begin {turn}" for turn in range(num_answers)), "abort"], "nothing was cancelled"
+        for one in session.transcript.generations:
+            assert (one.state, one.answer) == (State.cancelled, None)
+            assert one.completion.token_ids.tolist() == SAMPLED and len(one.completion.spans) == 2
+        assert session.num_sampled == num_answers * len(SAMPLED) and session.transcript.sequences() == ()
+        assert not session.is_aborted, "the harness may ask for other things"
+
+    asyncio.run(main())
+
+
+def test_what_the_engine_does_not_know_is_cancelled() -> None:
+    async def main() -> None:
+        engine = Engine(is_deaf=True)
+        session = session_on(engine)
+        await gone(session, engine, asks("Hi"))
+        await settled(session)
+        assert engine.events == ["begin 0", "abort", "cancel"]
+        (one,) = session.transcript.generations
+        assert (one.state, one.completion.num_tokens) == (State.cancelled, 0)
+
+    asyncio.run(main())
+
+
+def test_who_asks_again_gets_an_answer_of_his_own_while_the_old_one_ends() -> None:
+    async def main() -> None:
+        engine = Engine()
+        session = session_on(engine)
+        await gone(session, engine, asks("Hi"))
+        assert session._calls, "the old one has not ended yet"
+        engine.may_end.set()
+        (answer,) = await session.answer(asks("Hi", is_retry=True))
+        assert answer.finish is Finish.stop and answer.completion.token_ids.tolist() == SAMPLED
+        assert [one.state for one in session.transcript.generations] == [State.cancelled, State.finished]
+
+    asyncio.run(main())
+
+
+def test_an_answer_during_which_the_weights_were_updated_has_the_spans_of_both() -> None:
+    async def main() -> None:
+        engine = Engine()
+        engine.may_end.set()
+        session = session_on(engine)
+        (answer,) = await session.answer(asks("Hi"))
+        (sequence,) = session.transcript.sequences()
+        half, end = len(SAMPLED) // 2, len(SAMPLED)
+        assert answer.message.content == "The answer is" and half > 0
+        assert sequence.spans == (VersionSpan(0, half, 4), VersionSpan(half, end, 5))
+
+    asyncio.run(main())
+
+
+def test_a_full_context_is_an_empty_answer_by_length_and_then_403() -> None:
+    async def main() -> None:
+        engine = Engine()
+        engine.may_end.set()
+        prompt = await session_on(engine).count_tokens(asks("Hi"))
+        session = session_on(engine, replace(LIMITS, max_context=prompt + 3))
+
+        async def answer(content: str) -> Answer:
+            return (await session.answer(asks(content)))[0]
+
+        assert (await answer("Hi")).finish is Finish.stop and engine.events == ["begin 0"]
+        full = await answer("Hi, " * 9)
+        assert (full.finish, full.message.content, full.completion.num_tokens) == (Finish.length, "", 0)
+        assert engine.events == ["begin 0"] and "the context" in (session.limit_reached or "")
+        assert (await answer("Ho")).finish is Finish.stop, "another conversation has room"
+        with pytest.raises(SessionLimitError, match=f"the context of {prompt + 3} tokens"):
+            await answer("Ho, " * 9)
+
+    asyncio.run(main())

@@ -87,6 +87,9 @@ class RolloutConfig:
     agent_command: str | None = None
     """A harness in place of an agent loop: a command of the shell, a process per episode, with the task as JSON on
     stdin and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and others in its environment."""
+    agent_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of rollout.agent_loop beside the tokenizer, or of rollout.agent beside the task and client, by name:
+    rollout.agent_args.topk=5."""
     num_agent_workers: int = 1
     """Number of Ray actors that run agent loops and rewards."""
     reward: str = "gsm8k"

@@ -1,6 +1,6 @@
 """What a check of the config finds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
@@ -39,10 +39,12 @@ def null_bytes(config: Config) -> Iterator[Problem]:
             yield Problem(key, "must not have a null byte", repr(value))
 
 
-def dotted_problems(key: str, path: str, known: Sequence[str], parameters: Sequence[str]) -> Iterator[Problem]:
+def dotted_problems(
+    key: str, path: str, known: Sequence[str], parameters: Sequence[str], named: Collection[str] = ()
+) -> Iterator[Problem]:
     """A problem if `path` is neither one of the built-in names `known` nor something that `find` finds."""
     if path not in known:
         try:
-            find(key, path, parameters, known)
+            find(key, path, parameters, known, named)
         except ValueError as error:
             yield Problem(key, str(error).removeprefix(f"{key}={path}: "), path)

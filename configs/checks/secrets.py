@@ -32,11 +32,13 @@ def secret_in_argument(key: str, value: str, is_known: bool) -> str | None:
 
 
 def secret_problems(config: Config) -> Iterator[Problem]:
-    """Values that look like keys of services, or URLs with a password, and what vLLM is given under a secret's name."""
+    """Values that look like keys of services, or URLs with a password, and what vLLM or
+    an agent is given under a secret's name."""
     allowed = "holds a secret, which the run's files and W&B would show: give it in the environment"
     for key, value in values(config):
         if isinstance(value, str | dict | list | tuple) and _SECRET_VALUE.search(str(value)):
             yield Problem(key, allowed, NOT_SHOWN)
-    for name, value in config.rollout.engine_args.items():
-        if _SECRET_KEY.search(name) and isinstance(value, str):
-            yield Problem(f"rollout.engine_args.{name}", allowed, NOT_SHOWN)
+    for key in ("engine_args", "agent_args"):
+        for name, value in getattr(config.rollout, key).items():
+            if _SECRET_KEY.search(name) and isinstance(value, str):
+                yield Problem(f"rollout.{key}.{name}", allowed, NOT_SHOWN)

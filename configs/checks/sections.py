@@ -68,7 +68,7 @@ def _harness_problems(config: Config) -> Iterator[Problem]:
     if rollout.agent_loop not in BUILT_IN_AGENT_LOOPS:
         yield Problem("rollout.agent_loop", f"rollout.{given[0]} is set, too: a run has an agent loop or a harness")
     if rollout.agent is not None:
-        yield from dotted_problems("rollout.agent", rollout.agent, (), ("task", "client"))
+        yield from dotted_problems("rollout.agent", rollout.agent, (), ("task", "client"), rollout.agent_args)
     if rollout.agent_command is not None and not rollout.agent_command.strip():
         yield Problem("rollout.agent_command", "must be a command", repr(rollout.agent_command))
     if sessions.timeout_s >= rollout.group_timeout_s:
@@ -83,7 +83,10 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.top_k", "must be -1 (the whole vocabulary) or at least 1")
     if "" in rollout.stop:
         yield Problem("rollout.stop", "an empty text would stop everything: leave it out")
-    yield from dotted_problems("rollout.agent_loop", rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",))
+    args = {} if rollout.agent is not None else rollout.agent_args
+    yield from dotted_problems("rollout.agent_loop", rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",), args)
+    if rollout.agent_args and rollout.agent is None and rollout.agent_loop in BUILT_IN_AGENT_LOOPS:
+        yield Problem("rollout.agent_args", "are those of rollout.agent_loop=package.module:name, or of rollout.agent")
     yield from _harness_problems(config)
     try:
         for term in parse_reward(rollout.reward):

@@ -8,7 +8,6 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from configs import load
-from configs.checks.engine_args import SECTION as ENGINE_ARGS
 from configs.checks.secrets import NOT_SHOWN, secret_in_argument
 from configs.cli.arguments import parsed
 from configs.cli.peers import Equivalent, equivalents
@@ -16,6 +15,10 @@ from configs.validate import ConfigError
 
 RENAMED_VALUES = {("trainer.layout", "shared_prompt"): "tree"}
 """(key, former value) -> what it is called now."""
+
+
+FREE = ("rollout.engine_args.", "rollout.agent_args.")
+"""Sections with keys of other programs, which `configs.validate` checks with their values."""
 
 
 @cache
@@ -35,8 +38,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key.startswith("hydra") or key in groups():
             continue
-        if key.startswith(f"{ENGINE_ARGS}."):
-            continue  # checked with its value, by `configs.validate`
+        if key.startswith(FREE):
+            continue
         if override.is_delete():
             raise ConfigError(f"~{key}: keys cannot be deleted; set {_instead(key)}")
         if key not in load.key_docs():

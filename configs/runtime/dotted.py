@@ -5,14 +5,17 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
 
-def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = ()) -> Callable[..., Any]:
-    """Returns the function or class of `path`, which is called with `parameters` by position. `key` accepts the names
-    `known`, too. ValueError names the key, the value and what is wrong, an error of the module itself included.
+def find(
+    key: str, path: str, parameters: Sequence[str], known: Sequence[str] = (), named: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Returns the function or class of `path`, which is called with `parameters` by position, and with those `named` by
+    name. `key` accepts the names `known`, too. ValueError names the key, the value and what is wrong, an error of the
+    module itself included.
 
     Example: find("rollout.reward", "my_rewards:length", ("prompt", "text"))
     """
@@ -28,11 +31,11 @@ def find(key: str, path: str, parameters: Sequence[str], known: Sequence[str] = 
     if name not in vars(module):
         raise ValueError(f"{key}={path}: {module_name} has no {name}")
     found = vars(module)[name]
-    expected = f"({', '.join(parameters)})"
+    expected = f"({', '.join([*parameters, *(f'{name}=...' for name in named)])})"
     if not callable(found):
         raise ValueError(f"{key}={path}: must be callable with {expected}, but is of type {type(found).__name__}")
     try:
-        inspect.signature(found).bind(*parameters)
+        inspect.signature(found).bind(*parameters, **dict.fromkeys(named))
     except (TypeError, ValueError) as error:  # ValueError: some functions of C extensions have no signature
         raise ValueError(f"{key}={path}: must be callable with {expected}: {error}") from error
     return found

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from configs.runtime.dotted import find
@@ -109,12 +110,12 @@ class SingleTurn:
         ]
 
 
-def load_agent_loop(name: str, tokenizer: Any) -> AgentLoop:
-    """`name`: single_turn, or the `package.module:name` of a class or function that makes a loop of the tokenizer.
-    Raises ValueError for what is no agent loop."""
+def load_agent_loop(name: str, tokenizer: Any, args: Mapping[str, Any] = MappingProxyType({})) -> AgentLoop:
+    """`name`: single_turn, or the `package.module:name` of a class or function that makes a loop of the tokenizer and,
+    by name, the `args` of rollout.agent_args. Raises ValueError for what is no agent loop."""
     if name == "single_turn":
         return SingleTurn()
-    loop = find("rollout.agent_loop", name, ("tokenizer",), known=("single_turn",))(tokenizer)
+    loop = find("rollout.agent_loop", name, ("tokenizer",), ("single_turn",), args)(tokenizer, **args)
     if not isinstance(loop, AgentLoop):
         has_none = "has no run(tasks, generate) and no run_episode(task, generate)"
         raise ValueError(f"rollout.agent_loop={name}: gave {loop!r:.100}, which {has_none}")

@@ -44,7 +44,7 @@ def load_tokenizer(path: str, *, local_only: bool = False) -> Any:
 
 def _load_loop(config: Config, tokenizer: Any) -> AgentLoop:
     if not is_harness(config):
-        return load_agent_loop(config.rollout.agent_loop, tokenizer)
+        return load_agent_loop(config.rollout.agent_loop, tokenizer, config.rollout.agent_args)
     from rollout.sessions.harness_loop import load_harness_loop  # with a web server, which other loops do without
 
     if config.rollout.agent_command is not None:

@@ -11,6 +11,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,16 +117,16 @@ class Harness(Protocol):
         ...
 
 
-AgentFunction = Callable[[HarnessTask, Any], Awaitable[object]]
+AgentFunction = Callable[..., Awaitable[object]]
 
 
 class FunctionHarness:
     """A user's own `async def agent(task, client)`. `client` is an `openai.AsyncOpenAI` of the session."""
 
-    def __init__(self, path: str):
-        """`path`: rollout.agent. Raises ValueError when it is no async function of two arguments."""
-        self._path = path
-        self._function: AgentFunction = find("rollout.agent", path, ("task", "client"))
+    def __init__(self, path: str, args: Mapping[str, Any] = MappingProxyType({})):
+        """`path`: rollout.agent, `args`: rollout.agent_args. Raises ValueError for no async function of these."""
+        self._path, self._args = path, args
+        self._function: AgentFunction = find("rollout.agent", path, ("task", "client"), named=args)
         if not asyncio.iscoroutinefunction(self._function):
             raise ValueError(f"rollout.agent={path}: must be an async function, one that waits without blocking")
 
@@ -136,7 +137,7 @@ class FunctionHarness:
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         url, key = f"{connection.url}/v1", connection.key
         async with AsyncOpenAI(base_url=url, api_key=key, timeout=None, http_client=http) as client:
-            return await self._function(task, client)
+            return await self._function(task, client, **self._args)
 
 
 class CommandHarness:

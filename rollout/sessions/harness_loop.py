@@ -34,7 +34,10 @@ def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
     """The loop of rollout.agent or rollout.agent_command. Raises ValueError when either cannot be had, or the tokenizer
     has no chat template."""
     rollout, sessions = config.rollout, config.sessions
-    harness = CommandHarness(rollout.agent_command) if rollout.agent_command else FunctionHarness(rollout.agent or "")
+    if rollout.agent_command:
+        harness = CommandHarness(rollout.agent_command)
+    else:
+        harness = FunctionHarness(rollout.agent or "", rollout.agent_args)
     return HarnessLoop(harness, make_host(config, tokenizer), sessions)
 
 

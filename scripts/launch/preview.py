@@ -45,7 +45,7 @@ def check_agent_loop(config: Config) -> str | None:
     except (OSError, ValueError) as error:
         return f"{key}not made, for want of the tokenizer: {_line(error)}"
     try:
-        load_agent_loop(config.rollout.agent_loop, tokenizer)
+        load_agent_loop(config.rollout.agent_loop, tokenizer, config.rollout.agent_args)
     except Exception as error:
         text = str(error) if str(error).startswith(key) else f"{key}{type(error).__name__}: {error}"
         raise ConfigError(text) from error

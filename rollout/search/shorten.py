@@ -1,0 +1,25 @@
+"""Cuts documents to a number of tokens."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+MAX_CHARS_PER_TOKEN = 32
+"""Of a longer document the rest is not even tokenized: one may have megabytes."""
+KEPT = 4096
+
+
+def in_tokens(tokenizer: Any, max_tokens: int) -> Callable[[str], str]:
+    """A function that cuts a text to its first `max_tokens` tokens, and remembers the last few thousand. Raises
+    ValueError for fewer than one."""
+    if max_tokens < 1:
+        raise ValueError(f"max_document_tokens={max_tokens}: must be at least 1")
+
+    @lru_cache(maxsize=KEPT)
+    def shortened(text: str) -> str:
+        token_ids = tokenizer(text[: max_tokens * MAX_CHARS_PER_TOKEN], add_special_tokens=False)["input_ids"]
+        if len(token_ids) <= max_tokens and len(text) <= max_tokens * MAX_CHARS_PER_TOKEN:
+            return text
+        return tokenizer.decode(token_ids[:max_tokens], skip_special_tokens=True)
+
+    return shortened

@@ -1,0 +1,91 @@
+"""Search by tags in one assistant text, as in Search-R1 (Jin et al. 2025, arXiv 2503.09516): it works with base models.
+
+The policy writes <think>, then <search>query</search> or <answer>...</answer>. What was found comes back within
+<information>. rollout.agent_loop=rollout.search.tags:agent_loop
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.agents.environment import Step, Turn
+from rollout.agents.multi_turn import MultiTurn
+from rollout.search.answers import exact_match, f1, gold_answers
+from rollout.search.documents import Retriever
+from rollout.search.lookup import Lookup, Shorten
+from rollout.search.retrievers import make_retriever
+from rollout.search.shorten import in_tokens
+from rollout.types import Prompt
+
+STOP = ("</search>", "</answer>")
+HINT = (
+    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I"
+    " want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+)
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a turn asks for: its first whole tag."""
+
+    kind: str
+    """search or answer."""
+    text: str
+
+
+def action_of(turn: str) -> Action | None:
+    """None where a turn has no whole tag, or an empty one.
+
+    Example: action_of("<think>Hm</think> <search>Faust author</search>") == Action("search", "Faust author")
+    """
+    found = _ACTION.search(turn)
+    return Action(found[1], found[2].strip()) if found is not None and found[2].strip() else None
+
+
+class TagEnvironment:
+    """One episode. The reward is the exact match of the answer in the policy's own words: what documents say between
+    <answer> and </answer> is never read as one."""
+
+    def __init__(self, prompt: Prompt, lookup: Lookup, format_score: float = 0.0):
+        """`format_score`: the reward of a wrong answer in the right form."""
+        self._gold, self._lookup, self._format_score = gold_answers(prompt), lookup, format_score
+
+    async def step(self, turn: Turn, /) -> Step:
+        action = action_of(turn)
+        if action is None:
+            return Step(observation=HINT, counts={"invalid_actions": 1.0})
+        if action.kind == "search":
+            found = await self._lookup.find(action.text)
+            return Step(observation=f"\n\n<information>{found}</information>\n\n", metrics=self._metrics())
+        match = exact_match(action.text, self._gold)
+        scores = {"exact_match": match, "f1": f1(action.text, self._gold), "answered": 1.0}
+        return Step(done=True, reward=match or self._format_score, metrics=self._metrics() | scores)
+
+    def _metrics(self) -> dict[str, float]:
+        return {name: float(count) for name, count in self._lookup.counts.items()}
+
+
+def agent_loop(
+    tokenizer: Any,
+    *,
+    retriever: Mapping[str, Any] | Retriever,
+    topk: int = 3,
+    max_turns: int = 4,
+    max_turn_tokens: int | None = 500,
+    max_document_tokens: int = 200,
+    format_score: float = 0.0,
+    step_timeout_s: float = 60.0,
+) -> MultiTurn:
+    """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. Raises ValueError."""
+    found = make_retriever(retriever)
+    shorten: Shorten = in_tokens(tokenizer, max_document_tokens)
+    return MultiTurn(
+        lambda prompt: TagEnvironment(prompt, Lookup(found, topk, shorten), format_score),
+        tokenizer,
+        max_turns=max_turns,
+        max_turn_tokens=max_turn_tokens,
+        step_timeout_s=step_timeout_s,
+        stop=STOP,
+    )

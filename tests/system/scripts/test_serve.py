@@ -385,6 +385,31 @@ def test_a_session_over_the_anthropic_sdk_is_only_late_through_a_pause(server: S
     run(server, scenario)
 
 
+def test_what_was_sampled_for_a_client_that_went_away_is_in_the_record_and_in_no_sequence(server: Server) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        session = await opened(client, server)
+        async with openai.AsyncOpenAI(base_url=f"{server.gateway}/v1", api_key=session["key"], max_retries=0) as sdk:
+            said: Any = [{"role": "user", "content": "How many?"}]
+            call = sdk.chat.completions.create(model="policy", messages=said, max_tokens=STAYS, timeout=None)
+            asking = asyncio.create_task(call)
+
+            async def is_at_work() -> bool:
+                return any([await is_metric(client, url, RUNNING, 1) for url in server.replicas])
+
+            async def is_over() -> bool:
+                return not await is_at_work()
+
+            await until(is_at_work)
+            asking.cancel()
+            await until(is_over)
+        record = await recorded(client, server, session)
+        (answer,) = record["answers"]
+        assert (answer["state"], answer["finish"], answer["answer"]) == ("cancelled", "abort", None)
+        assert 0 < answer["sampled_tokens"] < STAYS and record["sequences"] == []
+
+    run(server, scenario)
+
+
 def test_a_session_moves_when_its_replica_is_killed(server: Server) -> None:
     """From here on there is one replica."""
 

@@ -21,6 +21,8 @@ from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
 from tests.support.compose import changed
 
+SEARCH = "rollout.search.tags:agent_loop"
+
 
 def refusal(**values: object) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -132,6 +134,20 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"data__train_files": "", "data__val_files": ""}, "data.val_files=: no such file (from /"),
         ({"rollout__agent_loop": "multi"}, "rollout.agent_loop=multi: must be one of single_turn, or package.module"),
         (
+            {"rollout__agent_loop": SEARCH, "rollout__agent_args": {"retriever": {}, "topp": 1}},
+            f"rollout.agent_loop={SEARCH}: must be callable with (tokenizer, retriever=..., topp=...): got an",
+        ),
+        ({"rollout__agent_loop": SEARCH}, f"rollout.agent_loop={SEARCH}: must be callable with (tokenizer): missing"),
+        (
+            {"rollout__agent": "rollout.agents.solver:agent", "rollout__agent_args": {"topk": 1}},
+            "rollout.agent=rollout.agents.solver:agent: must be callable with (task, client, topk=...): got an unexp",
+        ),
+        ({"rollout__agent_args": {"topk": 1}}, "rollout.agent_args={'topk': 1}: are those of rollout.agent_loop=pack"),
+        (
+            {"rollout__agent_command": "agent", "rollout__agent_args": {"topk": 1}},
+            "rollout.agent_args={'topk': 1}: are those of rollout.agent_loop=pack",
+        ),
+        (
             {"rollout__reward": "gsm9k"},
             "rollout.reward=gsm9k: must be one of gsm8k, gsm8k_flexible, dapo, math_verify,",
         ),
@@ -186,6 +202,7 @@ def test_values_at_the_edge_of_what_works_are_taken(tmp_path: Path) -> None:
     for values in (
         {"rollout__top_k": 1},
         {"rollout__agent_loop": "os.path:basename"},
+        {"rollout__agent_loop": SEARCH, "rollout__agent_args": {"retriever": {"kind": "world"}, "topk": 1}},
         {"rollout__reward": "0.5*os.path:join+math_verify"},
         {"data__loader": "os.path:basename", "data__train_files": "a", "data__val_files": "b"},
         {"data__train_files": "openai/gsm8k:main@train", "data__val_files": f"{tmp_path}@test"},

@@ -1,13 +1,17 @@
 """Agent loops by name, and what a later attempt asks of its replica."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rollout.agents.loop import SingleTurn, load_agent_loop, resume_from
+from rollout.agents.multi_turn import MultiTurn
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.types import Completion, GenerationRequest
 from tests.support.fakes import make_completion, make_request, run_virtual
+
+NO_DOCUMENTS: Any = {"kind": "world", "documents": 0}
 
 
 def test_an_agent_loop_by_name() -> None:
@@ -16,6 +20,8 @@ def test_an_agent_loop_by_name() -> None:
         load_agent_loop("multi", None)
     with pytest.raises(ValueError, match=r"rollout.agent_loop=os.path:basename: gave 'x', which has no run"):
         load_agent_loop("os.path:basename", "x")
+    loop = load_agent_loop("rollout.search.tags:agent_loop", None, {"retriever": NO_DOCUMENTS, "max_turns": 7})
+    assert isinstance(loop, MultiTurn) and loop.max_turns == 7, "arguments by name"
 
 
 def test_what_is_complete_is_answered_at_once_and_the_rest_goes_on() -> None:

@@ -1,6 +1,7 @@
 """The way of a session's requests: one replica as long as it lives, and then another from the tokens there are."""
 
 import asyncio
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -28,6 +29,25 @@ def completion(*ids: int, finish: str = "stop") -> Completion:
 
 def request(turn: int = 0) -> GenerationRequest:
     return GenerationRequest(request_id=RequestId(99, turn=turn), prompt_ids=PROMPT, sampling=SamplingParams())
+
+
+class Replica:
+    """Answers when it is told to end requests, and notes which."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationRequest] = []
+        self.ended: list[RequestId] = []
+        self._may_answer = asyncio.Event()
+
+    async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.asked += requests
+        await self._may_answer.wait()
+        return [completion(1, finish="abort")] * len(requests)
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        self.ended += request_ids
+        self._may_answer.set()
+        return True
 
 
 class World:
@@ -88,6 +108,22 @@ def test_a_request_goes_on_elsewhere_from_the_tokens_that_a_lost_replica_reporte
         assert moved.request_id.attempt == 1 and not world.progress.known("b")
         await route([request(2)])
         assert world.asked[-1][0] == "b" and world.router.gauges()["rollout/inflight_trajectories"] == 0
+
+    run_virtual(main())
+
+
+def test_requests_end_where_they_are_by_the_names_they_have_there() -> None:
+    async def main() -> None:
+        replica = Replica()
+        router = ReplicaRouter(["a"], 1000)
+        route = Route(Replicas(router=router, progress=Progress(), generate={"a": replica}, route_timeout_s=10.0))
+        assert not await route.abort([request().request_id]), "not under way"
+        asking = asyncio.create_task(route([request(0), request(1)]))
+        await settle()
+        assert await route.abort([request(turn).request_id for turn in range(2)])
+        assert [one.finish_reason for one in await asking] == ["abort", "abort"]
+        assert replica.ended == [one.request_id for one in replica.asked] and len(replica.ended) == 2
+        assert not await route.abort([request(0).request_id]), "it has ended"
 
     run_virtual(main())
 

@@ -37,6 +37,10 @@ print(json.dumps({"reward": len(said) % 2}))
 """
 
 
+BY_TURNS = ("trainer.prompts_per_step=1", "rollout.num_agent_workers=2")
+"""Each of two agent workers runs a group."""
+
+
 def overrides(model: Path, steps: int) -> list[str]:
     return [
         *(*SIZES, "model.kind=hf", f"model.path={model}", f"trainer.total_steps={steps}", "trainer.eval_every=0"),
@@ -73,7 +77,7 @@ def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path:
 def test_a_command_over_the_anthropic_sdk_is_trained_too(tmp_path: Path, chat_model: Path) -> None:
     (tmp_path / "agent.py").write_text(COMMAND)
     command = f"rollout.agent_command='{sys.executable} {tmp_path / 'agent.py'}'"
-    with started(tmp_path, *overrides(chat_model, 2), command, "trainer.prompts_per_step=1") as run:
+    with started(tmp_path, *overrides(chat_model, 2), command, *BY_TURNS) as run:
         assert run.wait_for_end(280) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         arrays = np.load(run.run_dir / "trajectories" / "step_000002.npz")

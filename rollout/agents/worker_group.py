@@ -2,7 +2,6 @@
 
 import asyncio
 import faulthandler
-import gc
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from configs.runtime.carried import as_raised, carries_errors
+from configs.runtime.collector import collect_rarely
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
@@ -71,8 +71,7 @@ class AgentWorkerActor:
             replicas={},
         )
         self._open = OpenByAttempt()
-        gc.collect()
-        gc.freeze()  # what was imported stays: to walk it again and again would hold up the event loop
+        collect_rarely()
 
     async def heartbeat(self) -> None:
         """Answer, as long as the event loop runs. If that stops, the process writes its stacks into its log."""

@@ -1,7 +1,6 @@
 """Replicas in Ray actors: where they are placed, and how the driver calls them."""
 
 import asyncio
-import gc
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -16,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.runtime.carried import as_raised, carries_errors
+from configs.runtime.collector import keep_what_is_loaded
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import WeightSyncConfig
 from configs.serve import ServeConfig
@@ -79,8 +79,7 @@ class ReplicaActor:
         end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
         self._engine = VllmEngine(spec, self._name)
         self._replica = RolloutReplica(self._name, self._engine, config, self._sampled)
-        gc.collect()
-        gc.freeze()  # what vLLM has loaded stays: to walk it again and again took a third of this event loop's time
+        keep_what_is_loaded()  # to walk vLLM again and again took a third of this event loop's time
         return self._replica.num_workers
 
     async def place(self) -> tuple[str, str, int]:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from configs.runtime.collector import collect_rarely
 from rollout.agents.loop import Episode
 from rollout.sessions.harness import Connection, HarnessTask
 from rollout.sessions.harness_loop import HarnessLoop
@@ -137,14 +138,15 @@ class Meter:
 async def bench_load(num_sessions: int, turns: int) -> dict[str, float]:
     """Twice: the ticks that find gaps take CPU themselves."""
     answers = Answers(FAMILY)
-    gc.collect()
-    gc.freeze()  # as agent workers do
+    thresholds = gc.get_threshold()
+    collect_rarely()  # as agent workers do
     meter, clients, gaps = Meter(answers, answers.engine(STEP_S, num_sessions)), Clients(), Gaps()
     episodes = await _serve(meter, clients, num_sessions, turns)
     ticking = Meter(answers, answers.engine(STEP_S, num_sessions))
     async with gaps.watched():
         episodes += await _serve(ticking, Clients(), num_sessions, turns)
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
     return _figures(meter, clients, gaps, episodes, await _engine_alone(answers, num_sessions))
 
 

@@ -1,11 +1,10 @@
-"""What `make serve` refuses, and the chat template that it gives to the tiny model."""
+"""What `make serve` says of a harness, and the chat template that it gives to the tiny model."""
 
 from pathlib import Path
 
 import pytest
 
 from configs.schema import Config
-from configs.validate import ConfigError
 from rollout.sessions.harness_loop import make_words
 from rollout.sessions.messages import Message, Role
 from rollout.sessions.render import Parent
@@ -16,10 +15,13 @@ from trainer.tiny.model import build_tokenizer
 
 
 @pytest.mark.parametrize("key", ["agent", "agent_command"])
-def test_a_harness_is_refused_with_the_command_that_runs_it(key: str, tmp_path: Path) -> None:
+def test_a_harness_of_a_recipe_is_not_run_and_the_command_that_runs_it_is_named(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = changed(Config(dry_run=True), **{f"rollout__{key}": "my_agent:agent"})
-    with pytest.raises(ConfigError, match=rf"rollout\.{key}=my_agent:agent: a server runs no harness.*make evaluate"):
-        serve(invocation(config, tmp_path))
+    assert serve(invocation(config, tmp_path)).exit_code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"rollout.{key}=my_agent:agent is not run here") and "make evaluate" in said
 
 
 def test_conversations_with_the_tiny_model_only_grow_at_their_end() -> None:

@@ -7,16 +7,14 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from typing_extensions import Unpack
+from typing import Any, Unpack
 
 from configs.runtime.dotted import find, import_user_module
 from rollout.agents.environment import Observation, Step, Turn
 from rollout.agents.multi_turn import MultiTurn
-from rollout.environments.limits import Limits, multi_turn
+from rollout.environments.optional import optional
+from rollout.environments.turns import TurnOptions, turns
 from rollout.rewards.outcome import described
-from rollout.sessions.chat_turns import ChatTurns
 from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
 
@@ -107,8 +105,7 @@ def act_in(space: Any, actions: Sequence[str] = ()) -> Act:
     Raises:
         ValueError: another space, or not as many names as actions.
     """
-    from gymnasium import spaces
-
+    spaces: Any = optional("gymnasium.spaces", "gymnasium")
     if isinstance(space, spaces.Text) and not actions:
         return lambda text: _in_text_space(space, text)
     if not isinstance(space, spaces.Discrete):
@@ -150,11 +147,9 @@ def agent_loop(
     observe: str | None = None,
     act: str | None = None,
     actions: Sequence[str] = (),
-    chat: bool = False,
-    reasoning_parser: str | None = None,
-    **limits: Unpack[Limits],
+    **options: Unpack[TurnOptions],
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args.
+    """Arguments are those of rollout.agent_args. With chat=true actions are read without the reasoning.
 
     Args:
         tokenizer: Of transformers.
@@ -165,9 +160,6 @@ def agent_loop(
         observe: `package.module:function` that makes a text of an observation; null is `as_text`.
         act: `package.module:function` that makes an action of a text, or raises ValueError; null is `act_in`.
         actions: The names of discrete actions.
-        chat: Whether observations are messages of the user, which the chat template writes, and actions are read
-            without the reasoning. Else they are lines of text.
-        reasoning_parser: With `chat`, as sessions.reasoning_parser.
 
     Raises:
         ImportError: There is no gymnasium.
@@ -178,17 +170,12 @@ def agent_loop(
     space = _action_space(make, env, env_args)
     observe_with = None if observe is None else find(f"{KEY}.observe", observe, ("observation",))
     act_with = act_in(space, actions) if act is None else find(f"{KEY}.act", act, ("text",))
-    turns = ChatTurns(tokenizer, reasoning_parser=reasoning_parser) if chat else None
-    return multi_turn(
-        lambda prompt: GymnasiumEnvironment(prompt, make, observe_with, act_with, chat), tokenizer, turns, **limits
-    )
+    is_chat = options.get("chat", False)
+    return turns(lambda prompt: GymnasiumEnvironment(prompt, make, observe_with, act_with, is_chat), tokenizer, options)
 
 
 def _maker(env: str, env_args: Mapping[str, Any]) -> Callable[[], Any]:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ImportError(f"{__name__} needs the package gymnasium: pip install gymnasium") from error
+    gymnasium: Any = optional("gymnasium", "gymnasium")
     if HOUSE not in gymnasium.registry:
         gymnasium.register(HOUSE, "rollout.environments.text_world:make_house", max_episode_steps=100)
     module, _, name = env.rpartition(":")

@@ -4,20 +4,18 @@ rollout.agent_loop=rollout.environments.mcp:agent_loop rollout.agent_args.server
 """
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
-
-from typing_extensions import Unpack
 
 from configs.runtime.deadline import within
 from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import ToolEnvironment, ToolResult, capped, no_tool
-from rollout.environments.limits import STEP_TIMEOUT_S, Limits, check_call_timeout, multi_turn
 from rollout.environments.mcp_connection import Connection, Server
+from rollout.environments.optional import optional
+from rollout.environments.turns import STEP_TIMEOUT_S, ToolTurnOptions, check_call_timeout, tool_turns
 from rollout.rewards.outcome import described
 from rollout.sessions.chat_turns import ChatTurns
 from rollout.sessions.messages import ToolCall, ToolSpec
@@ -154,7 +152,7 @@ def agent_loop(
     max_output_chars: int = 8192,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
-    **limits: Unpack[Limits],
+    **options: Unpack[ToolTurnOptions],
 ) -> MultiTurn:
     """Arguments are those of rollout.agent_args. The server is asked for its tools here, before there are episodes.
 
@@ -173,10 +171,9 @@ def agent_loop(
         ImportError: There is no mcp.
         ValueError: An argument is wrong, or the server does not answer, or has no such tools.
     """
-    if importlib.util.find_spec("mcp") is None:
-        raise ImportError(f"{__name__} needs the package mcp: pip install 'mcp>=2'")
-    check_call_timeout(call_timeout_s, limits)
-    open_timeout_s = limits.get("step_timeout_s", STEP_TIMEOUT_S)
+    optional("mcp.client.client", "'mcp>=2'")
+    check_call_timeout(call_timeout_s, options)
+    open_timeout_s = options.get("step_timeout_s", STEP_TIMEOUT_S)
     found = _server(server)
     specs = _chosen(_listed(found, open_timeout_s), tools)
 
@@ -185,8 +182,8 @@ def agent_loop(
 
     one = Shared(make_tools, open_timeout_s) if shared else None
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    return multi_turn(
-        lambda prompt: OwnTools(make_tools()) if one is None else SharedTools(one), tokenizer, chat, **limits
+    return tool_turns(
+        lambda prompt: OwnTools(make_tools()) if one is None else SharedTools(one), tokenizer, chat, options
     )
 
 

@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol, runtime_checkable
-
-from typing_extensions import Unpack
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 from configs.runtime.dotted import find
 from rollout.agents.environment import Closable, Observation, Resettable, Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.threads import called
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment
-from rollout.environments.limits import MAX_TURNS, STEP_TIMEOUT_S, Limits, check_call_timeout, multi_turn
+from rollout.environments.turns import MAX_TURNS, STEP_TIMEOUT_S, ToolTurnOptions, check_call_timeout, tool_turns
 from rollout.sessions.chat_turns import ChatTurns
 from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
@@ -141,7 +139,7 @@ def agent_loop(
     max_output_chars: int = 8192,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
-    **limits: Unpack[Limits],
+    **options: Unpack[ToolTurnOptions],
 ) -> MultiTurn:
     """Arguments are those of rollout.agent_args.
 
@@ -157,7 +155,7 @@ def agent_loop(
     Raises:
         ValueError: An argument is wrong, or the class has no `reset`, no tools, or one that no schema describes.
     """
-    check_call_timeout(call_timeout_s, limits)
+    check_call_timeout(call_timeout_s, options)
     args = dict(args or {})
     make = find(f"{KEY}.factory", factory, (), named=args)
     kind = make if isinstance(make, type) else type(make(**args))
@@ -171,9 +169,9 @@ def agent_loop(
         tools=tools,
         call_timeout_s=call_timeout_s,
         max_output_chars=max_output_chars,
-        step_timeout_s=limits.get("step_timeout_s", STEP_TIMEOUT_S),
-        max_turns=limits.get("max_turns", MAX_TURNS),
+        step_timeout_s=options.get("step_timeout_s", STEP_TIMEOUT_S),
+        max_turns=options.get("max_turns", MAX_TURNS),
     )
     specs = [tool.spec for tool in tools.values()]
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    return multi_turn(lambda prompt: ClassEnvironment(prompt, settings), tokenizer, chat, **limits)
+    return tool_turns(lambda prompt: ClassEnvironment(prompt, settings), tokenizer, chat, options)

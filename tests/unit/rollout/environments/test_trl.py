@@ -208,10 +208,11 @@ def test_an_environment_that_fails_is_not_a_reward_of_0(kind: type, error: str) 
 
 
 def test_results_and_observations_are_capped() -> None:
-    loop = loop_of(Guess, max_output_chars=2, max_observation_tokens=12)
-    episode = play(loop, [call("guess", number=3), "done"])
-    assert "Hi\n[cut: 2 of 7" in heard(episode)
-    assert episode.metrics["cut_tool_results"] == 1 and episode.metrics["cut_observations"] >= 1
+    lines = [call("guess", number=3), "done"]
+    cut = play(loop_of(Guess, max_output_chars=2), lines)
+    assert "Hi\n[cut: 2 of 7 characters]" in heard(cut)
+    assert (cut.metrics["cut_tool_results"], cut.metrics["cut_observations"]) == (1, 0)
+    assert play(loop_of(Guess, max_observation_tokens=3), lines).metrics["cut_observations"] == 2
 
 
 @pytest.mark.parametrize(

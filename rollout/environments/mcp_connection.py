@@ -1,6 +1,7 @@
 """A connection with a server of the Model Context Protocol, by the `mcp` package."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from configs.runtime.environment import PYTHON_PATH
 from configs.serve import TOKEN_ENV
 from rollout.rewards.outcome import described
 from rollout.sessions.messages import ToolSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,9 @@ class Connection:
                     opened.set_result(specs)
                 await self._ending.wait()
         except Exception as error:
-            if not opened.done():
+            if opened.done():
+                logger.warning("%s: the connection is lost", self._server, exc_info=error)
+            else:
                 opened.set_exception(ConnectionError(f"{self._server}: {described(_innermost(error))}"))
         finally:
             self._is_lost = True

@@ -56,6 +56,6 @@ def heard(episode: Episode) -> str:
     return TOKENIZER.decode(only(episode).response_ids.tolist())
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """A turn that calls a tool."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -21,7 +21,7 @@ class Guess:
 
     def __init__(self, most: int = 9):
         self.most = most
-        self.reward: float | None = 0.0
+        self._pay(0.0)
 
     def reset(self, secret: int = 4, **row: Any) -> str | None:
         self.events.append(f"reset {secret} {sorted(row)}")
@@ -38,14 +38,15 @@ class Guess:
             raise ValueError("Game over.")
         self.events.append(f"guess {number} {threading.current_thread() is threading.main_thread()}")
         self.done = number == self.secret
-        self.reward = 1.0 if self.done else 0.25
+        self._pay(1.0 if self.done else 0.25)
         return "Right." if self.done else "Higher." if number < self.secret else "Lower."
 
     async def hint(self) -> str:
         """Ask whether it is even."""
         return "even" if self.secret % 2 == 0 else "odd"
 
-    def _internal(self) -> None: ...
+    def _pay(self, reward: float) -> None:
+        self.reward = reward
 
     @property
     def state(self) -> str:
@@ -58,9 +59,7 @@ class Guess:
 class Scored(Guess):
     """Its reward is a method."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        del self.reward
+    def _pay(self, reward: float) -> None: ...
 
     def get_reward(self) -> float | None:
         self.events.append("get_reward")

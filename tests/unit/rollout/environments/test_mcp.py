@@ -1,4 +1,5 @@
-"""Tools of real MCP servers, over their standard input and output and over streamable HTTP."""
+"""Tools of real MCP servers, over their standard input and output and over streamable HTTP. What becomes of processes
+and connections is shown with a server by hand, which starts at once."""
 
 import asyncio
 import socket
@@ -20,6 +21,7 @@ from tests.support.environments import TOKENIZER, call, episode_of, heard, play
 from tests.support.paths import ROOT
 
 COMMAND = [sys.executable, "-m", "tests.support.mcp_server"]
+SMALL = [sys.executable, str(ROOT / "tests/support/small_mcp_server.py")]
 NAMES = ["power", "note", "fail", "wait", "parts", "variable", "crash"]
 
 
@@ -49,34 +51,33 @@ def url() -> Iterator[str]:
     process.wait()
 
 
-@pytest.fixture(scope="module", params=["stdio", "http"])
-def server(request: pytest.FixtureRequest, url: str) -> dict[str, Any]:
-    return {"command": COMMAND} if request.param == "stdio" else {"url": url}
-
-
 def loop_of(server: dict[str, Any], **args: Any) -> MultiTurn:
     return agent_loop(TOKENIZER, server=server, **args)
 
 
+@pytest.fixture(scope="module", params=["stdio", "http"])
+def loop(request: pytest.FixtureRequest, url: str) -> MultiTurn:
+    server = {"command": COMMAND} if request.param == "stdio" else {"url": url}
+    return loop_of(server, max_output_chars=60, call_timeout_s=10.0)
+
+
 def servers() -> list[psutil.Process]:
     mine = psutil.Process().children(recursive=True)
-    return [one for one in mine if one.is_running() and one.cmdline()[-1:] == ["tests.support.mcp_server"]]
+    return [one for one in mine if one.is_running() and one.cmdline()[-1:] in (COMMAND[-1:], SMALL[-1:])]
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-def test_tools_are_known_before_there_are_episodes(server: dict[str, Any]) -> None:
-    tools = loop_of(server).prompt_tools
+def test_tools_are_known_before_there_are_episodes(loop: MultiTurn, url: str) -> None:
+    tools = loop.prompt_tools
     assert [tool.name for tool in tools] == NAMES
     assert tools[0].description == "Raise a number to a power."
     assert tools[0].parameters["required"] == ["base"]
-    assert [tool.name for tool in loop_of(server, tools=["wait", "power"]).prompt_tools] == ["wait", "power"]
+    assert [tool.name for tool in loop_of({"url": url}, tools=["wait", "power"]).prompt_tools] == ["wait", "power"]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_an_episode(server: dict[str, Any], shared: bool) -> None:
-    loop = loop_of(server, shared=shared, max_output_chars=60)
+def test_an_episode(loop: MultiTurn) -> None:
     lines = [
         call("power", base=3) + call("parts"),
         call("fail", reason="no disk") + call("square", base=3) + "\n" + call("power", base=10, exponent=80),
@@ -89,11 +90,21 @@ def test_an_episode(server: dict[str, Any], shared: bool) -> None:
     assert "[cut: 60 of 81 characters]" in said
     assert episode.result is None, "rollout.reward scores it"
     assert (episode.metrics["tool_calls"], episode.metrics["tool_errors"]) == (5, 2)
-    assert episode.metrics["cut_tool_results"] >= 1
+    assert episode.metrics["cut_tool_results"] == 2 and episode.metrics["failed_closes"] == 0
+
+
+def test_a_shared_connection_over_http(url: str) -> None:
+    loop = loop_of({"url": url}, shared=True)
+
+    async def many() -> list[Any]:
+        return await asyncio.gather(*(episode_of(loop, [call("power", base=i), "done"]) for i in range(20)))
+
+    for base, episode in enumerate(asyncio.run(many())):
+        assert episode.result is None and f"\n{base**2}\n</tool_response>" in heard(episode)
 
 
 def test_each_episode_has_a_process_of_its_own_which_ends_with_it() -> None:
-    loop = loop_of({"command": COMMAND, "env": {"COLOUR": "red"}})
+    loop = loop_of({"command": SMALL, "env": {"COLOUR": "red"}})
 
     async def both() -> list[Any]:
         lines = [call("note", text="a") + call("note", text="b"), call("variable", name="COLOUR"), "done"]
@@ -106,7 +117,7 @@ def test_each_episode_has_a_process_of_its_own_which_ends_with_it() -> None:
 
 
 def test_a_shared_connection_is_one_for_all_episodes() -> None:
-    loop = loop_of({"command": COMMAND}, shared=True)
+    loop = loop_of({"command": SMALL}, shared=True)
 
     async def three() -> tuple[list[Any], int]:
         lines = [call("note", text="a"), "done"]
@@ -118,8 +129,9 @@ def test_a_shared_connection_is_one_for_all_episodes() -> None:
     assert num_servers == 1 and servers() == []
 
 
-def test_a_call_has_a_deadline(server: dict[str, Any]) -> None:
-    episode = play(loop_of(server, call_timeout_s=0.5), [call("wait", seconds=2), call("power", base=4), "done"])
+def test_a_call_has_a_deadline(url: str) -> None:
+    loop = loop_of({"url": url}, call_timeout_s=0.5)
+    episode = play(loop, [call("wait", seconds=2), call("power", base=4), "done"])
     assert "Error: the tool wait took longer than call_timeout_s=0.5" in heard(episode)
     assert "16" in heard(episode), "the connection holds"
 
@@ -146,17 +158,17 @@ def test_wrong_arguments_are_answered(url: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_server_that_is_lost_is_not_a_reward_of_0(shared: bool) -> None:
-    loop = loop_of({"command": COMMAND}, shared=shared)
+    loop = loop_of({"command": SMALL}, shared=shared)
 
     async def two() -> list[Any]:
         return [
             await episode_of(loop, [call("crash"), "done"]),
-            await episode_of(loop, [call("power", base=3), "done"]),
+            await episode_of(loop, [call("note", text="here"), "done"]),
         ]
 
     lost, later = asyncio.run(two())
     assert lost.result is not None and lost.result.error.startswith("ConnectionError: the MCP server ")
-    assert later.result is None and "9" in heard(later), "the next one has a new connection"
+    assert later.result is None and "here" in heard(later), "the next one has a new connection"
     assert servers() == []
 
 
@@ -186,11 +198,11 @@ def test_a_server_that_restarts_is_found_again() -> None:
 
 
 def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
-    loop = loop_of({"command": COMMAND})
+    loop = loop_of({"command": SMALL})
 
     async def cancelled() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3.0):
+            async with asyncio.timeout(1.5):
                 await episode_of(loop, [call("wait", seconds=20), "done"])
 
     asyncio.run(cancelled())
@@ -211,10 +223,10 @@ def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
         ({"server": {"url": "http://127.0.0.1:9/mcp"}}, "the MCP server http://127.0.0.1:9/mcp: ConnectError"),
         ({"server": {"url": "http://x/", "token_env": "NO_SUCH"}}, "token_env=NO_SUCH: there is no such environment"),
         (
-            {"server": {"command": COMMAND}, "tools": ["add"]},
+            {"server": {"command": SMALL}, "tools": ["add"]},
             r"agent_args.tools=\['add'\]: there is no add; the server",
         ),
-        ({"server": {"command": COMMAND}, "call_timeout_s": 99}, "call_timeout_s=99: must be below step_timeout_s=60"),
+        ({"server": {"command": SMALL}, "call_timeout_s": 99}, "call_timeout_s=99: must be below step_timeout_s=60"),
     ],
 )
 def test_what_is_wrong_is_said_before_there_are_episodes(args: dict[str, Any], error: str) -> None:

@@ -8,6 +8,8 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from rollout.environments.optional import optional
+
 DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
 ROOMS = (
     *("attic", "bathroom", "bedroom", "cellar", "corridor", "hall", "kitchen", "laundry"),
@@ -95,12 +97,11 @@ def make_house(width: int = 3, height: int = 3) -> Any:
 
 @cache
 def _environment() -> Any:
-    import gymnasium
-    from gymnasium.spaces import Text
+    gymnasium: Any = optional("gymnasium", "gymnasium")
 
-    class HouseEnvironment(gymnasium.Env[str, str]):
-        observation_space = Text(1000, charset=string.printable)
-        action_space = Text(200, charset=string.printable)
+    class HouseEnvironment(gymnasium.Env):
+        observation_space = gymnasium.spaces.Text(1000, charset=string.printable)
+        action_space = gymnasium.spaces.Text(200, charset=string.printable)
 
         def __init__(self, width: int, height: int):
             self._size = (width, height)

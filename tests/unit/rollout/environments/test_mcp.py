@@ -235,6 +235,8 @@ def test_what_is_wrong_is_said_before_there_are_episodes(args: dict[str, Any], e
 
 
 def test_a_server_that_does_not_answer_has_a_deadline() -> None:
+    began = time.monotonic()
     with pytest.raises(ValueError, match="agent_args.server: connecting with the MCP server sleep 20 took longer than"):
         loop_of({"command": ["sleep", "20"]}, step_timeout_s=0.5, call_timeout_s=0.2)
+    assert time.monotonic() - began < 10
     assert not [one for one in psutil.Process().children() if one.name() == "sleep"]

@@ -24,7 +24,7 @@ def find(
         allowed = f"one of {', '.join(known)}, or package.module:name" if known else "package.module:name"
         raise ValueError(f"{key}={path}: must be {allowed}")
     try:
-        module = _import_user_module(module_name)
+        module = import_user_module(module_name)
     except (Exception, SystemExit) as error:  # a module that exits would end the command, maybe with exit code 0
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}={path}: {module_name} cannot be imported: {reason}; is it on PYTHONPATH?") from error
@@ -41,7 +41,7 @@ def find(
     return found
 
 
-def _import_user_module(name: str) -> ModuleType:
+def import_user_module(name: str) -> ModuleType:
     """Imports a module that may be in the current folder, which console scripts and Ray's workers lack on sys.path. It
     is appended only for a module that is found nowhere else, so it never shadows an installed one."""
     if importlib.util.find_spec(name.partition(".")[0]) is None and os.getcwd() not in sys.path:

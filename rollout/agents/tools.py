@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NotRequired, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NotRequired, Protocol, Self, get_args, get_origin, get_type_hints
 
 import docstring_parser
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -106,8 +106,34 @@ class ToolResult:
     """Whether the text was longer than allowed."""
 
 
+class Tools(Protocol):
+    """The tools of an episode, wherever they run. `Toolbox` is one."""
+
+    def specs(self) -> Sequence[ToolSpec]:
+        """For the chat template, or an endpoint."""
+        ...
+
+    async def result(self, call: ToolCall) -> ToolResult:
+        """Run a call. What the policy did wrong is a result too, for it to read. Raises what is not its fault: the
+        episode then has no reward."""
+        ...
+
+
+def no_tool(name: str, names: Iterable[str]) -> str:
+    """What the policy reads where none of the tools has the name that it called."""
+    return f"no tool is named {name!r}; there are: {', '.join(names) or 'none'}"
+
+
+def capped(text: str, most: int, *, is_error: bool = False) -> ToolResult:
+    """A result of at most `most` characters, and a line that says how many there were."""
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # no tokenizer takes lone surrogates
+    if len(text) <= most:
+        return ToolResult(text=text, is_error=is_error)
+    return ToolResult(text=f"{text[:most]}\n[cut: {most} of {len(text)} characters]", is_error=is_error, is_cut=True)
+
+
 class Toolbox:
-    """The tools of an episode, or of many: it holds no state of its own.
+    """Tools of Python functions, for an episode or for many: it holds no state of its own.
 
     Example:
         toolbox = Toolbox([search, add])
@@ -115,11 +141,15 @@ class Toolbox:
     """
 
     def __init__(
-        self, functions: Iterable[Callable[..., Any]], *, call_timeout_s: float = 30.0, max_output_chars: int = 8192
+        self,
+        functions: Iterable[Callable[..., Any] | Tool],
+        *,
+        call_timeout_s: float = 30.0,
+        max_output_chars: int = 8192,
     ):
         """`call_timeout_s`: of each call. `max_output_chars`: of each result; of a longer one the policy reads the
         beginning. Raises ValueError for a function that is no tool, and for two of one name."""
-        tools = [Tool.of(function) for function in functions]
+        tools = [function if isinstance(function, Tool) else Tool.of(function) for function in functions]
         self._tools = {tool.spec.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             names = [tool.spec.name for tool in tools]
@@ -150,7 +180,7 @@ class Toolbox:
     async def _run(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
         if tool is None:
-            raise _WrongCall(f"no tool is named {call.name!r}; there are: {', '.join(self._tools) or 'none'}")
+            raise _WrongCall(no_tool(call.name, self._tools))
         try:
             arguments = tool.arguments.validate_json(call.arguments or "{}")
         except ValidationError as error:
@@ -160,13 +190,7 @@ class Toolbox:
         return _as_text(call.name, value)
 
     def _capped(self, text: str, is_error: bool = False) -> ToolResult:
-        text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # no tokenizer takes lone surrogates
-        most = self._max_output_chars
-        if len(text) <= most:
-            return ToolResult(text=text, is_error=is_error)
-        return ToolResult(
-            text=f"{text[:most]}\n[cut: {most} of {len(text)} characters]", is_error=is_error, is_cut=True
-        )
+        return capped(text, self._max_output_chars, is_error=is_error)
 
 
 class _WrongCall(Exception):
@@ -193,8 +217,8 @@ def _as_text(name: str, value: object) -> str:
 
 
 class ToolEnvironment:
-    """Answers a turn's tool calls with their results, all run concurrently, as messages. A turn without a call ends the
-    episode, and rollout.reward scores it.
+    """Answers a turn's tool calls with their results as messages. A turn without a call ends the episode, and
+    rollout.reward scores it.
 
     Example:
         toolbox = Toolbox([search, add])
@@ -202,13 +226,17 @@ class ToolEnvironment:
         MultiTurn(lambda prompt: ToolEnvironment(toolbox), tokenizer, max_turns=8, chat=chat)
     """
 
-    def __init__(self, toolbox: Toolbox):
-        self._toolbox = toolbox
+    def __init__(self, tools: Tools, *, in_order: bool = False):
+        """`in_order`: the calls of a turn run one after another, and not concurrently."""
+        self._tools, self._in_order = tools, in_order
 
     async def step(self, turn: Turn, /) -> Step:
         if turn.tool_calls is None:
             raise ValueError("a ToolEnvironment reads the tool calls of a turn, which needs MultiTurn(chat=...)")
-        results = await asyncio.gather(*(self._toolbox.result(call) for call in turn.tool_calls))
+        if self._in_order:
+            results = [await self._tools.result(call) for call in turn.tool_calls]
+        else:
+            results = await asyncio.gather(*(self._tools.result(call) for call in turn.tool_calls))
         return Step(
             observation=_messages(turn.tool_calls, results),
             done=not turn.tool_calls,

@@ -241,6 +241,19 @@ def test_calls_of_one_turn_run_concurrently_and_are_answered_in_order() -> None:
     assert step.counts == {"tool_calls": 5, "tool_errors": 1, "cut_tool_results": 0}
 
 
+def test_calls_of_one_turn_may_run_in_order() -> None:
+    events: list[str] = []
+
+    async def note(text: str) -> None:
+        events.append(f"begin {text}")
+        await asyncio.sleep(0)
+        events.append(f"end {text}")
+
+    calls = [ToolCall(call_id=text, name="note", arguments=f'{{"text": "{text}"}}') for text in "ab"]
+    asyncio.run(ToolEnvironment(Toolbox([note]), in_order=True).step(turn(*calls)))
+    assert events == ["begin a", "end a", "begin b", "end b"]
+
+
 def test_an_episode_with_tools() -> None:
     """The policy says "2+2" as a call, reads the result, and answers."""
     lines = iter(["2+2", "4!"])

@@ -1,0 +1,61 @@
+"""Episodes of the environments in rollout/environments, with a policy that says its lines."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollout.agents.encoding import encode
+from rollout.agents.loop import Episode, EpisodeTask
+from rollout.agents.multi_turn import MultiTurn
+from rollout.prompts import Row
+from rollout.request_ids import RequestId
+from rollout.types import Prompt, SamplingParams
+from tests.support.chat_models import chat_tokenizer
+from tests.support.harnesses import Policy
+from tests.support.sequences import only
+
+TOKENIZER = chat_tokenizer("qwen2.5")
+
+
+def prompt_of(loop: MultiTurn, ordinal: int = 0, chat: bool = True, **extra: Any) -> Prompt:
+    """As an agent worker makes it. `extra`: other columns of the row."""
+    row = Row(question="Begin.", ground_truth="42", extra=extra)
+    (prompt,) = encode(TOKENIZER, [row], "{question}", chat, 9999, loop.prompt_tools)
+    return replace(prompt, ordinal=ordinal)
+
+
+async def episode_of(
+    loop: MultiTurn, say: Sequence[str] | Callable[[str], str], prompt: Prompt | None = None, max_tokens: int = 9999
+) -> Episode:
+    """`say`: the lines of the policy, or what it answers to the text that it reads last."""
+    prompt = prompt_of(loop) if prompt is None else prompt
+    read = 0
+
+    def line(text: str, request: Any) -> str:
+        nonlocal read
+        heard, read = text[read:], len(text)
+        return say(heard) if callable(say) else say[request.request_id.turn]
+
+    task = EpisodeTask(
+        request_id=RequestId(ordinal=prompt.ordinal),
+        prompt=prompt,
+        index=0,
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+    return await loop.run_episode(task, Policy(line).generate)
+
+
+def play(loop: MultiTurn, say: Sequence[str] | Callable[[str], str], **more: Any) -> Episode:
+    return asyncio.run(episode_of(loop, say, **more))
+
+
+def heard(episode: Episode) -> str:
+    """The response, with what the environment said."""
+    return TOKENIZER.decode(only(episode).response_ids.tolist())
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    """A turn that calls a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from rollout.search.documents import Document, RetrievalError
+from rollout.search.documents import Document, Found, RetrievalError
 
 MAX_TERMS = 16
 """Of a query: the rarest words."""
@@ -21,7 +21,7 @@ class Fts5Retriever:
 
     Example:
         retriever = Fts5Retriever([Document(title="Paris", text="Paris is the capital of France.")])
-        [[document]] = await retriever.search(["capital of France"], topk=1)
+        [found] = await retriever.search(["capital of France"], topk=1)
     """
 
     def __init__(self, documents: Iterable[Document]):
@@ -41,15 +41,15 @@ class Fts5Retriever:
         self._index.execute("create virtual table words using fts5vocab(documents, row)")
         self._frequency = Counter(dict(self._index.execute("select term, doc from words")))
 
-    async def search(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
+    async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._search, queries, topk)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    def _search(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
-        return [self._found(query, topk) for query in queries]
+    def _search(self, queries: Sequence[str], topk: int) -> list[Found]:
+        return [Found(tuple(self._found(query, topk))) for query in queries]
 
     def _found(self, query: str, topk: int) -> list[Document]:
         terms = self._terms(query)

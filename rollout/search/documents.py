@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_CHARS = 100_000
+"""Of a document's text, wherever it comes from; the rest is cut off. A policy reads some hundred."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:

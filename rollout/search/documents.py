@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MAX_CHARS = 100_000
-"""Of a document's text, wherever it comes from; the rest is cut off. A policy reads some hundred."""
+MAX_CHARS, MAX_TITLE_CHARS = 100_000, 300
+"""Of a document, wherever it comes from; the rest is cut off. A policy reads some hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

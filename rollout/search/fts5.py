@@ -13,14 +13,10 @@ from tempfile import TemporaryDirectory
 
 from rollout.search.batches import Batches
 from rollout.search.documents import Document, Found, RetrievalError
-from rollout.search.words import words
+from rollout.search.words import rarest, words
 
-MAX_TERMS = 16
-"""Of a query: its rarest words."""
 MAX_MATCHES = 4000
-"""Documents that a query may have ranked, which takes 2 ms per thousand: the rarest words come first."""
-COMMON_SHARE = 0.1
-"""A word in more documents than this tells nothing beside rarer ones."""
+"""Documents that are ranked for a query, which takes 2 ms per thousand."""
 THREADS = 2
 BATCH = 32
 _SEARCH = """
@@ -80,26 +76,14 @@ class Fts5Retriever:
         ]
 
     def _match(self, query: str) -> tuple[str, int]:
-        """The terms, and the last row that is looked at."""
-        terms, size = self._terms(query), len(self._documents)
+        """The terms, and the last row that is looked at: where all words are common, only the first documents are."""
+        size = len(self._documents)
+        terms = rarest(query, self._frequency.__getitem__, size, MAX_MATCHES)
         if not terms:
             return '""', -1
         matches = self._frequency[terms[0]]
         last = size if matches <= MAX_MATCHES else size * MAX_MATCHES // matches
         return " OR ".join(f'"{term}"' for term in terms), last
-
-    def _terms(self, query: str) -> list[str]:
-        """The rarest words of the query, as many as are looked up in time. A query of common words only has one term,
-        and finds the best of the first documents that hold it."""
-        known = [word for word in dict.fromkeys(words(query)) if self._frequency[word]]
-        known.sort(key=self._frequency.__getitem__)
-        terms, left = known[:1], MAX_MATCHES - (self._frequency[known[0]] if known else 0)
-        for word in known[1:MAX_TERMS]:
-            left -= self._frequency[word]
-            if left < 0 or self._frequency[word] > max(1.0, COMMON_SHARE * len(self._documents)):
-                break
-            terms.append(word)
-        return terms
 
 
 def _build(path: Path, documents: Sequence[Document]) -> Counter[str]:

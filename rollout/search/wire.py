@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.search.documents import MAX_CHARS, Document, Found
+from rollout.search.documents import MAX_CHARS, MAX_TITLE_CHARS, Document, Found
 
 MAX_QUERIES = 1024
 """In one request."""
@@ -36,11 +36,13 @@ class _Document(msgspec.Struct):
     def document(self, score: float) -> Document:
         """Raises ValueError."""
         if self.text is not None:
-            return Document(title=self.title or "", text=self.text[:MAX_CHARS], score=score)
-        if self.contents is None:
+            title, text = "", self.text
+        elif self.contents is not None:
+            title, text = split_contents(self.contents)
+        else:
             raise ValueError("a document has neither `contents` nor `text`")
-        title, text = split_contents(self.contents)
-        return Document(title=self.title or title, text=text[:MAX_CHARS], score=score)
+        title = self.title or title
+        return Document(title=title[:MAX_TITLE_CHARS], text=text[:MAX_CHARS], score=score)
 
 
 class _Hit(msgspec.Struct):

@@ -42,8 +42,9 @@ class Bm25sRetriever:
     def __init__(self, corpus: str, index: str | None = None):
         """`corpus`: as `Corpus` reads it. `index`: another folder for the index. Raises CorpusError, and
         RetrievalError without the package."""
-        path = Path(corpus).expanduser().absolute()
+        package, path = _package(), Path(corpus).expanduser().absolute()
         folder = path.with_name(f"{path.name}.bm25s") if index is None else Path(index).expanduser().absolute()
+        _ = Corpus(path).files()
         try:
             with _locked(folder):
                 if not _is_fresh(folder, path):
@@ -51,7 +52,7 @@ class Bm25sRetriever:
         except OSError as error:
             why = "cannot be written; retriever.index names another folder for it"
             raise CorpusError(f"the index {folder} {why}: {error}") from error
-        self._index = _package().BM25.load(str(folder), mmap=True)
+        self._index = package.BM25.load(str(folder), mmap=True)
         self._indptr = np.load(folder / "indptr.csc.index.npy", mmap_mode="r")
         self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
         with (folder / TEXTS).open("rb") as file:

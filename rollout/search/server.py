@@ -41,7 +41,8 @@ def retriever_app(retriever: Retriever, topk: int = 3) -> Starlette:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    return _refusal(404, f"{request.method} {request.url.path}: there is only POST {PATH}, and GET /health")
+    status = 405 if request.url.path in (PATH, "/health") else 404
+    return _refusal(status, f"{request.method} {request.url.path}: there is only POST {PATH}, and GET /health")
 
 
 def _refusal(status: int, why: str) -> JSONResponse:

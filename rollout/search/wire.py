@@ -99,7 +99,8 @@ def read_request(body: bytes, default_topk: int) -> tuple[list[str], int, bool]:
     try:
         asked = msgspec.json.decode(body, type=Request)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body must be JSON such as {request_body(Form.queries, ['...'], 3)}: {error}") from None
+        example = request_body(Form.queries, ["..."], 3).decode()
+        raise ValueError(f"the body must be JSON such as {example}: {error}") from None
     if (asked.queries is None) == (asked.query is None):
         raise ValueError("either `queries`, a list of texts, or `query`, a text, must be given")
     queries = [asked.query] if asked.query is not None else asked.queries or []

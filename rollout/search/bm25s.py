@@ -114,7 +114,8 @@ def _locked(folder: Path) -> Iterator[None]:
 def _made_of(corpus: Path) -> dict[str, Any]:
     """What an index depends on: files with size and time."""
     stats = {str(path): path.stat() for path in Corpus(corpus).files()}
-    return {"version": VERSION, "files": {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}}
+    files = {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
+    return {"version": VERSION, "bm25s": _package().__version__, "files": files}
 
 
 def _is_fresh(folder: Path, corpus: Path) -> bool:

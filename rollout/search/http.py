@@ -52,7 +52,7 @@ class HttpRetriever:
     max_answer_mb: float = 16.0
     """MiB of an answer. A longer one is not read to its end."""
     max_failures: int = 8
-    """Calls that fail one after another until the server is taken to be down."""
+    """Calls that fail one after another until the server is taken to be down; before it has ever answered, one."""
     down_timeout_s: float = 600.0
     """Seconds of an outage that searches wait. The loop's step_timeout_s must be longer."""
     transport: httpx.AsyncBaseTransport | None = None
@@ -159,7 +159,8 @@ class HttpRetriever:
                 if len(answer) > self.max_answer_mb * MIB:
                     raise ValueError(f"more than max_answer_mb={self.max_answer_mb:g} MiB")
         if response.status_code != 200:
-            raise ValueError(f"HTTP {response.status_code}: {ascii(answer[:200].decode(errors='replace'))}")
+            text = f"{response.status_code} {ascii(answer[:200].decode(errors='replace'))}"
+            raise httpx.HTTPStatusError(text, request=response.request, response=response)
         return bytes(answer)
 
 

@@ -14,13 +14,15 @@ REMIND_S = 60.0
 
 
 class Outages:
-    """Counts the failures of a server. After `max_failures` in a row it is down, until a probe succeeds."""
+    """Counts the failures of a server. After `max_failures` in a row it is down, until a probe succeeds. One that has
+    never answered is down at its first failure: its name may be wrong."""
 
     def __init__(self, name: str, probe: Callable[[], Awaitable[str | None]], *, max_failures: int, timeout_s: float):
         """`probe`: asks the server, and returns what is wrong, or None. `timeout_s`: how long one waits for the end of
         an outage, counted from its begin."""
         self._name, self._probe = name, probe
         self._max_failures, self._timeout_s = max_failures, timeout_s
+        self._has_answered = False
         self._failures = self._unreported = 0
         self._since = self._reported_at = float("-inf")
         self._last_error = ""
@@ -35,7 +37,7 @@ class Outages:
     def note(self, error: str | None) -> None:
         """What came of a call; None is success."""
         if error is None:
-            self._failures = 0
+            self._failures, self._has_answered = 0, True
             return
         self._failures += 1
         self._unreported += 1
@@ -43,7 +45,7 @@ class Outages:
         now = asyncio.get_running_loop().time()
         if self.is_down:
             return
-        if self._failures >= self._max_failures:
+        if self._failures >= (self._max_failures if self._has_answered else 1):
             self._begin(now)
         elif now >= self._reported_at + REMIND_S:
             logger.warning("%s: %d searches failed, the last with: %s", self._name, self._unreported, error)
@@ -89,7 +91,7 @@ class Outages:
                 text = "%s is still down, for %.0f s now: %s. %d calls wait for it"
                 logger.warning(text, self._name, down_s, error, self.num_waiting)
         logger.warning("%s is back after %.0f s; %d calls waited", self._name, clock() - self._since, self.num_waiting)
-        self._failures = self._unreported = 0
+        self._failures, self._unreported, self._has_answered = 0, 0, True
         up, self._up = self._up, None
         assert up is not None
         up.set()

@@ -25,6 +25,16 @@ def retriever_at(server: Server, **arguments: Any) -> HttpRetriever:
     return HttpRetriever(URL, transport=server, **arguments)
 
 
+async def known(server: Server, **arguments: Any) -> HttpRetriever:
+    """A retriever whose server has answered once."""
+    retriever, answer = retriever_at(server, **arguments), server.answer
+    server.answer = found
+    assert await texts(retriever, "hello") == [["hello"]]
+    server.answer = answer
+    server.asked.clear()
+    return retriever
+
+
 async def texts(retriever: HttpRetriever, *queries: str, topk: int = 3) -> list[list[str]]:
     return [[document.text for document in one.documents] for one in await retriever.search(queries, topk)]
 
@@ -97,7 +107,7 @@ GOOD = b'{"result": [[{"document": {"contents": "good"}, "score": 1}]]}'
 )
 def test_what_cannot_be_read_is_a_failed_search_and_never_an_exception(body: bytes, error: str) -> None:
     async def main() -> None:
-        retriever = retriever_at(server := Server(lambda _: httpx.Response(200, content=body)), max_answer_mb=1)
+        retriever = await known(server := Server(lambda _: httpx.Response(200, content=body)), max_answer_mb=1)
         assert (await error_of(retriever)).startswith(error)
         server.answer = lambda _: httpx.Response(200, content=GOOD)
         assert await texts(retriever, "x") == [["good"]]  # what failed is not remembered
@@ -135,12 +145,15 @@ def test_titles_limits_and_the_forms_of_documents() -> None:
 
 def test_a_slow_answer_is_given_up_at_the_deadline() -> None:
     class Slow(Server):
+        seconds = 0.0
+
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            await asyncio.sleep(100)
+            await asyncio.sleep(self.seconds)
             return await super().handle_async_request(request)
 
     async def main() -> None:
-        retriever = retriever_at(Slow(), timeout_s=7.0)
+        retriever = await known(server := Slow(), timeout_s=7.0)
+        server.seconds = 100.0
         assert await error_of(retriever) == "no answer within timeout_s=7" and 7 <= now() < 8
 
     run_virtual(main())
@@ -181,7 +194,7 @@ def test_failed_and_empty_searches_are_counted_apart() -> None:
 
 def test_while_the_server_is_down_searches_wait_and_hear_their_documents(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        retriever = retriever_at(server := Server(REFUSED), max_failures=3)
+        retriever = await known(server := Server(REFUSED), max_failures=3)
         assert [await error_of(retriever, query) for query in "ab"] == ["ConnectError: refused"] * 2
         waiting = [asyncio.create_task(texts(retriever, query)) for query in ("c", "d")]  # c is the third to fail
         await asyncio.sleep(100)
@@ -209,6 +222,20 @@ def test_a_success_between_failures_is_no_outage() -> None:
             await error_of(retriever)
             server.answer = found
             assert await texts(retriever, "x") == [["x"]]
+
+    run_virtual(main())
+
+
+def test_a_server_that_has_never_answered_is_down_at_its_first_failure() -> None:
+    """So that no episode is trained on the empty results of a wrong url."""
+
+    async def main() -> None:
+        retriever = retriever_at(server := Server(lambda _: httpx.Response(404)))
+        waiting = asyncio.create_task(texts(retriever, "x"))
+        await asyncio.sleep(30)
+        server.answer = found
+        assert await waiting == [["x"]]
+        await retriever.close()
 
     run_virtual(main())
 

@@ -210,7 +210,7 @@ def test_while_the_server_is_down_searches_wait_and_hear_their_documents(caplog:
         run_virtual(main())
     log = [record.getMessage() for record in caplog.records]
     assert any(URL in line and "is down after 3 failures in a row" in line and "refused" in line for line in log)
-    assert any("still down, for 63 s" in line for line in log)
+    assert any("still down, for 61 s" in line for line in log)
     assert f"the retriever at {URL} is back after" in log[-1]
 
 
@@ -218,10 +218,10 @@ def test_a_success_between_failures_is_no_outage() -> None:
     async def main() -> None:
         retriever = retriever_at(server := Server(), max_failures=2, cache_size=0)
         for _ in range(5):
-            server.answer = REFUSED
-            await error_of(retriever)
             server.answer = found
             assert await texts(retriever, "x") == [["x"]]
+            server.answer = REFUSED
+            await error_of(retriever)
 
     run_virtual(main())
 
@@ -304,6 +304,6 @@ def test_an_episode_outlasts_an_outage_or_fails_without_a_reward(back_after_s: f
             )
         else:
             assert "<information>Doc 1(Title: About 17) 17</information>" in heard
-            assert episode.metrics["retrieval_ms"] > 500_000
+            assert episode.metrics["failed_searches"] == 0
 
     run_virtual(main())

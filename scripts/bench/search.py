@@ -1,6 +1,6 @@
 """Many episodes that search at once in one process: how long a search takes, and whether the event loop stands still.
 
-python -m scripts.bench.search [--episodes 512] [--documents 20000] [--turn-s 1.0] [--seconds 20] [--world]
+python -m scripts.bench.search [--episodes 512] [--documents 20000] [--turn-s 2.0] [--seconds 20] [--world]
 
 `--episodes` at once, each of three searches and an answer: the search environment and its loop are the real ones, and
 so is FTS5 over `--documents` articles of 100 words, whose frequencies fall as those of a language do (Zipf). With
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=512, help="at once")
     parser.add_argument("--documents", type=int, default=20_000)
-    parser.add_argument("--turn-s", type=float, default=1.0, help="mean time of the policy's turns")
+    parser.add_argument("--turn-s", type=float, default=2.0, help="mean time of the policy's turns")
     parser.add_argument("--seconds", type=float, default=20.0, help="until no further episode begins")
     parser.add_argument("--world", action="store_true", help="search the articles of the generated world")
     options = parser.parse_args()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -150,7 +150,7 @@ def _gzipped(path: Path) -> Read:
         yield from _records(path, lines)
 
 
-def _records(path: Path, lines: IO[bytes]) -> Read:
+def _records(path: Path, lines: BinaryIO | gzip.GzipFile) -> Read:
     decoder, number = msgspec.json.Decoder(_Record), 0
     while line := lines.readline(MAX_LINE_BYTES):
         number += 1

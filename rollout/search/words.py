@@ -10,7 +10,8 @@ _ACCENTS = re.compile("[\u0300-\u036f]+")
 MAX_TERMS = 16
 """Of a query."""
 COMMON_SHARE = 0.1
-"""A word in more documents than this tells nothing beside rarer ones."""
+FEW = 100
+"""A word in more documents than these, and than this share of all, tells nothing beside rarer ones."""
 MAX_WORD = 64
 """Characters of a word that count: what is longer is no word, and an index of such texts would be as large as they."""
 
@@ -29,14 +30,14 @@ def words(text: str) -> list[str]:
 
 def rarest(query: str, frequency: Callable[[str], int], num_documents: int, max_matches: int) -> list[str]:
     """The words of a query that are worth looking up, the rarest first: at most MAX_TERMS, in at most `max_matches`
-    documents together, and none that is in more than COMMON_SHARE of all. A query of common words only has its rarest
+    documents together, and none that is common (FEW, COMMON_SHARE). A query of common words only has its rarest
     one; one whose words no document has, none."""
     known = [word for word in dict.fromkeys(words(query)) if frequency(word)]
     known.sort(key=frequency)
     terms, left = known[:1], max_matches - (frequency(known[0]) if known else 0)
     for word in known[1:MAX_TERMS]:
         left -= frequency(word)
-        if left < 0 or frequency(word) > max(1.0, COMMON_SHARE * num_documents):
+        if left < 0 or frequency(word) > max(FEW, COMMON_SHARE * num_documents):
             break
         terms.append(word)
     return terms

@@ -111,7 +111,7 @@ def test_a_client_like_that_of_search_r1_reads_our_server() -> None:
         (b"{}", "either `queries`, a list of texts, or `query`, a text, must be given"),
         (b'{"query": "x", "queries": ["x"]}', "either `queries`"),
         (b'{"queries": "x"}', "got `str` - at `$.queries`"),
-        (b'{"queries": [null]}', "Expected `str`, got `null` - at `$.queries[...]`"),
+        (b'{"queries": [null]}', "Expected `str`, got `null` - at `$.queries[0]`"),
         (b'{"query": "x", "topk": 0}', "topk=0: must be from 1 to 100"),
         (b'{"query": "x", "topk": 1000000}', "topk=1000000: must be from 1 to 100"),
         (b'{"query": "x", "topk": "3"}', "got `str` - at `$.topk`"),

@@ -15,14 +15,14 @@ from rollout.search.batches import Batches
 from rollout.search.documents import Document, Found, RetrievalError
 from rollout.search.words import rarest, words
 
-MAX_MATCHES = 4000
-"""Documents that are ranked for a query, which takes 2 ms per thousand."""
+MAX_MATCHES = 3000
+"""Documents that are ranked for a query, which takes 3 ms per thousand."""
 THREADS = 2
-BATCH = 32
+BATCH = 4
 _SEARCH = """
 select json_group_array(json(found)) from (select (
     select json_group_array(json_array(id, score)) from (
-        select rowid as id, -bm25(documents) as score from documents
+        select rowid as id, -rank as score from documents
         where documents match json_extract(query.value, '$[0]') and rowid <= json_extract(query.value, '$[1]')
         order by score desc, id limit ?)
 ) as found from json_each(?) as query order by query.key)

@@ -6,7 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -17,8 +17,10 @@ from rollout.search.words import rarest, words
 
 MAX_MATCHES = 3000
 """Documents that are ranked for a query, which takes 3 ms per thousand."""
+QUICK_MATCHES = 150
+"""With so few a query takes less than half a millisecond, and is not worth a thread, whose turn may come late."""
 THREADS = 2
-BATCH = 4
+BATCH = 16
 _SEARCH = """
 select json_group_array(json(found)) from (select (
     select json_group_array(json_array(id, score)) from (
@@ -47,43 +49,55 @@ class Fts5Retriever:
         with TemporaryDirectory(prefix="fts5-") as folder:  # an open file stays, though nobody finds it any more
             path = Path(folder) / "index.db"
             self._frequency = _build(path, self._documents)
-            for _ in range(THREADS):
+            for _ in range(THREADS + 1):  # one for the event loop itself
                 self._idle.put(_opened(path))
         self._threads = ThreadPoolExecutor(THREADS, "fts5")
         self._batches = Batches(self._search, max_size=BATCH, max_running=THREADS)
 
     async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
-        return list(await asyncio.gather(*(self._batches.answer((query, topk)) for query in queries)))
+        return list(await asyncio.gather(*(self._one(query, topk) for query in queries)))
 
     async def close(self) -> None:
         await self._batches.close()
         self._threads.shutdown(wait=False)
 
-    async def _search(self, asked: Sequence[tuple[str, int]]) -> list[Found]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._found, asked)
+    async def _one(self, query: str, topk: int) -> Found:
+        size = len(self._documents)
+        terms = rarest(query, self._frequency.__getitem__, size, MAX_MATCHES)
+        if not terms:
+            return Found()
+        # Where all words are common, only the first documents are looked at.
+        last = min(size, size * MAX_MATCHES // self._frequency[terms[0]])
+        look = _Look(terms=" OR ".join(f'"{term}"' for term in terms), last=last, topk=topk)
+        if sum(self._frequency[term] for term in terms) <= QUICK_MATCHES:
+            [found] = self._found([look])
+            return found
+        return await self._batches.answer(look)
 
-    def _found(self, asked: Sequence[tuple[str, int]]) -> list[Found]:
-        connection = self._idle.get()
+    async def _search(self, looks: Sequence["_Look"]) -> list[Found]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._found, looks)
+
+    def _found(self, looks: Sequence["_Look"]) -> list[Found]:
+        connection = self._idle.get_nowait()
         try:
-            limit = max(topk for _, topk in asked)
-            matches = json.dumps([self._match(query) for query, _ in asked])
+            limit = max(look.topk for look in looks)
+            matches = json.dumps([(look.terms, look.last) for look in looks])
             (answer,) = connection.execute(_SEARCH, (limit, matches)).fetchone()
         finally:
             self._idle.put(connection)
         return [
-            Found(tuple(replace(self._documents[row], score=score) for row, score in hits[:topk]))
-            for hits, (_, topk) in zip(json.loads(answer), asked, strict=True)
+            Found(tuple(replace(self._documents[row], score=score) for row, score in hits[: look.topk]))
+            for hits, look in zip(json.loads(answer), looks, strict=True)
         ]
 
-    def _match(self, query: str) -> tuple[str, int]:
-        """The terms, and the last row that is looked at: where all words are common, only the first documents are."""
-        size = len(self._documents)
-        terms = rarest(query, self._frequency.__getitem__, size, MAX_MATCHES)
-        if not terms:
-            return '""', -1
-        matches = self._frequency[terms[0]]
-        last = size if matches <= MAX_MATCHES else size * MAX_MATCHES // matches
-        return " OR ".join(f'"{term}"' for term in terms), last
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """A query as FTS5 takes it, the last row that it looks at, and how many documents are wanted."""
+
+    terms: str
+    last: int
+    topk: int
 
 
 def _build(path: Path, documents: Sequence[Document]) -> Counter[str]:

@@ -94,7 +94,7 @@ def _package() -> Any:
     try:
         import bm25s
     except ImportError:
-        raise RetrievalError("retriever.kind=bm25s needs the package bm25s: pip install 'slipstream[search]'") from None
+        raise RetrievalError("retriever.kind=bm25s needs the package bm25s: pip install bm25s") from None
     return bm25s
 
 

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_CHARS, MAX_TITLE_CHARS = 100_000, 300
+"""Of a document, wherever it comes from; the rest is cut off. A policy reads some hundred."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
@@ -14,18 +17,31 @@ class Document:
 
 
 class RetrievalError(RuntimeError):
-    """A retriever cannot answer: it is down, or answers what no retriever does."""
+    """A retriever cannot answer at all: it cannot be built, or is down for longer than anybody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to one query.
+
+    Example: Found((Document(title="Faust", text="A play by Goethe."),)), or Found(error="no answer within 10 s")
+    """
+
+    documents: tuple[Document, ...] = ()
+    """Best first; none where nothing fits."""
+    error: str | None = None
+    """Why this query has no answer, such as one that came too late or could not be read. The episode goes on."""
 
 
 class Retriever(Protocol):
     """Finds documents. Safe to call from many episodes at once.
 
-    Example: [[first, second]] = await retriever.search(["Who wrote Faust?"], topk=2)
+    Example: [found] = await retriever.search(["Who wrote Faust?"], topk=2)
     """
 
-    async def search(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
-        """The best documents of each query, best first: at most `topk`, and none where nothing fits. Never blocks the
-        event loop. Raises RetrievalError."""
+    async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
+        """The best documents of each query, at most `topk`. Never blocks the event loop. Raises RetrievalError where
+        the episode had better fail than go on."""
         ...
 
     async def close(self) -> None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from rollout.search.documents import Document, Retriever
 
 NOTHING = "Nothing was found."
+FAILED = "The search failed."
+STEP_TIMEOUT_S = 660.0
+"""Deadline of a step of a search environment: longer than an `HttpRetriever` waits for a server that is down."""
 Shorten = Callable[[str], str]
 """Cuts a document to its share of an observation."""
 
@@ -25,22 +28,23 @@ class Lookup:
     topk: int
     shorten: Shorten
     counts: Counter[str] = field(default_factory=Counter)
-    """Over the episode: searches, repeated_queries, empty_results, cut_documents, retrieval_ms."""
+    """Over the episode: searches, repeated_queries, empty_results, failed_searches, cut_documents, retrieval_ms."""
     _queries: set[str] = field(default_factory=set)
 
     async def find(self, query: str) -> str:
         """The documents, as the policy reads them. Raises RetrievalError."""
         began = time.monotonic()
-        [documents] = await self.retriever.search([query], self.topk)
+        [found] = await self.retriever.search([query], self.topk)
         known = " ".join(query.lower().split())
         self.counts.update(
             searches=1,
             repeated_queries=known in self._queries,
-            empty_results=not documents,
+            empty_results=found.error is None and not found.documents,
+            failed_searches=found.error is not None,
             retrieval_ms=1000 * (time.monotonic() - began),
         )
         self._queries.add(known)
-        return self.shown(documents)
+        return self.shown(found.documents) if found.error is None else FAILED
 
     def shown(self, documents: Sequence[Document]) -> str:
         """As Search-R1 shows them.

@@ -1,10 +1,15 @@
 """Which retriever a config names."""
 
+import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from rollout.search.documents import Retriever
+from rollout.search.bm25s import Bm25sRetriever
+from rollout.search.corpus import Corpus
+from rollout.search.documents import RetrievalError, Retriever
 from rollout.search.fts5 import Fts5Retriever
+from rollout.search.http import HttpRetriever
 from rollout.search.world import World
 
 
@@ -13,8 +18,19 @@ def world(*, seed: int = 0, documents: int = 20_000) -> Retriever:
     return Fts5Retriever(World(seed, documents).articles)
 
 
-KINDS: dict[str, Callable[..., Retriever]] = {"world": world}
+def fts5(*, corpus: str) -> Retriever:
+    """FTS5 over the documents of a file or folder, in memory."""
+    return Fts5Retriever(Corpus(Path(corpus).expanduser()))
+
+
+KINDS: dict[str, Callable[..., Retriever]] = {
+    "http": HttpRetriever,
+    "fts5": fts5,
+    "bm25s": Bm25sRetriever,
+    "world": world,
+}
 """By rollout.agent_args.retriever.kind: what makes one of the other values."""
+NOT_IN_A_CONFIG = frozenset({"transport"})
 
 
 def make_retriever(spec: Mapping[str, Any] | Retriever) -> Retriever:
@@ -26,7 +42,15 @@ def make_retriever(spec: Mapping[str, Any] | Retriever) -> Retriever:
     kind = arguments.pop("kind", None)
     if kind not in KINDS:
         raise ValueError(f"retriever.kind={kind}: must be one of {', '.join(KINDS)}")
+    parameters = inspect.signature(KINDS[kind]).parameters
+    allowed = [name for name in parameters if name not in NOT_IN_A_CONFIG]
+    for name in arguments:
+        if name not in allowed:
+            raise ValueError(f"retriever.{name}: is no key; kind={kind} has {', '.join(allowed)}")
+    for name in allowed:
+        if parameters[name].default is inspect.Parameter.empty and name not in arguments:
+            raise ValueError(f"retriever.{name}: must be set with kind={kind}")
     try:
         return KINDS[kind](**arguments)
-    except TypeError as error:
+    except (TypeError, RetrievalError) as error:
         raise ValueError(f"retriever={dict(spec)}: {error}") from error

@@ -13,7 +13,7 @@ from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.search.answers import exact_match, f1, gold_answers
 from rollout.search.documents import Retriever
-from rollout.search.lookup import Lookup, Shorten
+from rollout.search.lookup import STEP_TIMEOUT_S, Lookup, Shorten
 from rollout.search.retrievers import make_retriever
 from rollout.search.shorten import in_tokens
 from rollout.types import Prompt
@@ -76,9 +76,10 @@ def agent_loop(
     max_turn_tokens: int | None = 500,
     max_document_tokens: int = 200,
     format_score: float = 0.0,
-    step_timeout_s: float = 60.0,
+    step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. Raises ValueError."""
+    """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. `step_timeout_s`: of each
+    step, which includes the wait for a retriever that is down. Raises ValueError."""
     found = make_retriever(retriever)
     shorten: Shorten = in_tokens(tokenizer, max_document_tokens)
     return MultiTurn(

@@ -29,6 +29,7 @@ from rollout.rewards.scoring import load_scorer
 from rollout.sessions.harness import FunctionHarness
 from rollout.types import SamplingParams
 from scripts.docs import TABLES, fresh
+from scripts.retriever import arguments
 from tests.support.compose import changed, resolve
 from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt
@@ -146,6 +147,9 @@ def test_commands_exist(page: Path) -> None:
 
 
 def overrides(words: list[str]) -> list[str]:
+    """The keys of the config that a command is given. `make retriever` has arguments of its own."""
+    if words[:2] == ["make", "retriever"]:
+        return []
     if words[0] != "make":
         return [word for word in words if re.match(r"[a-z].*=", word)]
     assigned = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
@@ -156,6 +160,12 @@ def overrides(words: list[str]) -> list[str]:
 def test_overrides_in_commands_are_keys(page: Path) -> None:
     for words in commands(page):
         check_overrides(overrides(words))
+
+
+def test_commands_that_serve_a_retriever_are_understood() -> None:
+    calls = [words for page in PAGES for words in commands(page) if words[:2] == ["make", "retriever"]]
+    given = [shlex.split(word.removeprefix("ARGS=")) for words in calls for word in words[2:]]
+    assert given and all("corpus" in arguments(words) for words in given)
 
 
 def training(words: list[str]) -> list[str] | None:

@@ -36,10 +36,11 @@ DEADLINE_S = 600.0
 @dataclass(slots=True)
 class Gaps:
     """How long the event loop was away, tick by tick: by the clock, which also runs while another process has the core,
-    and the CPU time that this process itself took meanwhile, all threads together."""
+    and the CPU time that this process itself took meanwhile, all threads together and that of the loop alone."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    loop_cpu: list[float] = field(default_factory=list)
     collections: list[float] = field(default_factory=list)
     """CPU seconds of every garbage collection."""
 
@@ -66,10 +67,11 @@ class Gaps:
 
     async def _tick(self) -> None:
         while True:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu, loop_cpu = time.perf_counter(), time.process_time(), time.thread_time()
             await asyncio.sleep(TICK_S)
             self.wall.append(time.perf_counter() - wall - TICK_S)
             self.cpu.append(time.process_time() - cpu)
+            self.loop_cpu.append(time.thread_time() - loop_cpu)
 
 
 class Clients:

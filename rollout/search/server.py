@@ -1,0 +1,49 @@
+"""Serves a retriever with the HTTP API of Search-R1's retrieval server, so that either side can be replaced."""
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rollout.search.documents import RetrievalError, Retriever
+from rollout.search.wire import answer_body, read_request
+
+PATH = "/retrieve"
+
+
+def retriever_app(retriever: Retriever, topk: int = 3) -> Starlette:
+    """POST /retrieve in both forms of `wire`, and GET /health. `topk`: of requests that say none.
+
+    A bad request is answered with 400, and a search that failed with 503: {"error": why}.
+    """
+
+    async def retrieve(request: Request) -> Response:
+        try:
+            queries, wanted, return_scores = read_request(await request.body(), topk)
+        except ValueError as error:
+            return _refusal(400, str(error))
+        try:
+            found = await retriever.search(queries, wanted)
+        except RetrievalError as error:
+            return _refusal(503, str(error))
+        errors = [one.error for one in found if one.error is not None]
+        if errors:
+            return _refusal(503, errors[0])
+        return Response(answer_body(found, return_scores), media_type="application/json")
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    return Starlette(
+        routes=[Route(PATH, retrieve, methods=["POST"]), Route("/health", health)],
+        exception_handlers={404: _no_route, 405: _no_route},
+    )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = 405 if request.url.path in (PATH, "/health") else 404
+    return _refusal(status, f"{request.method} {request.url.path}: there is only POST {PATH}, and GET /health")
+
+
+def _refusal(status: int, why: str) -> JSONResponse:
+    return JSONResponse({"error": why.encode(errors="replace").decode()}, status_code=status)

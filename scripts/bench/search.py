@@ -1,0 +1,203 @@
+"""Many episodes that search at once in one process: how long a search takes, and whether the event loop stands still.
+
+python -m scripts.bench.search [--episodes 512] [--documents 20000] [--turn-s 2.0] [--seconds 20] [--world]
+
+`--episodes` at once, each of three searches and an answer: the search environment and its loop are the real ones, and
+so is FTS5 over `--documents` articles of 100 words, whose frequencies fall as those of a language do (Zipf). With
+`--world` the articles are those of the generated world. A query has the title of an article and words of its text. The
+policy is scripted: a turn takes a log-normal time of `--turn-s` on average. As an episode ends the next one begins.
+
+The last line of the output is JSON.
+
+    search_ms_p50, search_ms_p95, search_ms_worst
+                            from the call of the retriever to what it found, the queue before it included
+    searches_per_s          of all episodes
+    found                   share of the searches whose first document is the article that was asked for
+    stall_ms_p999, stall_ms_worst
+                            how much later than asked for a sleep of 1 ms ends on the event loop
+    stall_cpu_ms_worst      the most CPU time that the event loop's thread took between two of these sleeps: what is
+                            left of a stall on a machine that does nothing else
+    loop_cpu                share of the time in which that thread ran
+    build_s                 to index the documents
+"""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout.agents.loop import EpisodeTask
+from rollout.request_ids import RequestId
+from rollout.search.documents import Document, Found, Retriever
+from rollout.search.fts5 import Fts5Retriever
+from rollout.search.tags import agent_loop
+from rollout.search.world import World
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from scripts.bench.common import show_table, write_json
+from scripts.bench.sessions.load import Gaps
+
+SEARCHES = 3
+"""Of an episode."""
+WORDS = 100
+"""Of an article."""
+VOCABULARY = 50_000
+TOPK = 3
+PREPARED = 5000
+"""Searches that the policy chooses from: what it says is tokenized before, as an engine does it elsewhere."""
+SIGMA = 0.5
+"""Of the logarithm of a turn's time."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=512, help="at once")
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--turn-s", type=float, default=2.0, help="mean time of the policy's turns")
+    parser.add_argument("--seconds", type=float, default=20.0, help="until no further episode begins")
+    parser.add_argument("--world", action="store_true", help="search the articles of the generated world")
+    options = parser.parse_args()
+    articles = World(0, options.documents).articles if options.world else made_up(options.documents)
+    began = time.perf_counter()
+    retriever = Fts5Retriever(articles)
+    build_s = time.perf_counter() - began
+    job = Job(articles=articles, episodes=options.episodes, turn_s=options.turn_s, seconds=options.seconds)
+    figures = asyncio.run(run(job, retriever)) | {"build_s": build_s}
+    rows = [[name, f"{value:.3g}"] for name, value in figures.items()]
+    show_table(f"{options.episodes} episodes at once, {len(articles)} documents", ["", ""], rows)
+    write_json(figures)
+
+
+def made_up(num_documents: int) -> list[Document]:
+    """Articles of made-up words. The n-th most frequent word is n times rarer than the first."""
+    drawn = np.random.default_rng(0)
+    names = [_word(number) for number in range(VOCABULARY)]
+    weights = 1 / np.arange(1, VOCABULARY + 1)
+    ranks = drawn.choice(VOCABULARY, (num_documents, WORDS), p=weights / weights.sum())
+    return [
+        Document(
+            title=f"{_word(row + VOCABULARY)} {names[row % VOCABULARY]}", text=" ".join(names[k] for k in ranks[row])
+        )
+        for row in range(num_documents)
+    ]
+
+
+def _word(number: int) -> str:
+    """The n-th word: syllables in place of digits."""
+    syllables = [first + last for first in "bdfgklmnprstvz" for last in "aeiou"]
+    name = ""
+    while number or not name:
+        number, syllable = divmod(number, len(syllables))
+        name += syllables[syllable]
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    articles: Sequence[Document]
+    episodes: int
+    """At once."""
+    turn_s: float
+    seconds: float
+    """After which no episode begins any more."""
+
+
+@dataclass(slots=True)
+class Timed:
+    """Notes how long the searches of a retriever take."""
+
+    retriever: Retriever
+    seconds: list[float] = field(default_factory=list)
+    hits: int = 0
+
+    async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
+        began = time.perf_counter()
+        found = await self.retriever.search(queries, topk)
+        self.seconds.append(time.perf_counter() - began)
+        self.hits += sum(
+            query.startswith(one.documents[0].title) for query, one in zip(queries, found, strict=True) if one.documents
+        )
+        return found
+
+    async def close(self) -> None:
+        await self.retriever.close()
+
+
+class Searcher:
+    """A policy that looks for articles, and then gives up."""
+
+    def __init__(self, job: Job, tokenizer: Any):
+        self._turn_s, self._drawn = job.turn_s, random.Random(0)
+        says = [*map(self._search, self._drawn.choices(job.articles, k=PREPARED)), "<answer>none</answer>"]
+        self._said = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in says]
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        (request,) = requests
+        await asyncio.sleep(self._turn_s * math.exp(self._drawn.gauss(-(SIGMA**2) / 2, SIGMA)))
+        is_last = request.request_id.turn == SEARCHES
+        token_ids = self._said[-1] if is_last else self._said[self._drawn.randrange(PREPARED)]
+        return [
+            Completion(
+                token_ids=token_ids,
+                logprobs=np.zeros(len(token_ids), np.float32),
+                spans=(VersionSpan(0, len(token_ids), 0),),
+                finish_reason="stop",
+            )
+        ]
+
+    def _search(self, article: Document) -> str:
+        text = article.text.split()
+        query = f"{article.title} {' '.join(self._drawn.choices(text, k=6))}"
+        return f"<think>{' '.join(text[:20])}</think><search>{query}</search>"
+
+
+async def run(job: Job, retriever: Retriever) -> dict[str, float]:
+    from trainer.tiny.model import build_tokenizer  # takes seconds to import
+
+    tokenizer = build_tokenizer(article.text for article in job.articles[:200])
+    timed, gaps = Timed(retriever), Gaps()
+    loop = agent_loop(tokenizer, retriever=timed, topk=TOPK)
+    policy, numbers = Searcher(job, tokenizer), itertools.count()
+    gc.collect()
+    gc.freeze()  # as agent workers do
+    began = time.perf_counter()
+
+    async def one_after_another(number: int) -> None:
+        await asyncio.sleep(number / job.episodes * job.turn_s)
+        while time.perf_counter() < began + job.seconds:
+            episode = await loop.run_episode(_task(next(numbers)), policy.generate)
+            assert episode.result is None or episode.result.error is None, episode.result
+
+    async with gaps.watched():
+        await asyncio.gather(*map(one_after_another, range(job.episodes)))
+    seconds = time.perf_counter() - began
+    await retriever.close()
+    p50, p95, worst = 1000 * np.percentile(timed.seconds, [50, 95, 100])
+    return {
+        "search_ms_p50": float(p50),
+        "search_ms_p95": float(p95),
+        "search_ms_worst": float(worst),
+        "searches_per_s": len(timed.seconds) / seconds,
+        "found": timed.hits / len(timed.seconds),
+        "stall_ms_p999": 1000 * float(np.percentile(gaps.wall, 99.9)),
+        "stall_ms_worst": 1000 * max(gaps.wall),
+        "stall_cpu_ms_worst": 1000 * max(gaps.loop_cpu),
+        "loop_cpu": sum(gaps.loop_cpu) / seconds,
+    }
+
+
+def _task(number: int) -> EpisodeTask:
+    prompt = Prompt(ordinal=number, text="Where?", token_ids=(1, 2, 3), ground_truth="nowhere")
+    sampling = SamplingParams(max_tokens=4096)
+    return EpisodeTask(request_id=RequestId(ordinal=number), prompt=prompt, index=0, sampling=sampling)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Serves a retriever over HTTP, with the API of Search-R1's retrieval server, until Ctrl-C or SIGTERM.
+
+`make retriever ARGS="corpus=FOLDER"`, `python -m scripts.retriever corpus=FOLDER [kind=bm25s] [port=8000]`.
+
+    kind=fts5         what searches: fts5, bm25s, world, or http, which passes on what another server finds
+    host=127.0.0.1    where to listen; anybody who reaches another address may search
+    port=8000         0 takes a free one
+    topk=3            documents per query, of requests that say none
+
+Everything else is an argument of the kind, as in rollout.agent_args.retriever: corpus, index, seed, url, ...
+Exit code: 0, or 1 after an error.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.serve import ServeConfig, is_loopback
+from configs.validate import ConfigError
+from scripts.launch.command import run_async
+
+DEFAULTS = {"kind": "fts5", "host": "127.0.0.1", "port": 8000, "topk": 3}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        run_async(serve_retriever(arguments(sys.argv[1:])))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.stdout.write("stopped\n")
+    except ValueError as error:  # ConfigError is one
+        sys.stderr.write(f"config error: {error}\n")
+        sys.exit(1)
+
+
+def arguments(words: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value` words, with those that are left out. Raises ConfigError."""
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"{word}: must be key=value, such as corpus=FOLDER")
+    try:
+        given = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join(words)}: {error}") from error
+    assert isinstance(given, dict)
+    return DEFAULTS | {str(key): value for key, value in given.items()}
+
+
+async def serve_retriever(given: Mapping[str, Any]) -> None:
+    """Serves until it is cancelled. Raises ValueError, which names the key."""
+    from rollout.http.access import Access
+    from rollout.http.server import listen, served, url_of
+    from rollout.search.retrievers import make_retriever
+    from rollout.search.server import PATH, retriever_app
+    from rollout.search.wire import MAX_TOPK
+
+    host, port, topk = str(given["host"]), given["port"], given["topk"]
+    for name, value, least, most in (("port", port, 0, 65535), ("topk", topk, 1, MAX_TOPK)):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ConfigError(f"{name}={value}: must be a whole number from {least} to {most}")
+    retriever = make_retriever({key: value for key, value in given.items() if key not in ("host", "port", "topk")})
+    try:
+        listener = listen(host, port)
+    except (ConfigError, OverflowError) as error:
+        raise ConfigError(str(error).replace("serve.", "")) from error
+    serve = ServeConfig(host=host, port=port)
+    access = Access.of(serve, None, on_loopback=True) if is_loopback(host) else None
+    try:
+        async with served(retriever_app(retriever, topk), listener, serve, access):
+            sys.stdout.write(f"retriever.url={url_of(listener)}{PATH}\n")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+    finally:
+        await retriever.close()
+
+
+if __name__ == "__main__":
+    main()

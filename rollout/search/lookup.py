@@ -32,15 +32,17 @@ class Lookup:
         """The documents, as the policy reads them. Raises RetrievalError."""
         began = time.monotonic()
         [documents] = await self.retriever.search([query], self.topk)
-        known = " ".join(query.lower().split())
-        self.counts.update(
-            searches=1,
-            repeated_queries=known in self._queries,
-            empty_results=not documents,
-            retrieval_ms=1000 * (time.monotonic() - began),
-        )
-        self._queries.add(known)
+        self._count(query, is_empty=not documents, ms=1000 * (time.monotonic() - began))
         return self.shown(documents)
+
+    def recall(self, query: str, found: str) -> None:
+        """Count a search of an episode that runs again, which hears what it `found` before. Nothing is looked up."""
+        self._count(query, is_empty=NOTHING in found, ms=0.0)
+
+    def _count(self, query: str, *, is_empty: bool, ms: float) -> None:
+        known = " ".join(query.lower().split())
+        self.counts.update(searches=1, repeated_queries=known in self._queries, empty_results=is_empty, retrieval_ms=ms)
+        self._queries.add(known)
 
     def shown(self, documents: Sequence[Document]) -> str:
         """As Search-R1 shows them.

@@ -46,7 +46,7 @@ class EpisodeTask:
     """Place in the prompt's group."""
     sampling: SamplingParams
     """`max_tokens` bounds the whole response: all turns, and what the environment says."""
-    recorded: Mapping[int, PartialCompletion] = MappingProxyType({})
+    recorded: Mapping[int, PartialCompletion] = field(default_factory=dict)
     """What earlier attempts at the episode had, by turn. An agent loop needs it only for what an environment said:
     `generate` itself answers with what was sampled."""
 

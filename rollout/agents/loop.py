@@ -99,6 +99,15 @@ AgentLoop = GroupLoop | EpisodeLoop
 
 
 @runtime_checkable
+class Ends(Protocol):
+    """An agent loop that holds what outlives its episodes, such as a pool of sandboxes."""
+
+    async def close(self) -> None:
+        """Called once, when the run ends: not in an agent worker that is killed."""
+        ...
+
+
+@runtime_checkable
 class ShowsTools(Protocol):
     """An agent loop whose prompts show tools, by the chat template."""
 

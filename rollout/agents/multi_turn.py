@@ -1,7 +1,8 @@
 """Episodes of several turns: the policy writes, the environment answers, until it is done or the response is full."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -89,6 +90,8 @@ class MultiTurn:
     """Texts that end a turn, besides those of rollout.stop."""
     chat: Chat | None = None
     """For environments that answer in messages, or ask a `Turn` for tool calls and reasoning."""
+    closes: tuple[Callable[[], Awaitable[object]], ...] = ()
+    """Called when the run ends: the `close` of what the environments share, such as a pool of sandboxes."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
@@ -99,6 +102,12 @@ class MultiTurn:
     @property
     def prompt_tools(self) -> Sequence[ToolSpec]:
         return () if self.chat is None else self.chat.tools
+
+    async def close(self) -> None:
+        """Raises an ExceptionGroup of what they raise."""
+        outcomes = await asyncio.gather(*(close() for close in self.closes), return_exceptions=True)
+        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+            raise ExceptionGroup(f"{len(errors)} of {len(outcomes)} could not be closed: {errors!r:.500}", errors)
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         episode = _Episode(task)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from configs.schema import Config
-from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
+from rollout.agents.loop import AgentLoop, Ends, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
 from rollout.agents.relay import Relay
 from rollout.errors import EpisodesLostError, NoTokensError
 from rollout.progress import Attempt
@@ -125,6 +125,11 @@ class AgentWorker:
         if not done.is_aborted and not any(trajectory.versions for trajectory in done.trajectories):
             raise NoTokensError(self._no_tokens(done))
         return done
+
+    async def close(self) -> None:
+        """The run has ended."""
+        if isinstance(self.loop, Ends):
+            await self.loop.close()
 
     def drop(self, ordinal: int) -> None:
         """End the episodes of a group that wait for a replica: its next attempt runs elsewhere. Idempotent."""

@@ -91,4 +91,5 @@ def agent_loop(
         max_turn_tokens=max_turn_tokens,
         step_timeout_s=step_timeout_s,
         stop=STOP,
+        closes=(found.close,),
     )

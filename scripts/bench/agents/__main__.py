@@ -24,7 +24,7 @@ The last line of the output is JSON.
                                     vllm: the same, medians over repetitions
     slow_env_idle_with_work, slow_env_empty_seats, slow_env_samples_per_s
                                     slow_env: with 64 episodes at once
-    slow_env_6_idle_with_work, ...  the same with 6 episodes per seat
+    slow_env_5_idle_with_work, ...  the same with 5 episodes per seat
 """
 
 import argparse
@@ -38,8 +38,8 @@ from scripts.bench.common import interleaved, median_ratio, show_table, write_js
 PARTS = ("simulated", "vllm", "slow_env")
 SLOW_SEATS = 28
 """So that with two episodes per seat, and a group, 64 are there at once."""
-PER_SEAT = (2, 4, 6, 8)
-REPORTED = {2: "slow_env", 6: "slow_env_6"}
+PER_SEAT = (2, 4, 5, 6)
+REPORTED = {2: "slow_env", 5: "slow_env_5"}
 
 
 def main() -> None:

@@ -214,6 +214,23 @@ def test_a_start_that_nobody_waited_for_is_tried_again_when_one_is_taken(caplog:
     assert "is tried again when the next is taken" in caplog.text
 
 
+def test_one_that_comes_as_its_episode_is_cancelled_is_the_next_ones() -> None:
+    async def main() -> None:
+        host = Host([START_S, 20.0, 20.0])
+        pool = pool_of(host, size=1)
+        taking = asyncio.create_task(pool.take())
+        await asyncio.sleep(START_S)
+        while pool._waiting:  # it was given one, and has not heard of it
+            await asyncio.sleep(0)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert await pool.take() is host.made[0]
+        await pool.close()
+
+    run_virtual(main())
+
+
 def test_one_that_died_while_it_waited_is_replaced() -> None:
     async def main() -> None:
         host = Host()

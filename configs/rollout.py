@@ -41,7 +41,10 @@ class RolloutConfig:
     data_parallel_size: int = 1
     """Copies of the model within a replica, each on tensor_parallel_size GPUs."""
     max_num_seqs: int = 256
-    """Trajectories that each copy of the model generates at once; as many more wait at the replica."""
+    """Trajectories that each copy of the model generates at once: its seats."""
+    episodes_per_seat: int = 2
+    """Trajectories let in per seat: those that wait for one, or for their tools. Slow tools need more, and each group
+    needs a slot."""
     dtype: DType = DType.float32
     """Number format of the engine's weights and activations."""
     enforce_eager: bool = True

@@ -2,7 +2,8 @@
 
 A replica reports, every rollout.progress_interval_s, the tokens that the driver does not have yet (`ProgressLog` in
 rollout/replica). `Progress` keeps them until the group is complete. They outlive the replica and, in a checkpoint, the
-run: the next attempt at the group continues from them (`resume_from` in rollout/agents).
+run: the next attempt at the group continues from them (`resume_from` in rollout/agents). With them is kept what the
+environments said in between, so that an episode that runs again hears the same.
 """
 
 import zlib
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.request_ids import InGroup, RequestId
-from rollout.types import Completion
+from rollout.types import Completion, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,6 +25,8 @@ class TokenDelta:
     start: int
     tokens: Completion
     """Spans count from `start`; finish_reason is "" while the request runs."""
+    observed: IntArray | None = None
+    """With `start` 0: see `PartialCompletion`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +53,8 @@ class PartialCompletion:
     prompt_checksum: int
     """A request with another prompt cannot continue from here."""
     completion: Completion
+    observed: IntArray | None = None
+    """The end of its prompt: what an environment said before this turn. None where that was not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +64,12 @@ class Attempt:
     alone: bool = False
     """Run it in a process of its own: it may be why the agent workers that ran it have died."""
 
+    def of_episode(self, episode: int) -> dict[int, PartialCompletion]:
+        """By turn."""
+        return {turn: partial for (of, turn), partial in self.partials.items() if of == episode}
 
-def prompt_checksum(prompt_ids: Sequence[int]) -> int:
+
+def prompt_checksum(prompt_ids: Sequence[int] | IntArray) -> int:
     return zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
 
 
@@ -69,12 +78,18 @@ class _Record:
     """The reported tokens of one request."""
 
     prompt_checksum: int
+    observed: IntArray | None
     pieces: list[Completion] = field(default_factory=list)
     num_tokens: int = 0
 
     @property
     def is_finished(self) -> bool:
         return bool(self.pieces[-1].finish_reason)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether anything of it could be heard again."""
+        return self.num_tokens > 0 or self.is_finished or (self.observed is not None and len(self.observed) > 0)
 
     def append(self, piece: Completion) -> None:
         if self.num_tokens == 0:
@@ -84,7 +99,9 @@ class _Record:
 
     def partial(self) -> PartialCompletion:
         self.pieces = [Completion.concatenate(self.pieces)]
-        return PartialCompletion(prompt_checksum=self.prompt_checksum, completion=self.pieces[0])
+        return PartialCompletion(
+            prompt_checksum=self.prompt_checksum, completion=self.pieces[0], observed=self.observed
+        )
 
 
 @dataclass(slots=True)
@@ -117,7 +134,7 @@ class Progress:
         """Let only reports of this attempt on this replica count from now on. It starts with the attempt's partials."""
         records: dict[InGroup, _Record] = {}
         for in_group, partial in attempt.partials.items():
-            records[in_group] = _Record(partial.prompt_checksum)
+            records[in_group] = _Record(partial.prompt_checksum, partial.observed)
             records[in_group].append(partial.completion)
         self._groups[ordinal] = _Group(ordinal, attempt.number, replica, records)
 
@@ -126,9 +143,10 @@ class Progress:
         self._groups.pop(ordinal, None)
 
     def partials(self, ordinal: int) -> dict[InGroup, PartialCompletion]:
-        """The group's requests that have a token or are finished. Empty for a group that has not begun."""
+        """The group's requests that have a token, are finished, or that an environment said something before. Empty for
+        a group that has not begun."""
         records = self._groups[ordinal].records if ordinal in self._groups else {}
-        return {key: record.partial() for key, record in records.items() if record.num_tokens or record.is_finished}
+        return {key: record.partial() for key, record in records.items() if record.is_worth_keeping}
 
     def running(self, ordinal: int) -> list[RequestId]:
         """The requests of the group's attempt whose end has not been reported."""
@@ -155,6 +173,6 @@ class Progress:
                 group.records.pop(key, None)
                 if delta.start > 0:  # counted from the other prompt's tokens; the next report starts at 0
                     continue
-                record = group.records[key] = _Record(delta.prompt_checksum)
+                record = group.records[key] = _Record(delta.prompt_checksum, delta.observed)
             if delta.start == record.num_tokens:
                 record.append(delta.tokens)

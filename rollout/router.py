@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from rollout.errors import NoReplicaLeftError
 
 
-def max_inflight(max_num_seqs: int, group_size: int) -> int:
-    """Trajectories routed to one replica at most: twice its seats, and one group.
+def max_inflight(max_num_seqs: int, group_size: int, per_seat: int = 2) -> int:
+    """Trajectories routed to one replica at most: `per_seat` for each of its seats, and one group.
 
     A group whose requests travel as one call is charged whole until its longest trajectory is done, and an episode of
-    several turns also while its tools run, so one charge per seat would leave seats empty. The extra group is needed
-    because the next group reserves its room before it waits for a slot: a group that failed must find room as well, or
-    neither would ever continue."""
-    return max(2 * max_num_seqs, group_size) + group_size
+    several turns also while its tools run, so one charge per seat would leave seats empty: an episode that generates
+    for a fifth of its time needs five per seat. The extra group is needed because the next group reserves its room
+    before it waits for a slot: a group that failed must find room as well, or neither would ever continue."""
+    return max(per_seat * max_num_seqs, group_size) + group_size
 
 
 @dataclass(slots=True)

@@ -154,6 +154,15 @@ class GenerationRequest:
     num_sampled: int = 0
     """How many tokens at the end of `prompt_ids` are the beginning of its own response. Set by the replica: a stop
     string may begin in them."""
+    num_observed: int | None = None
+    """How many tokens at the end of `prompt_ids` an environment said since the turn before, or, before the first turn,
+    since the prompt. They are kept with what is sampled, for an episode that runs again. None: nobody keeps them."""
+
+    @property
+    def observed(self) -> IntArray | None:
+        if self.num_observed is None:
+            return None
+        return np.array(self.prompt_ids[len(self.prompt_ids) - self.num_observed :], np.int32)
 
 
 @dataclass(frozen=True, slots=True)

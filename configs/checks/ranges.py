@@ -39,6 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "critic.value_clip": (1e-6, WEIGHT),
     **{f"rollout.{key}": (1, PROCESSES) for key in ("num_replicas", "min_replicas", "num_agent_workers")},
     **{f"rollout.{key}": (1, 1024) for key in ("tensor_parallel_size", "data_parallel_size", "verify_processes")},
+    "rollout.episodes_per_seat": (1, 1024),
     "rollout.max_replacements": (0, COUNT),
     "rollout.progress_interval_s": (0.05, SECONDS),
     "rollout.answer_timeout_s": (0.1, SECONDS),

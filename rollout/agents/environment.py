@@ -27,11 +27,22 @@ class Turn(str):
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...] | None
     """None where the loop has no parser."""
+    recorded: str | None = None
+    """In an episode that runs again: what the policy read after this turn the first time, decoded without special
+    tokens. It reads that again, whatever the step's observation: an expensive or changing lookup can be left out. The
+    step's other fields count as ever."""
 
     @classmethod
-    def of(cls, text: str, token_ids: IntArray | None = None, message: Message | None = None) -> Self:
+    def of(
+        cls,
+        text: str,
+        token_ids: IntArray | None = None,
+        message: Message | None = None,
+        recorded: str | None = None,
+    ) -> Self:
         """`message`: what a parser read in it."""
         turn = cls(text)
+        turn.recorded = recorded
         turn.token_ids = np.empty(0, np.int32) if token_ids is None else token_ids
         turn.content = text if message is None else message.content
         turn.reasoning = None if message is None else message.reasoning

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from configs.runtime.dotted import find
 from configs.schema import Config
 from rollout.progress import PartialCompletion, prompt_checksum
@@ -15,6 +17,7 @@ from rollout.sessions.messages import ToolSpec
 from rollout.types import (
     Completion,
     GenerationRequest,
+    IntArray,
     Prompt,
     SamplingParams,
     TokenSequence,
@@ -43,6 +46,17 @@ class EpisodeTask:
     """Place in the prompt's group."""
     sampling: SamplingParams
     """`max_tokens` bounds the whole response: all turns, and what the environment says."""
+    recorded: Mapping[int, PartialCompletion] = field(default_factory=dict)
+    """What earlier attempts at the episode had, by turn. An agent loop needs it only for what an environment said:
+    `generate` itself answers with what was sampled."""
+
+    def recorded_observation(self, turn: int, token_ids: Sequence[int]) -> IntArray | None:
+        """What an environment said before the turn in an earlier attempt, if all tokens until then were these."""
+        partial = self.recorded.get(turn)
+        if partial is None or partial.observed is None:
+            return None
+        prompt_ids = np.concatenate([np.array(token_ids, np.int32), partial.observed])
+        return partial.observed if prompt_checksum(prompt_ids) == partial.prompt_checksum else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +96,15 @@ class EpisodeLoop(Protocol):
 
 AgentLoop = GroupLoop | EpisodeLoop
 """A user's own is given by rollout.agent_loop=package.module:name. One that is both is run as a GroupLoop."""
+
+
+@runtime_checkable
+class Ends(Protocol):
+    """An agent loop that holds what outlives its episodes, such as a pool of sandboxes."""
+
+    async def close(self) -> None:
+        """Called once, when the run ends: not in an agent worker that is killed."""
+        ...
 
 
 @runtime_checkable
@@ -142,6 +165,8 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     """
     known: defaultdict[tuple[int, int], dict[int, PartialCompletion]] = defaultdict(dict)
     for (episode, turn), partial in sorted(partials.items(), key=lambda item: item[0]):
+        if partial.completion.num_tokens == 0 and not partial.completion.finish_reason:
+            continue
         known[episode, partial.prompt_checksum][turn] = partial
     taken: dict[tuple[InGroup, int], PartialCompletion | None] = {}
 

@@ -1,7 +1,8 @@
 """Episodes of several turns: the policy writes, the environment answers, until it is done or the response is full."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -89,6 +90,8 @@ class MultiTurn:
     """Texts that end a turn, besides those of rollout.stop."""
     chat: Chat | None = None
     """For environments that answer in messages, or ask a `Turn` for tool calls and reasoning."""
+    closes: tuple[Callable[[], Awaitable[object]], ...] = ()
+    """Called when the run ends: the `close` of what the environments share, such as a pool of sandboxes."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
@@ -99,6 +102,12 @@ class MultiTurn:
     @property
     def prompt_tools(self) -> Sequence[ToolSpec]:
         return () if self.chat is None else self.chat.tools
+
+    async def close(self) -> None:
+        """Raises an ExceptionGroup of what they raise."""
+        outcomes = await asyncio.gather(*(close() for close in self.closes), return_exceptions=True)
+        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+            raise ExceptionGroup(f"{len(errors)} of {len(outcomes)} could not be closed: {errors!r:.500}", errors)
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         episode = _Episode(task)
@@ -118,6 +127,8 @@ class MultiTurn:
             environment = episode.environment = self.make_environment(episode.task.prompt)
             first = await self._in_time("reset", environment.reset) if isinstance(environment, Resettable) else ""
             episode.prompt_ids, observation = await self._in_thread(self._opened, episode, first)
+            recorded = episode.recorded_observation()
+            observation = observation if recorded is None else recorded
         except Exception as error:
             self._fail(episode, error)
             return
@@ -134,12 +145,15 @@ class MultiTurn:
             return
         try:
             assert episode.environment is not None
-            episode.turn = await self._in_thread(self._turn, completion)
+            recorded = episode.recorded_observation()
+            episode.turn = await self._in_thread(self._turn, completion, recorded)
             step = await self._in_time("step", episode.environment.step, episode.turn)
             if not isinstance(step, Step):
                 raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
             episode.measure(step)
-            observation = await self._in_thread(self._token_ids, episode, step.observation)
+            observation = recorded
+            if observation is None:
+                observation = await self._in_thread(self._token_ids, episode, step.observation)
         except Exception as error:
             self._fail(episode, error)
             return
@@ -183,10 +197,11 @@ class MultiTurn:
             return function(*arguments)
         return await self._thread(function, *arguments)
 
-    def _turn(self, completion: Completion) -> Turn:
+    def _turn(self, completion: Completion, recorded: IntArray | None) -> Turn:
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         message = None if self.chat is None else self.chat.parse(completion.token_ids.tolist())
-        return Turn.of(text, completion.token_ids, message)
+        heard = None if recorded is None else self.tokenizer.decode(recorded, skip_special_tokens=True)
+        return Turn.of(text, completion.token_ids, message, heard)
 
     def _opened(self, episode: "_Episode", first: Observation) -> tuple[tuple[int, ...], IntArray]:
         """The prompt, and what follows it before the first turn. Messages come before the generation prompt, which then
@@ -265,6 +280,8 @@ class _Episode:
     error: str | None = None
     response: Completion = EMPTY
     """All turns and observations."""
+    num_observed: int = 0
+    """Tokens of the last observation."""
     masks: list[BoolArray] = field(default_factory=list)
     cached_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(OWN_METRICS, 0.0))
@@ -286,6 +303,7 @@ class _Episode:
         return GenerationRequest(
             request_id=replace(self.task.request_id, turn=self.num_turns),
             prompt_ids=self.token_ids,
+            num_observed=self.num_observed,
             sampling=replace(
                 sampling.reseeded(self.num_turns),
                 max_tokens=self.room if max_turn_tokens is None else min(self.room, max_turn_tokens),
@@ -299,8 +317,13 @@ class _Episode:
         self.masks.append(np.full(completion.num_tokens, is_policy))
         self.cached_tokens += completion.cached_tokens
 
+    def recorded_observation(self) -> IntArray | None:
+        """What an earlier attempt at the episode, which went like this one until here, heard before the next turn."""
+        return self.task.recorded_observation(self.num_turns, self.token_ids) if self.task.recorded else None
+
     def add_observation(self, token_ids: IntArray) -> None:
         """Tokens that no policy sampled: no loss, logprob 0 and no version."""
+        self.num_observed = len(token_ids)
         logprobs = np.zeros(len(token_ids), np.float32)
         self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason=""), is_policy=False)
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from configs.schema import Config
-from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
+from rollout.agents.loop import AgentLoop, Ends, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
 from rollout.agents.relay import Relay
 from rollout.errors import EpisodesLostError, NoTokensError
 from rollout.progress import Attempt
@@ -100,7 +100,8 @@ class AgentWorker:
 
         A later attempt in another process, or in a run that is resumed, runs the agent loop from its beginning, and its
         requests are answered with what was sampled before: an environment gets back into its state by hearing the same
-        turns. Where it answers otherwise, the trajectory is sampled anew from there.
+        turns. The policy hears what the environment said before, and not what it says now. Where nothing of that was
+        recorded, and it answers otherwise, the trajectory is sampled anew from there.
         """
         group = self._take_waiting(prompt.ordinal)
         if group is None:
@@ -124,6 +125,11 @@ class AgentWorker:
         if not done.is_aborted and not any(trajectory.versions for trajectory in done.trajectories):
             raise NoTokensError(self._no_tokens(done))
         return done
+
+    async def close(self) -> None:
+        """The run has ended."""
+        if isinstance(self.loop, Ends):
+            await self.loop.close()
 
     def drop(self, ordinal: int) -> None:
         """End the episodes of a group that wait for a replica: its next attempt runs elsewhere. Idempotent."""
@@ -171,7 +177,8 @@ class AgentWorker:
         every = [sampling.reseeded(prompt.ordinal, index) for index in range(group_size)]
         if self.config.algorithm.advantage == "remax":
             every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None))
-        return _tasks(prompt, RequestId(ordinal=prompt.ordinal, attempt=attempt.number), every)
+        tasks = _tasks(prompt, RequestId(ordinal=prompt.ordinal, attempt=attempt.number), every)
+        return [replace(task, recorded=attempt.of_episode(task.index)) for task in tasks]
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0

@@ -31,6 +31,8 @@ from rollout.types import EvaluatedPrompt, Prompt, SamplingParams, TrajectoryGro
 logger = logging.getLogger(__name__)
 W = TypeVar("W")
 STDERR = 2
+CLOSE_S = 10.0
+"""At the end of a run: what an agent loop needs longer for is left behind."""
 LOGGED_AFTER = 0.8
 """Part of rollout.agent_worker_timeout_s after which a worker that hangs writes into its log: before it is killed."""
 
@@ -123,6 +125,10 @@ class AgentWorkerActor:
     ) -> list[EvaluatedPrompt]:
         self._worker.replicas[replica.name] = replica
         return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
+
+    @carries_errors
+    async def close(self) -> None:
+        await self._worker.close()
 
 
 class _Worker:
@@ -223,6 +229,17 @@ class AgentWorkerGroup:
         ):
             return await worker.result(worker.actor.check_chat_template.remote())
 
+    async def close(self) -> None:
+        """Let the agent loops end what they hold. The run has ended, so that what goes wrong is logged only."""
+
+        async def close(worker: _Worker) -> None:
+            async with within(CLOSE_S, "CLOSE_S", f"closing the agent loop in {worker.name}"):
+                await worker.result(worker.actor.close.remote())
+
+        for outcome in await asyncio.gather(*map(close, self._rotation.serving), return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.warning("an agent loop was not closed: %s", outcome)
+
     async def run_group(
         self,
         prompt: Prompt,
@@ -310,6 +327,10 @@ class Rotation(Generic[W]):
             await asyncio.wait(self._replacing, return_when=asyncio.FIRST_COMPLETED)
         self._serving.rotate(-1)
         return self._serving[-1]
+
+    @property
+    def serving(self) -> list[W]:
+        return list(self._serving)
 
     def has(self, worker: W) -> bool:
         return worker in self._serving

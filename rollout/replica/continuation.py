@@ -35,7 +35,8 @@ async def generate_in_parts(
 def _part(request: GenerationRequest, before: Completion | None, sent: int) -> GenerationRequest:
     """What is left to sample, as a request of its own, with a seed of its own: with the old one, its first tokens
     would be sampled with the random numbers of the whole's first tokens."""
-    part = replace(request, request_id=replace(request.request_id, part=sent), partial=None, is_continuation=sent > 0)
+    name = replace(request.request_id, part=sent)
+    part = replace(request, request_id=name, partial=None, is_continuation=sent > 0, num_observed=None)
     if before is None or before.num_tokens == 0:
         return part
     sampling = request.sampling.reseeded(before.num_tokens)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rollout.progress import TokenDelta, prompt_checksum
 from rollout.request_ids import RequestId
-from rollout.types import EMPTY, Completion, GenerationRequest
+from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
 
 REPORTS_OF_AN_END = 2
 """A report may get lost, so a finished request is in more than one."""
@@ -18,6 +18,7 @@ class _Entry:
     """The name that the engine knows the request by now."""
     before: Completion
     """What was sampled before that part."""
+    observed: IntArray | None
     final: Completion | None = None
     is_lost: bool = False
     """Its engine died: what it had sampled is reported as often as asked."""
@@ -36,8 +37,8 @@ class ProgressLog:
         self._is_read = False
 
     def begin(self, request: GenerationRequest) -> None:
-        checksum = prompt_checksum(request.prompt_ids)
-        self._entries[request.request_id] = _Entry(checksum, request.request_id, request.partial or EMPTY)
+        checksum, before = prompt_checksum(request.prompt_ids), request.partial or EMPTY
+        self._entries[request.request_id] = _Entry(checksum, request.request_id, before, request.observed)
 
     def begin_part(self, part: RequestId, before: Completion | None) -> None:
         """The engine gets another part of a request, of which `before` has been sampled."""
@@ -84,6 +85,12 @@ class ProgressLog:
                     del self._entries[request_id]
             if tokens.num_tokens or tokens.finish_reason or not (entry.is_announced or request_id in known):
                 entry.is_announced = True
-                checksum = entry.prompt_checksum
-                deltas.append(TokenDelta(request_id=request_id, prompt_checksum=checksum, start=start, tokens=tokens))
+                delta = TokenDelta(
+                    request_id=request_id,
+                    prompt_checksum=entry.prompt_checksum,
+                    start=start,
+                    tokens=tokens,
+                    observed=entry.observed if start == 0 else None,
+                )
+                deltas.append(delta)
         return tuple(deltas)

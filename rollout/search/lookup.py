@@ -35,16 +35,19 @@ class Lookup:
         """The documents, as the policy reads them. Raises RetrievalError."""
         began = time.monotonic()
         [found] = await self.retriever.search([query], self.topk)
+        has_failed, ms = found.error is not None, 1000 * (time.monotonic() - began)
+        self._count(query, is_empty=not has_failed and not found.documents, has_failed=has_failed, ms=ms)
+        return FAILED if has_failed else self.shown(found.documents)
+
+    def recall(self, query: str, found: str) -> None:
+        """Count a search of an episode that runs again, which hears what it `found` before. Nothing is looked up."""
+        self._count(query, is_empty=NOTHING in found, has_failed=FAILED in found, ms=0.0)
+
+    def _count(self, query: str, *, is_empty: bool, has_failed: bool, ms: float) -> None:
         known = " ".join(query.lower().split())
-        self.counts.update(
-            searches=1,
-            repeated_queries=known in self._queries,
-            empty_results=found.error is None and not found.documents,
-            failed_searches=found.error is not None,
-            retrieval_ms=1000 * (time.monotonic() - began),
-        )
+        counted = {"searches": 1, "repeated_queries": known in self._queries, "retrieval_ms": ms}
+        self.counts.update({**counted, "empty_results": is_empty, "failed_searches": has_failed})  # pyright: ignore
         self._queries.add(known)
-        return self.shown(found.documents) if found.error is None else FAILED
 
     def shown(self, documents: Sequence[Document]) -> str:
         """As Search-R1 shows them.

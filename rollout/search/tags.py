@@ -56,6 +56,9 @@ class TagEnvironment:
         action = action_of(turn)
         if action is None:
             return Step(observation=HINT, counts={"invalid_actions": 1.0})
+        if action.kind == "search" and turn.recorded is not None:
+            self._lookup.recall(action.text, turn.recorded)
+            return Step(observation=turn.recorded, metrics=self._metrics())
         if action.kind == "search":
             found = await self._lookup.find(action.text)
             return Step(observation=f"\n\n<information>{found}</information>\n\n", metrics=self._metrics())
@@ -89,4 +92,5 @@ def agent_loop(
         max_turn_tokens=max_turn_tokens,
         step_timeout_s=step_timeout_s,
         stop=STOP,
+        closes=(found.close,),
     )

@@ -24,7 +24,8 @@ from rollout.types import Prompt, SamplingParams
 def make_fleet(config: Config, replicas: Sequence[FleetMember], report: Report) -> tuple[ReplicaFleet, FleetControl]:
     """The fleet of a training run, whose replicas wait for their first weights."""
     rollout = config.rollout
-    inflight = max_inflight(rollout.max_num_seqs * rollout.data_parallel_size, config.algorithm.group_size)
+    seats = rollout.max_num_seqs * rollout.data_parallel_size
+    inflight = max_inflight(seats, config.algorithm.group_size, rollout.episodes_per_seat)
     router = ReplicaRouter([replica.name for replica in replicas], inflight)
     fleet = ReplicaFleet(
         replicas,

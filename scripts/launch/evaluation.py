@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str
     rows = held_out_rows(config)  # malformed data is an error before anything starts
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
-    async with cluster(config, device):
+    async with cluster(config, device), AsyncExitStack() as stack:
         model_path, replicas = await start_replicas(config, device, run_dir, console)
         agents = AgentWorkerGroup(
             config=config,
@@ -36,6 +37,7 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str
             replicas=[replica.client for replica in replicas],
             on_start=output_to(run_dir),
         )
+        stack.push_async_callback(agents.close)
         encoded = await encode_rows(config, agents, "held-out", rows, console)
         router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
         failures = FailureBudget(

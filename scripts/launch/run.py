@@ -48,6 +48,7 @@ async def run(
     async with cluster(config, device), AsyncExitStack() as stack:
         stack.callback(release_all, config.weight_sync, owner(run_dir))
         started = await start(config, device, run_dir, rows=rows, console=console, resumed=resumed)
+        stack.push_async_callback(started.agents.close)
         console.watch(started.views)
         socket = stack.enter_context(linked_socket(run_dir / SOCKET_FILE))
         await stack.enter_async_context(served(fleet_app(started.operator), socket))

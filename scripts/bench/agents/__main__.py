@@ -1,6 +1,6 @@
 """Episodes that run by themselves against episodes that take their turns together.
 
-python -m scripts.bench.agents [--repeats 3] [--groups 256] [--vllm-groups 64] [--only PART ...]
+python -m scripts.bench.agents [--repeats 3] [--groups 256] [--vllm-groups 64] [--slow-groups 128] [--only PART ...]
 
 Groups of 8 episodes of 4 to 8 turns, each with a tool between two turns whose latency is log-normal (sigma 1). The
 router of a run lets in as many as it has room for: twice the engine's seats, and a group. In one arm every episode asks
@@ -9,6 +9,11 @@ other a group waits for the slowest of its tools before any episode goes on, and
 
 - `simulated`: an engine of 128 seats with 10 ms a token, on a virtual clock; tools take 1 s on average.
 - `vllm`: a real vLLM engine of a tiny model; tools take 0.5 s on average. The arms take turns.
+- `slow_env`: episodes by themselves on the simulated engine with 28 seats. A turn takes 0.24 s and its tool 1 s, so an
+  episode generates for a fifth of its time. With rollout.episodes_per_seat=2, the default, 64 episodes are there at
+  once; more of them fill the seats. "With work" is the time until the last episode was let in: whatever the engine
+  lacks then, it lacks because episodes wait for their tools or for room, and not because the run is over. Idle is an
+  engine with no request at all; empty seats are what it could have run beside those that it has.
 
 The last line of the output is JSON.
 
@@ -17,6 +22,9 @@ The last line of the output is JSON.
                                     simulated: share of the time in which no request runs
     vllm_independent_over_lockstep, vllm_engine_idle, vllm_lockstep_engine_idle
                                     vllm: the same, medians over repetitions
+    slow_env_idle_with_work, slow_env_empty_seats, slow_env_samples_per_s
+                                    slow_env: with 64 episodes at once
+    slow_env_5_idle_with_work, ...  the same with 5 episodes per seat
 """
 
 import argparse
@@ -27,7 +35,11 @@ from scripts.bench.agents.engines import run_simulated, started_vllm
 from scripts.bench.agents.episodes import ARMS, Job, Outcome, run_groups, started
 from scripts.bench.common import interleaved, median_ratio, show_table, write_json
 
-PARTS = ("simulated", "vllm")
+PARTS = ("simulated", "vllm", "slow_env")
+SLOW_SEATS = 28
+"""So that with two episodes per seat, and a group, 64 are there at once."""
+PER_SEAT = (2, 4, 5, 6)
+REPORTED = {2: "slow_env", 5: "slow_env_5"}
 
 
 def main() -> None:
@@ -35,6 +47,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each arm of vllm")
     parser.add_argument("--groups", type=int, default=256, help="groups of a simulated run")
     parser.add_argument("--vllm-groups", type=int, default=64, help="groups of a run of vllm")
+    parser.add_argument("--slow-groups", type=int, default=128, help="groups of a run of slow_env")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run, instead of all")
     options = parser.parse_args()
     results: dict[str, float] = {}
@@ -43,7 +56,27 @@ def main() -> None:
     if "vllm" in options.only:
         job = Job(num_groups=options.vllm_groups, mean_tool_s=0.5)
         results |= asyncio.run(bench_vllm(job, options.repeats))
+    if "slow_env" in options.only:
+        results |= bench_slow_env(options.slow_groups)
     write_json(results)
+
+
+def bench_slow_env(num_groups: int) -> dict[str, float]:
+    """The same groups always give the same figures."""
+    results: dict[str, float] = {}
+    rows: list[list[str]] = []
+    for per_seat in PER_SEAT:
+        job = Job(num_groups=num_groups, seats=SLOW_SEATS, episodes_per_seat=per_seat)
+        outcome = run_simulated(job, ARMS[0])
+        shares = [f"{share:.1%}" for share in (outcome.idle_with_work, outcome.empty_seats)]
+        rows.append([str(per_seat), str(job.max_inflight), f"{outcome.samples_per_s:.1f}", *shares])
+        if (name := REPORTED.get(per_seat)) is not None:
+            results[f"{name}_idle_with_work"] = outcome.idle_with_work
+            results[f"{name}_empty_seats"] = outcome.empty_seats
+            results[f"{name}_samples_per_s"] = outcome.samples_per_s
+    head = ["rollout.episodes_per_seat", "episodes at once", "samples/s", "engine idle with work", "empty seats"]
+    show_table(f"slow_env: {num_groups} groups of 8, {SLOW_SEATS} seats, tools of 1 s", head, rows)
+    return results
 
 
 def bench_simulated(job: Job) -> dict[str, float]:

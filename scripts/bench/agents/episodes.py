@@ -49,11 +49,12 @@ class Job:
     """Of the logarithm of a tool's latency."""
     seats: int = 128
     """Requests that the engine runs at once."""
+    episodes_per_seat: int = 2
 
     @property
     def max_inflight(self) -> int:
         """Trajectories that the router lets in at once: as in a run."""
-        return max_inflight(self.seats, self.group_size)
+        return max_inflight(self.seats, self.group_size, self.episodes_per_seat)
 
     def num_turns(self, ordinal: int, index: int) -> int:
         low, high = self.turns
@@ -70,6 +71,11 @@ class Outcome:
     samples_per_s: float
     engine_idle: float
     """Share of the time in which the engine ran no request."""
+    idle_with_work: float
+    """The same, of the time in which there is work: until the last episode was let in. Whatever the engine lacks then
+    is a request that waits for room, or for its tool; afterwards there is nothing to give it but stragglers."""
+    empty_seats: float
+    """Share of the engine's seats that no request had, in the same time."""
 
 
 async def started(engine: Engine) -> RolloutReplica:
@@ -109,9 +115,15 @@ async def run_groups(job: Job, arm: str, replica: RolloutReplica) -> Outcome:
     )
     began = clock()
     await asyncio.gather(rollouter.run(), buffer.next_batch(0))
-    seconds = clock() - began
+    ended = clock()
     samples = job.num_groups * job.group_size
-    return Outcome(seconds=seconds, samples_per_s=samples / seconds, engine_idle=1 - gauge.busy_s / seconds)
+    return Outcome(
+        seconds=ended - began,
+        samples_per_s=samples / (ended - began),
+        engine_idle=1 - gauge.mean(1, began, ended),
+        idle_with_work=1 - gauge.mean(1, began, tools.last_began),
+        empty_seats=1 - gauge.mean(job.seats, began, tools.last_began) / job.seats,
+    )
 
 
 def _prompts(job: Job, batch: int) -> PromptStream:
@@ -136,8 +148,11 @@ class _Tools:
     def __init__(self, job: Job, *, waits_for_all: bool):
         self._job, self._waits_for_all = job, waits_for_all
         self._groups: dict[int, _Group] = {}
+        self.last_began = 0.0
+        """When the last episode was let in."""
 
     def next(self, prompt: Prompt) -> "_Tool":
+        self.last_began = asyncio.get_running_loop().time()
         number = prompt.ordinal % self._job.num_groups
         if number not in self._groups:
             self._groups[number] = _Group(self._job, number, waits_for_all=self._waits_for_all)
@@ -192,27 +207,31 @@ class _Tool:
 
 
 class _Gauge:
-    """Forces the length of every turn, and measures how long at least one request runs."""
+    """Forces the length of every turn, and notes how many requests there are."""
 
     def __init__(self, replica: RolloutReplica):
-        self.busy_s = 0.0
         self._replica = replica
-        self._running = 0
-        self._since = 0.0
+        self._times = [asyncio.get_running_loop().time()]
+        self._counts = [0]
+        """From `_times` on."""
+
+    def mean(self, most: int, start: float, end: float) -> float:
+        """How many requests there were from `start` to `end`, on average; of more than `most`, so many."""
+        times = np.clip([*self._times, end], start, end)
+        return float(np.diff(times) @ np.minimum(self._counts, most)) / (end - start)
+
+    def _note(self, change: int) -> None:
+        self._times.append(asyncio.get_running_loop().time())
+        self._counts.append(self._counts[-1] + change)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        clock = asyncio.get_running_loop().time
-        if self._running == 0:
-            self._since = clock()
-        self._running += 1
+        self._note(+1)
         forced = [replace(request, sampling=replace(request.sampling, max_tokens=TURN_TOKENS)) for request in requests]
         try:
             completions = await self._replica.generate_group(forced)
             return [replace(completion, finish_reason="stop") for completion in completions]
         finally:
-            self._running -= 1
-            if self._running == 0:
-                self.busy_s += clock() - self._since
+            self._note(-1)
 
 
 class _OneToken:

@@ -1,5 +1,7 @@
 """The driver has of each request what its replica reported, piece by piece, whatever report gets lost."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +108,18 @@ def test_a_request_without_a_token_is_known_to_run_and_no_more() -> None:
     progress.take("b", report_of(delta("3.1-0", 0, make_completion([8], [0], "", cached_tokens=2))))
     partial = progress.partials(3)[0, 0].completion
     assert (partial.token_ids.tolist(), partial.cached_tokens, progress.running(3)) == ([8], 2, [rid("3.1-0")])
+
+
+def test_what_an_environment_said_is_kept_although_the_policy_has_not_answered_yet() -> None:
+    progress, nothing = Progress(), make_completion([], [], "")
+    progress.begin(3, Attempt(), "b")
+    said = replace(delta("3-0-1", 0, nothing), observed=np.array([8, 9], np.int32))
+    progress.take("b", report_of(said, replace(said, request_id=rid("3-1-1"), observed=np.array([], np.int32))))
+    assert list(progress.partials(3)) == [(0, 1)], "of nothing there is nothing to keep"
+    progress.begin(3, Attempt(number=1, partials=progress.partials(3)), "b")
+    progress.take("b", report_of(delta("3.1-0-1", 0, make_completion([7], [0], ""))))
+    kept = progress.partials(3)[0, 1]
+    assert kept.observed is not None and (kept.observed.tolist(), kept.completion.token_ids.tolist()) == ([8, 9], [7])
 
 
 def test_a_prompts_checksum_is_of_its_tokens() -> None:

@@ -157,6 +157,7 @@ def test_a_removed_replica_never_comes_back() -> None:
 
 def test_a_replica_is_given_more_than_it_has_seats_for_so_that_none_stays_empty() -> None:
     assert max_inflight(max_num_seqs=64, group_size=8) == 136
+    assert max_inflight(max_num_seqs=64, group_size=8, per_seat=6) == 392
 
 
 @pytest.mark.parametrize(("max_num_seqs", "group_size"), [(64, 8), (4, 8), (4, 9), (1, 64)])

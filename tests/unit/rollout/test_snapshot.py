@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -141,3 +142,19 @@ def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint
     (kept,) = capture(run.rollouter).under_way
     assert kept.partials[0, 0].completion.token_ids.tolist() == [7]
     assert run.rollouter.under_way[0].attempt == Attempt(partials=kept.partials)
+
+
+def test_what_environments_said_is_in_a_checkpoint_and_one_without_it_is_read() -> None:
+    had = PartialCompletion(prompt_checksum=5, completion=make_completion([7], [0], ""))
+    heard = replace(had, observed=np.array([8, 9], np.int32))
+    under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, partials={(0, 0): had, (0, 1): heard})
+    data = encode(replace(capture(CheckpointedRun([1.0]).rollouter), next_ordinal=1, under_way=(under_way,)))
+    partials = decode(data).under_way[0].partials
+    observed = partials[0, 1].observed
+    assert partials[0, 0].observed is None and observed is not None and observed.tolist() == [8, 9]
+    raw = msgspec.msgpack.decode(data)
+    for _, partial in raw["under_way"][0]["partials"].items():
+        del partial["observed"]
+    old = decode(msgspec.msgpack.encode(raw)).under_way[0].partials
+    assert [partial.observed for partial in old.values()] == [None, None]
+    assert old[0, 1].completion.token_ids.tolist() == [7]

@@ -1,6 +1,7 @@
 """Agent workers in their Ray actors: one that dies is replaced, and who runs alone dies alone."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import ray
 
 from configs.schema import Config, RolloutConfig
 from rollout.actor_group import ReplicaClient
+from rollout.agents import worker_group
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
@@ -188,3 +190,44 @@ def test_the_driver_hears_of_episodes_that_end_before_their_group(
             assert told == sorted(told, reverse=True) and told[-1] <= 1
 
     asyncio.run(main())
+
+
+class NotesItsEnd:
+    """Writes a file when it is closed. The first then hangs."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        return []
+
+    async def close(self) -> None:
+        (self._folder / f"closed in {os.getpid()}").touch()
+        with contextlib.suppress(FileExistsError):
+            (self._folder / "hangs").touch(exist_ok=False)
+            await asyncio.sleep(DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_agent_loops_of_all_workers_are_closed_and_one_that_hangs_does_not_keep_the_run(
+    ray_cluster: None, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(worker_group, "CLOSE_S", 3.0)
+    group = AgentWorkerGroup(
+        config=CONFIG,
+        tokenizer_path=str(tiny_model),
+        replicas=[],
+        on_start=lambda name: lambda: None,
+        agent_loop=NotesItsEnd(tmp_path),
+    )
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            for worker in group._rotation.serving:
+                await worker.started()
+            await group.close()
+
+    asyncio.run(main())
+    assert len([*tmp_path.glob("closed in *")]) == 2
+    assert len(re.findall(r"closing the agent loop in agent-worker-\d took longer than CLOSE_S=3.0", caplog.text)) == 1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.agents.environment import Observation, Step, Turn
-from rollout.agents.loop import Episode, EpisodeTask
+from rollout.agents.loop import Ends, Episode, EpisodeTask
 from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role, ToolCall
@@ -352,3 +352,20 @@ def test_counts_are_summed_and_of_metrics_the_last_holds(values: list[tuple[int,
 def test_a_step_that_is_none_leaves_its_episode_without_a_reward(make_step: Callable[[], Any], error: str) -> None:
     episode = play(Recorded(make_step()))
     assert episode.result is not None and str(episode.result.error).startswith(error)
+
+
+def test_what_environments_share_is_closed_at_the_end_of_the_run_whatever_one_of_them_raises() -> None:
+    events: list[str] = []
+
+    async def fails() -> None:
+        raise OSError("still busy")
+
+    async def closes() -> None:
+        await asyncio.sleep(1)
+        events.append("closed")
+
+    loop = loop_of(None, closes=(fails, closes))
+    assert isinstance(loop, Ends)
+    with pytest.raises(ExceptionGroup, match=r"1 of 2 could not be closed: \[OSError\('still busy'\)\]"):
+        run_virtual(loop.close())
+    assert events == ["closed"]

@@ -143,3 +143,25 @@ async def test_what_a_dying_engine_had_sampled_can_still_be_told(
         report = await replica.progress({RETRIED: 2})
     told = {str(p.request_id): (p.start, p.tokens.token_ids.tolist(), p.tokens.finish_reason) for p in report.deltas}
     assert told == {"3.1-0": (2, [0], ""), "3.1-1": (0, [0, 0], "")}
+
+
+@on_replica()
+async def test_what_an_environment_said_is_told_with_the_first_tokens_whatever_report_gets_lost(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    progress = Progress()
+    progress.begin(3, Attempt(), "r")
+    single = make_request("3-1", 5)
+    group = asyncio.create_task(replica.generate_group([replace(make_request("3-0", 5), num_observed=1), single]))
+    observed = []
+    for arrives in (False, False, True, True):
+        await asyncio.sleep(1.1)
+        report = await replica.progress(progress.known("r"))
+        observed.append([delta.observed is not None for delta in report.deltas])
+        if arrives:
+            progress.take("r", report)
+    assert observed == [[True, False]] * 3 + [[False, False]]
+    with_observation, without = progress.partials(3)[0, 0], progress.partials(3)[1, 0]
+    assert with_observation.observed is not None and with_observation.observed.tolist() == [2]
+    assert (with_observation.completion.num_tokens, without.observed) == (4, None)
+    await group

@@ -76,6 +76,7 @@ class Session:
         try:
             socket = await client.connect(
                 address,
+                compression=None,
                 max_size=MAX_MESSAGE_BYTES,
                 close_timeout=CLOSE_S,
                 ping_timeout=None,  # a slow step is no lost connection; each has its own deadline

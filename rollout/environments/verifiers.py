@@ -201,7 +201,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     async def watched(*given: Any, **named: Any) -> Any:
         try:
             outcome = function(*given, **named)
-            return await outcome if inspect.isawaitable(outcome) else outcome
+            return float(await outcome if inspect.isawaitable(outcome) else outcome)
         except Exception as error:
             failures = _failures.get()
             if failures is not None:

@@ -1,6 +1,7 @@
 """The part of the package verifiers (0.3) that rollout.environments.verifiers uses, where it is not installed.
 
-It has the real one's bad habits: it takes over the handlers of signals, and a function of a rubric that raises counts 0.
+It has the bad habits of the real one: it takes over the handlers of signals, and a function of a rubric that raises
+counts 0.
 """
 
 import importlib

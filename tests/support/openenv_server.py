@@ -1,7 +1,8 @@
 """A server of a small world, in a process of its own: `python -m tests.support.openenv_server KIND PORT MAX_SESSIONS`.
 
 KIND is openenv, whose own server classes then serve it, or documented: a server after OpenEnv's documented wire form,
-for where the package is not installed.
+for where the package is not there. It needs mcp<2, and vLLM mcp>=2: the package lives in a venv of its own, whose python
+the variable OPENENV_PYTHON names.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tests.support.paths import ROOT
 
 START_S = 60.0
+OPENENV_PYTHON = os.environ.get("OPENENV_PYTHON")
 
 
 class World:
@@ -153,7 +155,8 @@ def server(kind: str, max_sessions: int = 8) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.support.openenv_server", kind, str(port), str(max_sessions)]
+    python = OPENENV_PYTHON if kind == "openenv" and OPENENV_PYTHON else sys.executable
+    command = [python, "-m", "tests.support.openenv_server", kind, str(port), str(max_sessions)]
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:

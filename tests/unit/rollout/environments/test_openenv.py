@@ -2,7 +2,6 @@
 is installed one of its own server classes."""
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,14 +12,14 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.environments.openenv import ActionSchema, InvalidActionError, OpenEnvError, Session, readable
 from tests.support.chat_models import chat_tokenizer
 from tests.support.harnesses import FAMILY
-from tests.support.openenv_server import server
+from tests.support.openenv_server import OPENENV_PYTHON, server
 from tests.support.played import error_of, heard, play
 from tests.support.sequences import only
 
 REAL = pytest.param(
     "openenv",
     marks=pytest.mark.skipif(
-        importlib.util.find_spec("openenv") is None, reason="the package openenv (openenv-core) is not installed"
+        OPENENV_PYTHON is None, reason="OPENENV_PYTHON names no python with the package openenv (or openenv-core)"
     ),
 )
 both = pytest.fixture(scope="module", params=["documented", REAL])

@@ -1,7 +1,7 @@
 """A server of a small world, in a process of its own: `python -m tests.support.openenv_server KIND PORT MAX_SESSIONS`.
 
 KIND is openenv, whose own server classes then serve it, or documented: a server after OpenEnv's documented wire form,
-for where the package is not there. It needs mcp<2, and vLLM mcp>=2: the package lives in a venv of its own, whose python
+for where the package is not there. It needs mcp<2, and vLLM mcp>=2: it lives in a venv of its own, whose python
 the variable OPENENV_PYTHON names.
 """
 

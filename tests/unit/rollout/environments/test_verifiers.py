@@ -1,4 +1,4 @@
-"""Environments of verifiers before 0.4 over sessions: those of the real package where it is installed, else of a fake of it."""
+"""Environments of verifiers before 0.4 over sessions: the real package's where it is installed, else those of a fake."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Environments of verifiers before 0.4 over sessions: the real package's where it is installed, else those of a fake."""
+"""Environments of verifiers before 0.4 over sessions: of the real package where it is installed, else of a fake."""
 
 import asyncio
 import signal

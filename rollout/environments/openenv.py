@@ -246,7 +246,7 @@ class OpenEnvEnvironment:
             return self._hint(str(error).partition(" failed: ")[2])
         reward, done = data.get("reward"), bool(data.get("done"))
         return Step(
-            observation=self._observed(self._server.read(data)),
+            observation="" if done else self._observed(self._server.read(data)),
             done=done,
             reward=None if reward is None else float(reward),
             metrics=await self._metrics(self._session) if done else {},

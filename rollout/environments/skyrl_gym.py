@@ -67,7 +67,7 @@ class SkyRLEnvironment:
         if missing:
             raise ValueError(f"a step of {type(self._env).__name__} has no {missing[0]!r}; it has {sorted(taken)}")
         return Step(
-            observation=self._observed(taken["observations"] or ()),
+            observation="" if taken["done"] else self._observed(taken["observations"] or ()),
             done=bool(taken["done"]),
             reward=float(taken["reward"]),
             metrics=_numbers(self._env.get_metrics()),

@@ -65,7 +65,7 @@ def test_a_column_of_the_row_reaches_the_reset(url: str) -> None:
 def test_observations_are_messages_with_a_chat(url: str) -> None:
     episode = play(loop_of(url, chat=True), ["3", "7"], ordinal=7)
     assert heard(episode) == (
-        "<|im_start|>user\nGuess a number at level one.<|im_end|>\n<|im_start|>assistant\n"
+        "user\nGuess a number at level one.<|im_end|>\n<|im_start|>assistant\n"
         "\n<|im_start|>user\nWrong.<|im_end|>\n<|im_start|>assistant\n"
     )
 

@@ -47,7 +47,7 @@ def test_messages_are_written_by_the_chat_template() -> None:
     loop = loop_of("Guess", chat=True, env_config={"first": "From 1 to 9."})
     episode = play(loop, ["Is it 3?", "It is 7."], ground_truth="7")
     assert heard(episode) == (
-        "<|im_start|>user\nFrom 1 to 9.<|im_end|>\n<|im_start|>assistant\n"
+        "user\nFrom 1 to 9.<|im_end|>\n<|im_start|>assistant\n"
         "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     )
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from configs.data import parse_source
 from rollout.agents.threads import in_thread
 from rollout.environments.optional import optional
-from rollout.environments.verifiers_legacy import LOAD, LegacyEnvironment
+from rollout.environments.verifiers_legacy import LegacyEnvironment
 from rollout.environments.verifiers_v1 import V1Environment
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import HarnessTask
@@ -92,8 +92,8 @@ def load(env: str, args: Mapping[str, Any]) -> LoadedEnvironment:
     with _loading:
         key = _key(env, args)
         if key not in _loaded:
-            is_legacy = hasattr(optional("verifiers", "verifiers"), LOAD)
-            _loaded[key] = (LegacyEnvironment if is_legacy else V1Environment)(env, args)
+            version = [int(part) for part in optional("verifiers", "verifiers").__version__.split(".")[:2]]
+            _loaded[key] = (LegacyEnvironment if version < [0, 4] else V1Environment)(env, args)
         return _loaded[key]
 
 

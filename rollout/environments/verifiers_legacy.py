@@ -15,7 +15,6 @@ from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import described
 from rollout.sessions.harness import HarnessTask
 
-LOAD = "load_environment"
 SPLITS = ("train", "eval")
 EMPTY_ANSWER = "EmptyModelResponseError"
 """What verifiers calls an answer without text and without calls. It is the policy's, and no failure."""

@@ -81,6 +81,7 @@ class Env:
         return SimpleNamespace(ok=True, errors=[], traces=[trace])
 
 
+__version__ = "0.4.0"
 EvalClientConfig = ModelContext = SimpleNamespace
 load_environment = Env
 

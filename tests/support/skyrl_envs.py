@@ -50,7 +50,7 @@ class Fails(Guess):
 
 class Sleeps(Guess):
     def init(self, prompt: Messages) -> tuple[Messages, Mapping[str, Any]]:
-        time.sleep(1.0)
+        time.sleep(2.0)
         return super().init(prompt)
 
 

@@ -76,11 +76,11 @@ def test_with_leave_the_sampled_tokens_are_kept_and_counted() -> None:
         ("Fails", "OSError: the sandbox is gone"),
         ("Forgets", "ValueError: a step of Forgets has no 'reward'"),
         ("Rewrites", "ValueError: init of Rewrites changes the prompt"),
-        ("Sleeps", "TimeoutError: a reset of the environment took longer than step_timeout_s=0.2"),
+        ("Sleeps", "TimeoutError: a reset of the environment took longer than step_timeout_s=1.0"),
     ],
 )
 def test_an_environment_that_fails_is_not_reward_0(env: str, error: str) -> None:
-    episode = play(loop_of(env, step_timeout_s=0.2), ["3"], ground_truth="7")
+    episode = play(loop_of(env, step_timeout_s=1.0), ["3"], ground_truth="7")
     assert error in error_of(episode)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiers, "_loaded", {})
     monkeypatch.syspath_prepend(ROOT / "tests/support/plugins")
     if not HAS_V1:
-        monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+        monkeypatch.setitem(sys.modules, "verifiers", fake_verifiers_v1)
         monkeypatch.setitem(sys.modules, "verifiers.v1", fake_verifiers_v1)
 
 

@@ -10,20 +10,27 @@ from rollout.environments.optional import RolloutError, optional, with_causes
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import HarnessTask
 
+LOCAL_RUNTIMES = ("subprocess", "docker", "podman", "apptainer")
+"""From any other a harness reaches the session through a tunnel of Prime's, and so with an account."""
+
 
 class V1Environment:
     """Its harness talks to the session through verifiers' own proxy, which keeps its trace."""
 
     def __init__(self, env: str, args: Mapping[str, Any]):
-        """`args`: keys of its EnvConfig, such as {"taskset": {...}, "agent": {"harness": {"id": "null"}}}. Raises
-        ValueError for one that cannot be loaded."""
+        """`args`: keys of its EnvConfig, such as {"taskset": {...}, "agent": {"harness": {"id": "null"}}}. Its agent
+        runs on this machine (runtime subprocess), unless they say otherwise. Raises ValueError for one that cannot be
+        loaded, or that has several agents."""
         self._name = env
         self._v1 = optional("verifiers.v1", "verifiers")
-        taskset = {**args.get("taskset", {}), "id": env}
+        agent = {"runtime": {"type": "subprocess"}, **args.get("agent", {})}
         try:
-            self._config = self._v1.resolve_env_config({**args, "taskset": taskset})
+            taskset = {**args.get("taskset", {}), "id": env}
+            self._config = self._v1.resolve_env_config({**args, "taskset": taskset, "agent": agent})
             self._taskset = self._made().taskset
-        except Exception as error:
+            if self._config.agent.runtime.type not in LOCAL_RUNTIMES:
+                optional("verifiers.v1.utils.prime", "verifiers").ensure_prime_auth()
+        except (Exception, SystemExit) as error:
             raise ValueError(f"rollout.agent_args.env={env}: cannot be loaded: {with_causes(error)}") from error
 
     async def run(self, task: HarnessTask, row: Mapping[str, Any] | None, client: Any) -> RewardResult | None:

@@ -89,4 +89,6 @@ load_environment = Env
 def resolve_env_config(data: dict[str, Any]) -> SimpleNamespace:
     if data["taskset"]["id"] != "looks-again":
         raise ModuleNotFoundError(f"taskset {data['taskset']['id']!r} not found")
-    return SimpleNamespace(taskset=SimpleNamespace(kind=data["taskset"].get("kind", "right"), task=None))
+    taskset = SimpleNamespace(kind=data["taskset"].get("kind", "right"), task=None)
+    runtime = SimpleNamespace(**data["agent"]["runtime"])
+    return SimpleNamespace(taskset=taskset, agent=SimpleNamespace(runtime=runtime))

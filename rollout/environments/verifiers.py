@@ -1,0 +1,113 @@
+"""Environments of the package `verifiers` (PrimeIntellect-ai/verifiers) as harnesses: each asks the policy itself, over
+the session of its episode, and gives the reward.
+
+rollout.agent=rollout.environments.verifiers:agent rollout.agent_args.env=my_env
+data.loader=rollout.environments.verifiers:rows data.train_files=my_env
+
+What an environment is depends on the version: before 0.4 what its module's `load_environment` makes
+(rollout/environments/verifiers_legacy.py), since then a taskset, or an Env, of verifiers.v1
+(rollout/environments/verifiers_v1.py).
+"""
+
+import json
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from configs.data import parse_source
+from rollout.agents.threads import in_thread
+from rollout.environments.optional import optional
+from rollout.environments.verifiers_legacy import LegacyEnvironment
+from rollout.environments.verifiers_v1 import V1Environment
+from rollout.rewards.base import RewardResult
+from rollout.sessions.harness import HarnessTask
+
+ROW = "verifiers_row"
+"""Column with the whole row of the environment's own data set."""
+
+
+class LoadedEnvironment(Protocol):
+    async def run(self, task: HarnessTask, row: Mapping[str, Any] | None, client: Any) -> RewardResult | None:
+        """One rollout. `row`: of the environment's own data set, if the task is one. Raises RolloutError."""
+        ...
+
+    def rows(self, split: str) -> list[tuple[Any, str, Mapping[str, Any]]]:
+        """(prompt, answer, row) of its data set. Raises ValueError for a split that it has not."""
+        ...
+
+
+_loaded: dict[tuple[str, str], LoadedEnvironment] = {}
+_loading = threading.Lock()
+
+
+async def agent(
+    task: HarnessTask, client: Any, *, env: str, args: Mapping[str, Any] | None = None, load_timeout_s: float = 600.0
+) -> RewardResult | None:
+    """Run one rollout. Returns the reward and the metrics of the environment; None, which leaves the reward to
+    rollout.reward, for one that scores nothing.
+
+    Args:
+        task: a row of `rows`; before 0.4 of any data, whose prompt, ground truth and `info` are the input.
+        client: an openai.AsyncOpenAI of the session.
+        env: name of the environment, or of its module.
+        args: keyword arguments of its load_environment; since 0.4 keys of its EnvConfig, such as `taskset`.
+        load_timeout_s: for the first episode in a process, which loads it.
+
+    Raises:
+        RolloutError: the environment or its scoring failed.
+        ImportError, ValueError: as `load` does.
+    """
+    given = dict(args or {})
+    environment = _loaded.get(_key(env, given))
+    if environment is None:
+        loading = partial(load, env, given)
+        environment = await in_thread(loading, load_timeout_s, "load_timeout_s", f"loading {env}")
+    return await environment.run(task, task.extra.get(ROW), client)
+
+
+def rows(entries: str) -> list[dict[str, Any]]:
+    """The environment's own data set, for data.loader with data.prompt_key=prompt and data.answer_key=answer.
+
+    `entries`: `name`, `name@train` or `name@eval`; where it takes arguments, a JSON object such as
+    {"env": "my_env", "args": {"size": 100}, "split": "eval"}.
+
+    Raises:
+        ValueError: it says no environment or no such split.
+    """
+    env, args, split = _asked(entries)
+    return [
+        {"prompt": prompt, "answer": answer, "data_source": env, ROW: row}
+        for prompt, answer, row in load(env, args).rows(split)
+    ]
+
+
+def load(env: str, args: Mapping[str, Any]) -> LoadedEnvironment:
+    """The environment, which is loaded once per process. Blocks.
+
+    Raises:
+        ImportError: verifiers is not installed.
+        ValueError: the environment cannot be loaded or cannot be used. It names rollout.agent_args.env.
+    """
+    with _loading:
+        key = _key(env, args)
+        if key not in _loaded:
+            version = [int(part) for part in optional("verifiers", "verifiers").__version__.split(".")[:2]]
+            _loaded[key] = (LegacyEnvironment if version < [0, 4] else V1Environment)(env, args)
+        return _loaded[key]
+
+
+def _key(env: str, args: Mapping[str, Any]) -> tuple[str, str]:
+    return env, json.dumps(dict(args), sort_keys=True, default=str)
+
+
+def _asked(entries: str) -> tuple[str, dict[str, Any], str]:
+    """Environment, its arguments, split."""
+    if entries.lstrip().startswith("{"):
+        said = json.loads(entries)
+        unknown = sorted(set(said) - {"env", "args", "split"})
+        if unknown or "env" not in said:
+            raise ValueError(f"data.train_files={entries}: has keys {sorted(said)}; allowed: env, args, split")
+        return said["env"], dict(said.get("args", {})), said.get("split", "train")
+    source = parse_source(entries.strip())
+    return source.name, {}, source.split or "train"

@@ -11,6 +11,8 @@ from rollout.search.documents import Document, Retriever
 NOTHING = "Nothing was found."
 Shorten = Callable[[str], str]
 """Cuts a document to its share of an observation."""
+COUNTS = ("searches", "repeated_queries", "empty_results", "failed_searches", "cut_documents", "retrieval_ms")
+"""Of an episode. Milliseconds are summed, too: over those of its searches they give the mean of all searches."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,10 @@ class Lookup:
         self._queries.add(known)
         return self.shown(documents)
 
+    def metrics(self) -> dict[str, float]:
+        """Every count, 0 where there was nothing to count."""
+        return {name: float(self.counts[name]) for name in COUNTS}
+
     def shown(self, documents: Sequence[Document]) -> str:
         """As Search-R1 shows them.
 
@@ -51,6 +57,6 @@ class Lookup:
         for number, document in enumerate(documents, 1):
             text = self.shorten(document.text)
             self.counts["cut_documents"] += len(text) < len(document.text)
-            title = f"(Title: {document.title})" if document.title else ":"
+            title = f"(Title: {self.shorten(document.title)})" if document.title else ":"
             lines.append(f"Doc {number}{title} {text}")
         return "\n".join(lines) or NOTHING

@@ -11,14 +11,17 @@ from typing import Any
 
 from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
-from rollout.search.answers import exact_match, f1, gold_answers
+from rollout.search.answers import gold_answers, scores
 from rollout.search.documents import Retriever
+from rollout.search.episodes import SearchLoop
+from rollout.search.escape import breaker, special_tokens, tags
 from rollout.search.lookup import Lookup, Shorten
 from rollout.search.retrievers import make_retriever
 from rollout.search.shorten import in_tokens
 from rollout.types import Prompt
 
 STOP = ("</search>", "</answer>")
+TAGS = tags("think", "search", "information", "answer")
 HINT = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I"
     " want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
@@ -59,12 +62,11 @@ class TagEnvironment:
         if action.kind == "search":
             found = await self._lookup.find(action.text)
             return Step(observation=f"\n\n<information>{found}</information>\n\n", metrics=self._metrics())
-        match = exact_match(action.text, self._gold)
-        scores = {"exact_match": match, "f1": f1(action.text, self._gold), "answered": 1.0}
-        return Step(done=True, reward=match or self._format_score, metrics=self._metrics() | scores)
+        scored = scores(action.text, self._gold)
+        return Step(done=True, reward=scored["exact_match"] or self._format_score, metrics=self._metrics() | scored)
 
     def _metrics(self) -> dict[str, float]:
-        return {name: float(count) for name, count in self._lookup.counts.items()}
+        return self._lookup.metrics()
 
 
 def agent_loop(
@@ -80,8 +82,8 @@ def agent_loop(
 ) -> MultiTurn:
     """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. Raises ValueError."""
     found = make_retriever(retriever)
-    shorten: Shorten = in_tokens(tokenizer, max_document_tokens)
-    return MultiTurn(
+    shorten: Shorten = in_tokens(tokenizer, max_document_tokens, breaker((*TAGS, *special_tokens(tokenizer))))
+    return SearchLoop(
         lambda prompt: TagEnvironment(prompt, Lookup(found, topk, shorten), format_score),
         tokenizer,
         max_turns=max_turns,

@@ -127,8 +127,8 @@ def agent_loop(
     format_score: float = 0.0,
     step_timeout_s: float = 60.0,
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. Calls are read as Hermes and
-    Qwen write them. Raises ValueError."""
+    """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. Calls are read as Hermes
+    and Qwen write them. Raises ValueError."""
     found = make_retriever(retriever)
     shorten = in_tokens(tokenizer, max_document_tokens, breaker(MARKERS))
     return SearchLoop(

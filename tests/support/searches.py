@@ -1,6 +1,10 @@
 """Episodes of search, without an engine: a policy that samples given tokens, and prompts with right answers."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -54,3 +58,30 @@ async def played(loop: MultiTurn, prompt: Prompt, policy: Any, max_tokens: int =
     sampling = SamplingParams(max_tokens=max_tokens)
     task = EpisodeTask(request_id=RequestId(ordinal=0), prompt=prompt, index=0, sampling=sampling)
     return await loop.run_episode(task, policy.generate)
+
+
+class _Retrieves(BaseHTTPRequestHandler):
+    """Answers every query with the first documents, in the form of Search-R1's server."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        found = [
+            {"document": {"contents": f'"{one.title}"\n{one.text}'}, "score": 1.0} for one in DOCUMENTS[: asked["topk"]]
+        ]
+        answer = json.dumps({"result": [found for _ in asked["queries"]]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", f"{len(answer)}")
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+@contextmanager
+def serves_documents() -> Iterator[str]:
+    """The URL of a retriever on this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Retrieves)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    finally:
+        server.shutdown()
+        server.server_close()

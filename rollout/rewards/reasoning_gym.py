@@ -21,6 +21,7 @@ def score(prompt: Prompt, text: str) -> RewardResult:
     """
     if not {"entry", "config"} <= set(prompt.extra):
         raise KeyError("the row has no columns `entry` and `config`: set data.loader=rollout.data.reasoning_gym:rows")
-    answer = tagged_answer(text)
-    reward = float(dataset(prompt.data_source, prompt.extra["config"]).score_answer(answer, prompt.extra["entry"]))
+    answer, entry = tagged_answer(text), prompt.extra["entry"]
+    judge = dataset(prompt.data_source, {**prompt.extra["config"], "seed": 0, "size": 1})  # it draws no problem
+    reward = float(judge.score_answer(answer, entry))
     return RewardResult(reward=reward, accuracy=float(reward >= RIGHT), answer=answer)

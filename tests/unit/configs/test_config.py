@@ -149,7 +149,7 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"data__demonstrations": "m:f"}, "data.demonstrations=m:f: needs data.loader=package.module:function"),
         (
             {"data__loader": "rollout.data.reasoning_gym:rows", "data__loader_args": {"task": {}}},
-            "must be callable with (entries, task=...)",
+            "data.loader=rollout.data.reasoning_gym:rows: must be callable with (entries, task=...)",
         ),
         (
             {"data__loader": "os.path:basename", "data__demonstrations": "os.path:basename"},

@@ -117,7 +117,6 @@ def lines_of_plan(*overrides: str) -> list[str]:
         ("recipe=dapo_math model=tiny", "4 CPU", 2),
         ("recipe=gsm8k", "6 CPU, 4 GPU", 3),
         ("recipe=dapo_math", "10 CPU, 8 GPU", 3),
-        ("recipe=search_r1", "10 CPU, 8 GPU", 3),
     ],
 )
 def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings: int) -> None:

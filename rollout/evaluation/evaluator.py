@@ -66,8 +66,8 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For k samples per prompt: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on where rows name no
-        source. With one sample these are all the same: it is avg@1 of each source, where there are several."""
+        """For k samples per prompt: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on where rows name
+        no source. With one sample these are all the same: it is avg@1 of each source, where there are several."""
         num_samples = len(self.prompts[0].samples)
         by_source = scores_by_source(self.prompts, [num_samples])
         if num_samples == 1 and len(by_source) == 1:

@@ -3,6 +3,7 @@
 data.loader=rollout.data.reasoning_gym:rows rollout.reward=rollout.rewards.reasoning_gym:score
 """
 
+import importlib
 import json
 import random
 from collections.abc import Mapping
@@ -59,11 +60,11 @@ def dataset(task: str, config: Mapping[str, Any]) -> Any:
 @lru_cache(maxsize=256)
 def _dataset(task: str, config: str) -> Any:
     try:
-        from reasoning_gym import create_dataset  # takes a second to import
+        package: Any = importlib.import_module("reasoning_gym")  # takes a second
     except ImportError as error:
         raise ImportError(f"tasks of reasoning-gym need the package: pip install reasoning-gym ({error})") from error
     try:
-        return create_dataset(task, **json.loads(config))
+        return package.create_dataset(task, **json.loads(config))
     except Exception as error:  # its configs raise what they like: TypeError for no such argument, AssertionError
         raise DataError(f"{TASKS}.{task}={config}: {type(error).__name__}: {error}") from error
 

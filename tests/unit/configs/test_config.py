@@ -145,16 +145,6 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"data__loader": "no.such:f"}, "data.loader=no.such:f: needs data.train_files and data.val_files"),
         ({"data__loader": "no.such:f"}, "data.loader=no.such:f: no.such cannot be imported"),
         ({"data__loader": "math:pow"}, "data.loader=math:pow: must be callable with (entries)"),
-        ({"data__loader_args": {"n": 1}}, "data.loader_args={'n': 1}: needs data.loader=package.module:function"),
-        ({"data__demonstrations": "m:f"}, "data.demonstrations=m:f: needs data.loader=package.module:function"),
-        (
-            {"data__loader": "rollout.data.reasoning_gym:rows", "data__loader_args": {"task": {}}},
-            "data.loader=rollout.data.reasoning_gym:rows: must be callable with (entries, task=...)",
-        ),
-        (
-            {"data__loader": "os.path:basename", "data__demonstrations": "os.path:basename"},
-            "data.demonstrations=os.path:basename: must be callable with (num, seed)",
-        ),
         ({"evaluation__samples": 2}, "evaluation.samples=2: greedy samples are all the same"),
         (
             {"evaluation__replicas": 2, "rollout__num_replicas": 2},
@@ -181,6 +171,25 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
     ],
 )
 def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"data__loader_args": {"n": 1}}, "data.loader_args={'n': 1}: needs data.loader=package.module:function"),
+        ({"data__demonstrations": "m:f"}, "data.demonstrations=m:f: needs data.loader=package.module:function"),
+        (
+            {"data__loader": "rollout.data.reasoning_gym:rows", "data__loader_args": {"task": {}}},
+            "data.loader=rollout.data.reasoning_gym:rows: must be callable with (entries, task=...)",
+        ),
+        (
+            {"data__loader": "os.path:basename", "data__demonstrations": "os.path:basename"},
+            "data.demonstrations=os.path:basename: must be callable with (num, seed)",
+        ),
+    ],
+)
+def test_arguments_of_a_loader_and_its_demonstrations_need_what_takes_them(values: dict[str, Any], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 

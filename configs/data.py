@@ -1,9 +1,10 @@
 """Keys of the data, and what an entry of data.train_files and data.val_files names."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 
 class OverlongPrompts(Enum):
@@ -33,6 +34,11 @@ class DataConfig:
     """The held-out set, in the form of train_files."""
     loader: str | None = None
     """`package.module:function` that takes the text of train_files or val_files and returns its rows as dicts."""
+    loader_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of data.loader beside that text, and of data.demonstrations, by name: data.loader_args.data_seed=1."""
+    demonstrations: str | None = None
+    """With data.loader and model.kind=tiny: `package.module:function` of (num, seed) that returns so many pairs of a
+    question and its answer, which the model is warmed up on in place of data.generated."""
     generated: Generated = Generated.arithmetic
     """Word problems that are made without train_files, and that model.kind=tiny is warmed up on: arithmetic, or
     calculator (a chat in which a tool is called)."""

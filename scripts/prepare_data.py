@@ -1,17 +1,20 @@
 """Turns public data sets into parquet files in verl's schema.
 
-python -m scripts.prepare_data gsm8k|dapo_math|aime_2024|all [--source PATH] [--folder data]
+python -m scripts.prepare_data gsm8k|dapo_math|aime_2024|search_r1|all [--source PATH] [--folder data]
 
-data_source, prompt (a list of messages), ability, reward_model {style, ground_truth}, extra_info {split, index}.
+data_source, prompt (a list of messages), ability, reward_model {style, ground_truth}, extra_info {split, index};
+search_r1 has also the bare question, and golden_answers, of which ground_truth is the first.
 """
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from configs.data import DataSource, parse_source
+from rollout.data import search_r1
 from rollout.data.rows import Columns, as_row
 from rollout.data.sources import DataError, Record, records
 
@@ -29,7 +32,7 @@ ANSWER_COLUMNS = ("label", "answer", "Answer", "solution")
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A public data set, and how it is converted."""
+    """A public data set of problems with one answer each, and how it is converted."""
 
     data_source: str
     prompt: str
@@ -40,13 +43,16 @@ class DataSet:
     """verl's name of how the answer is compared."""
 
 
-DATA_SETS = {
+DATA_SETS = {  # search_r1 has several answers to a question, and a conversion of its own
     "gsm8k": DataSet(
         "openai/gsm8k", GSM8K_PROMPT, {split: f"openai/gsm8k:main@{split}" for split in ("train", "test")}, "rule"
     ),
     "dapo_math": DataSet("math_dapo", MATH_PROMPT, {"train": "BytedTsinghua-SIA/DAPO-Math-17k@train"}),
     "aime_2024": DataSet("aime_2024", MATH_PROMPT, {"test": "Maxwell-Jia/AIME_2024@train"}),
 }
+
+
+ALL = (*DATA_SETS, "search_r1")
 
 
 def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
@@ -56,24 +62,62 @@ def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
         source: replaces the hub: a local file or a data set by name, for a set of one split; or a folder that has
             `split`.parquet or `split`.jsonl for every split.
     """
-    import pyarrow  # takes a second to import
-    import pyarrow.parquet
-
+    if name == "search_r1":
+        yield from _prepare_search_r1(source, folder / name)
+        return
     data_set = DATA_SETS[name]
     for split, on_hub in data_set.splits.items():
         origin = parse_source(on_hub) if source is None else _local(source, split, list(data_set.splits))
         rows, num_read, num_contradictory = prepared(origin, data_set, split)
-        if not rows:
-            raise DataError(f"{origin}: no rows")
         path = folder / name / f"{split}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".part")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
-        aside.replace(path)
+        _write(path, rows, origin)
         yield (
             f"{path}: {len(rows)} prompts of {num_read} rows of {origin}; {num_read - len(rows)} repeated, "
             f"{num_contradictory} of them with another answer than the first"
         )
+
+
+def _prepare_search_r1(source: str | None, folder: Path) -> Iterator[str]:
+    """As `prepare`. No row is left out: questions that are asked twice may be of different sets."""
+    for split in search_r1.FILES:
+        origin = _downloaded(split) if source is None else _local(source, split, list(search_r1.FILES))
+        rows = [
+            search_r1.converted(record, place) | {"extra_info": {"split": split, "index": index}}
+            for index, (place, record) in enumerate(records(origin, search_r1.COLUMNS))
+        ]
+        path = folder / f"{split}.parquet"
+        _write(path, rows, origin)
+        sources = ", ".join(f"{count} {name}" for name, count in Counter(row["data_source"] for row in rows).items())
+        yield f"{path}: {len(rows)} prompts of {origin} ({sources})"
+
+
+def _downloaded(split: str) -> DataSource:
+    """The published file of a split of search_r1, from the hub or its cache. Raises DataError."""
+    from httpx import HTTPError
+    from huggingface_hub import hf_hub_download
+
+    name, file = search_r1.REPOSITORY, search_r1.FILES[split]
+    try:
+        return DataSource(hf_hub_download(name, file, repo_type="dataset"))
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        files = " and ".join(search_r1.FILES.values())
+        raise DataError(
+            f"{name}: {file} cannot be loaded from the hub: {type(error).__name__}: {error}\n"
+            f"Its files are {files}, below https://huggingface.co/datasets/{name}/resolve/main/"
+        ) from error
+
+
+def _write(path: Path, rows: list[Record], origin: DataSource) -> None:
+    """All or nothing. Raises DataError where there is nothing to write."""
+    import pyarrow  # takes a second to import
+    import pyarrow.parquet
+
+    if not rows:
+        raise DataError(f"{origin}: no rows")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".part")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+    aside.replace(path)
 
 
 def prepared(source: DataSource, data_set: DataSet, split: str) -> tuple[list[Record], int, int]:
@@ -135,14 +179,14 @@ def _local(source: str, split: str, splits: list[str]) -> DataSource:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*DATA_SETS, "all"])
+    parser.add_argument("name", choices=[*ALL, "all"])
     parser.add_argument("--source", help="a local file or folder, or another hub name, instead of the published set")
     parser.add_argument("--folder", type=Path, default=Path("data"), help="where NAME/SPLIT.parquet go (default: data)")
     arguments = parser.parse_args()
     if arguments.name == "all" and arguments.source is not None:
         parser.error("--source needs the name of one data set")
     try:
-        for name in DATA_SETS if arguments.name == "all" else [arguments.name]:
+        for name in ALL if arguments.name == "all" else [arguments.name]:
             for line in prepare(name, arguments.source, arguments.folder):
                 sys.stdout.write(line + "\n")
     except DataError as error:

@@ -32,13 +32,18 @@ def secret_in_argument(key: str, value: str, is_known: bool) -> str | None:
 
 
 def secret_problems(config: Config) -> Iterator[Problem]:
-    """Values that look like keys of services, or URLs with a password, and what vLLM or
-    an agent is given under a secret's name."""
+    """Values that look like keys of services, or URLs with a password, and what vLLM, an agent or a loader is given
+    under a secret's name."""
     allowed = "holds a secret, which the run's files and W&B would show: give it in the environment"
     for key, value in values(config):
         if isinstance(value, str | dict | list | tuple) and _SECRET_VALUE.search(str(value)):
             yield Problem(key, allowed, NOT_SHOWN)
-    for key in ("engine_args", "agent_args"):
-        for name, value in getattr(config.rollout, key).items():
+    given = {
+        "rollout.engine_args": config.rollout.engine_args,
+        "rollout.agent_args": config.rollout.agent_args,
+        "data.loader_args": config.data.loader_args,
+    }
+    for key, arguments in given.items():
+        for name, value in arguments.items():
             if _SECRET_KEY.search(name) and isinstance(value, str):
-                yield Problem(f"rollout.{key}.{name}", allowed, NOT_SHOWN)
+                yield Problem(f"{key}.{name}", allowed, NOT_SHOWN)

@@ -44,7 +44,13 @@ def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Probl
     if data.loader is not None:
         if data.train_files is None and data.val_files is None:
             yield Problem("data.loader", "needs data.train_files and data.val_files, which it is called with")
-        yield from dotted_problems("data.loader", data.loader, (), ("entries",))
+        yield from dotted_problems("data.loader", data.loader, (), ("entries",), data.loader_args)
+        if data.demonstrations is not None:
+            named = data.loader_args
+            yield from dotted_problems("data.demonstrations", data.demonstrations, (), ("num", "seed"), named)
+    elif data.loader_args or data.demonstrations is not None:
+        given = "loader_args" if data.loader_args else "demonstrations"
+        yield Problem(f"data.{given}", "needs data.loader=package.module:function")
 
 
 def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ RENAMED_VALUES = {("trainer.layout", "shared_prompt"): "tree"}
 """(key, former value) -> what it is called now."""
 
 
-FREE = ("rollout.engine_args.", "rollout.agent_args.")
+FREE = ("rollout.engine_args.", "rollout.agent_args.", "data.loader_args.")
 """Sections with keys of other programs, which `configs.validate` checks with their values."""
 
 

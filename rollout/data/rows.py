@@ -1,7 +1,8 @@
 """Turns the records of a data set into rows. The error for a malformed record names file, line and column."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from configs.data import parse_sources
@@ -23,13 +24,16 @@ class Columns:
     """Text, or a number."""
 
 
-def load_rows(entries: str, columns: Columns, loader: str | None = None) -> list[Row]:
+def load_rows(
+    entries: str, columns: Columns, loader: str | None = None, args: Mapping[str, Any] = MappingProxyType({})
+) -> list[Row]:
     """Load the rows of `entries`, sources separated by commas; with `loader` (data.loader) its function reads them.
+    `args` (data.loader_args) are passed to it by name.
 
-    Raises DataError when data cannot be read, ValueError when `loader` is not a function of one argument.
+    Raises DataError when data cannot be read, ValueError when `loader` is not a function of these arguments.
     """
     if loader is not None:
-        found = _call(find("data.loader", loader, ("entries",)), entries, loader)
+        found = _numbered(find("data.loader", loader, ("entries",), named=args)(entries, **args), entries, loader)
     else:
         found = (place_and_record for source in parse_sources(entries) for place_and_record in records(source))
     return [as_row(record, place, columns) for place, record in found]
@@ -95,8 +99,8 @@ def _check_text(text: str, where: str) -> None:
         raise DataError(f"{where}: is no Unicode text: {error}") from error
 
 
-def _call(loader: Callable[[str], Iterable[Record]], entries: str, name: str) -> Iterator[tuple[str, Record]]:
-    for number, record in enumerate(loader(entries), 1):
+def _numbered(found: Iterable[Record], entries: str, name: str) -> Iterator[tuple[str, Record]]:
+    for number, record in enumerate(found, 1):
         place = f"{name}({entries!r}):{number}"
         if not isinstance(record, dict):
             raise DataError(f"{place}: must be a dict, is {type(record).__name__}")

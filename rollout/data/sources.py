@@ -1,7 +1,7 @@
 """Iterates over the records of JSONL and parquet files, folders saved by `datasets`, and hub data sets."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ class DataError(ConfigError):
     counted from 1."""
 
 
-def records(source: DataSource) -> Iterator[tuple[str, Record]]:
-    """Yield (place, record), where place is `file:line` or `data set:row`. Raises DataError."""
+def records(source: DataSource, columns: Collection[str] | None = None) -> Iterator[tuple[str, Record]]:
+    """Yield (place, record), where place is `file:line` or `data set:row`. `columns`: those of a parquet file that are
+    read at all, as far as it has them. Raises DataError."""
     path = source.path
     if path.suffix in (".jsonl", ".json"):
         return _jsonl(path)
     if path.suffix == ".parquet":
-        return _rows(path, _parquet(path))
+        return _rows(path, _parquet(path, columns))
     if path.is_dir() or source.may_be_on_the_hub:
         return _rows(source, map(dict, _data_set(source)))
     raise DataError(
@@ -48,12 +49,15 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Record]]:
             yield f"{path}:{number}", record
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path, columns: Collection[str] | None) -> Iterator[Record]:
     import pyarrow.parquet  # takes a second to import
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            known = file.schema_arrow.names
+            for batch in file.iter_batches(
+                columns=known if columns is None else [*filter(columns.__contains__, known)]
+            ):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error

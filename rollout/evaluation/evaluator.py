@@ -66,15 +66,17 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Empty for one sample per prompt. For k > 1: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on
-        where rows name no source."""
+        """For k samples per prompt: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on where rows name
+        no source. With one sample these are all the same: it is avg@1 of each source, where there are several."""
         num_samples = len(self.prompts[0].samples)
-        if num_samples == 1:
+        by_source = scores_by_source(self.prompts, [num_samples])
+        if num_samples == 1 and len(by_source) == 1:
             return {}
         return {
             f"val/{source}/{name}" if source else f"val/{name}": value
-            for source, scores in scores_by_source(self.prompts, [num_samples]).items()
+            for source, scores in by_source.items()
             for name, value in scores.items()
+            if num_samples > 1 or name == "avg@1"
         }
 
 

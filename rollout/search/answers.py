@@ -3,14 +3,27 @@
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from rollout.types import Prompt
 
 GOLD_COLUMN = "golden_answers"
 """Column of Search-R1's data with all right answers."""
+UNANSWERED = {"exact_match": 0.0, "f1": 0.0, "answered": 0.0}
+"""Metrics of an episode that has no answer."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class Asked(Protocol):
+    """A row of the data: a `Prompt`, or the task of a harness."""
+
+    @property
+    def ground_truth(self) -> str: ...
+
+    @property
+    def extra(self) -> Mapping[str, Any]: ...
 
 
 def normalised(answer: str) -> str:
@@ -39,10 +52,19 @@ def _f1(words: list[str], gold: list[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def gold_answers(prompt: Prompt) -> list[str]:
+def scores(answer: str, gold: Iterable[str]) -> dict[str, float]:
+    """Metrics of an episode that has an answer.
+
+    Example: scores("The Eiffel Tower", ["Eiffel tower"]) == {"exact_match": 1.0, "f1": 1.0, "answered": 1.0}
+    """
+    right = list(gold)
+    return {"exact_match": exact_match(answer, right), "f1": f1(answer, right), "answered": 1.0}
+
+
+def gold_answers(asked: Asked) -> list[str]:
     """All right answers: of the column `golden_answers`, else the ground truth."""
-    found = prompt.extra.get(GOLD_COLUMN)
-    return [str(one) for one in found] if isinstance(found, list | tuple) and found else [prompt.ground_truth]
+    found = asked.extra.get(GOLD_COLUMN)
+    return [str(one) for one in found] if isinstance(found, list | tuple) and found else [asked.ground_truth]
 
 
 def unanswered(prompt: Prompt, text: str) -> float:

@@ -2,7 +2,7 @@
 environment are made of it."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +14,8 @@ STEP_TIMEOUT_S = 660.0
 """Deadline of a step of a search environment: longer than an `HttpRetriever` waits for a server that is down."""
 Shorten = Callable[[str], str]
 """Cuts a document to its share of an observation."""
+COUNTS = ("searches", "repeated_queries", "empty_results", "failed_searches", "cut_documents", "retrieval_ms")
+"""Of an episode. Milliseconds are summed, too: over those of its searches they give the mean of all searches."""
 
 
 @dataclass(slots=True)
@@ -27,7 +29,7 @@ class Lookup:
     retriever: Retriever
     topk: int
     shorten: Shorten
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Over the episode: searches, repeated_queries, empty_results, failed_searches, cut_documents, retrieval_ms."""
     _queries: set[str] = field(default_factory=set)
 
@@ -45,9 +47,14 @@ class Lookup:
 
     def _count(self, query: str, *, is_empty: bool, has_failed: bool, ms: float) -> None:
         known = " ".join(query.lower().split())
-        counted = {"searches": 1, "repeated_queries": known in self._queries, "retrieval_ms": ms}
-        self.counts.update({**counted, "empty_results": is_empty, "failed_searches": has_failed})  # pyright: ignore
+        flags = {"repeated_queries": known in self._queries, "empty_results": is_empty, "failed_searches": has_failed}
+        for name, value in {"searches": 1, "retrieval_ms": ms, **flags}.items():
+            self.counts[name] += value
         self._queries.add(known)
+
+    def metrics(self) -> dict[str, float]:
+        """Every count, 0 where there was nothing to count."""
+        return {name: float(self.counts[name]) for name in COUNTS}
 
     def shown(self, documents: Sequence[Document]) -> str:
         """As Search-R1 shows them.
@@ -58,6 +65,6 @@ class Lookup:
         for number, document in enumerate(documents, 1):
             text = self.shorten(document.text)
             self.counts["cut_documents"] += len(text) < len(document.text)
-            title = f"(Title: {document.title})" if document.title else ":"
+            title = f"(Title: {self.shorten(document.title)})" if document.title else ":"
             lines.append(f"Doc {number}{title} {text}")
         return "\n".join(lines) or NOTHING

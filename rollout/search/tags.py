@@ -11,14 +11,17 @@ from typing import Any
 
 from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
-from rollout.search.answers import exact_match, f1, gold_answers
+from rollout.search.answers import gold_answers, scores
 from rollout.search.documents import Retriever
+from rollout.search.episodes import SearchLoop
+from rollout.search.escape import breaker, special_tokens, tags
 from rollout.search.lookup import STEP_TIMEOUT_S, Lookup, Shorten
 from rollout.search.retrievers import make_retriever
 from rollout.search.shorten import in_tokens
 from rollout.types import Prompt
 
 STOP = ("</search>", "</answer>")
+TAGS = tags("think", "search", "information", "answer")
 HINT = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I"
     " want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
@@ -44,6 +47,11 @@ def action_of(turn: str) -> Action | None:
     return Action(found[1], found[2].strip()) if found is not None and found[2].strip() else None
 
 
+def information(found: str) -> str:
+    """What the policy reads after a search."""
+    return f"\n\n<information>{found}</information>\n\n"
+
+
 class TagEnvironment:
     """One episode. The reward is the exact match of the answer in the policy's own words: what documents say between
     <answer> and </answer> is never read as one."""
@@ -61,13 +69,12 @@ class TagEnvironment:
             return Step(observation=turn.recorded, metrics=self._metrics())
         if action.kind == "search":
             found = await self._lookup.find(action.text)
-            return Step(observation=f"\n\n<information>{found}</information>\n\n", metrics=self._metrics())
-        match = exact_match(action.text, self._gold)
-        scores = {"exact_match": match, "f1": f1(action.text, self._gold), "answered": 1.0}
-        return Step(done=True, reward=match or self._format_score, metrics=self._metrics() | scores)
+            return Step(observation=information(found), metrics=self._metrics())
+        scored = scores(action.text, self._gold)
+        return Step(done=True, reward=scored["exact_match"] or self._format_score, metrics=self._metrics() | scored)
 
     def _metrics(self) -> dict[str, float]:
-        return {name: float(count) for name, count in self._lookup.counts.items()}
+        return self._lookup.metrics()
 
 
 def agent_loop(
@@ -84,8 +91,8 @@ def agent_loop(
     """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. `step_timeout_s`: of each
     step, which includes the wait for a retriever that is down. Raises ValueError."""
     found = make_retriever(retriever)
-    shorten: Shorten = in_tokens(tokenizer, max_document_tokens)
-    return MultiTurn(
+    shorten: Shorten = in_tokens(tokenizer, max_document_tokens, breaker((*TAGS, *special_tokens(tokenizer))))
+    return SearchLoop(
         lambda prompt: TagEnvironment(prompt, Lookup(found, topk, shorten), format_score),
         tokenizer,
         max_turns=max_turns,

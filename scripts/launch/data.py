@@ -40,6 +40,7 @@ def _rows(config: Config, entries: str | None, part: int) -> list[Row]:
     """Those of the files, or of one of the two parts of the generated problems."""
     data = config.data
     if entries is not None:
-        return rows.load_rows(entries, rows.Columns(prompt=data.prompt_key, answer=data.answer_key), data.loader)
+        columns = rows.Columns(prompt=data.prompt_key, answer=data.answer_key)
+        return rows.load_rows(entries, columns, data.loader, data.loader_args)
     problems = generated_problems(config)[part]
     return [Row(question=one.question, ground_truth=rows.final_answer(one.answer)) for one in problems]

@@ -15,6 +15,7 @@ from configs.checkpoint import is_checkpoint
 from configs.data import Generated
 from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
+from configs.runtime.dotted import find
 from configs.schema import Config, ModelKind, Staging
 from configs.validate import ConfigError
 from rollout.agents.solver import TOOLS
@@ -152,8 +153,12 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
 
 
 def _demonstrations(config: Config) -> "list[Demonstration]":
-    """What the tiny model is warmed up on: right answers, then sloppy ones."""
+    """What the tiny model is warmed up on: those of data.demonstrations, or right answers and then sloppy ones."""
     batch_size = _warmup_spec(config).batch_size
+    if config.data.demonstrations is not None:
+        make = find("data.demonstrations", config.data.demonstrations, ("num", "seed"), named=config.data.loader_args)
+        pairs = make(config.model.warmup_steps * batch_size, config.seed, **config.data.loader_args)
+        return [(config.data.prompt_template.replace("{question}", question), answer) for question, answer in pairs]
     num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
     num_sloppy = config.model.warmup_steps * batch_size - num_clean
     train, _ = generated_problems(config)

@@ -25,6 +25,21 @@ def dapo_record(question: str, answer: str, index: str) -> dict[str, Any]:
     }
 
 
+def search_r1_record(question: str, answers: list[str], source: str, index: int) -> dict[str, Any]:
+    """As PeterJinGo/nq_hotpotqa_train has it; `metadata` of HotpotQA holds whole paragraphs, that of NQ is null."""
+    return {
+        "id": f"train_{index}",
+        "question": question,
+        "golden_answers": answers,
+        "data_source": source,
+        "prompt": [{"role": "user", "content": f"Answer the given question. [...] Question: {question}?\n"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"ground_truth": {"target": answers}, "style": "rule"},
+        "extra_info": {"index": index, "split": "train"},
+        "metadata": {"type": "bridge", "context": {"title": ["A"], "sentences": [["B", "C"]]}} if index % 2 else None,
+    }
+
+
 def write_parquet(path: Path, records: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)

@@ -11,7 +11,8 @@ import pytest
 
 from scripts.prepare_data import prepare
 from tests.support.paths import GSM8K, ROOT
-from tests.support.published import dapo_record, write_jsonl, write_parquet
+from tests.support.published import dapo_record, search_r1_record, write_jsonl, write_parquet
+from tests.support.searches import serves_documents
 from tests.support.whole_runs import START_DEADLINE_S, Run, started
 from trainer.tracking.sinks import read_metrics
 
@@ -30,14 +31,18 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `prepare_data` makes of GSM8K and of small copies of DAPO-Math-17k and AIME 2024."""
+    """What `prepare_data` makes of GSM8K and of small copies of DAPO-Math-17k, AIME 2024 and Search-R1's data."""
     folder = tmp_path_factory.mktemp("sources")
     gsm8k = [{"question": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(NUM_QUESTIONS)]
     for split in ("train", "test"):
         write_jsonl(folder / "gsm8k" / f"{split}.jsonl", gsm8k)
     dapo = [dapo_record(f"{n % NUM_QUESTIONS} + 1?", f"{n % NUM_QUESTIONS + 1}", f"uuid-{n}") for n in range(99)]
     aime = [{"ID": f"2024-I-{n}", "Problem": f"{n} + 2?", "Solution": "", "Answer": n + 2} for n in range(3)]
+    asked = [search_r1_record(f"who is {n}", [f"{n}", "he"], "hotpotqa" if n % 2 else "nq", n) for n in range(12)]
+    for split, num in (("train", NUM_QUESTIONS), ("test", 4)):
+        write_parquet(folder / "search_r1" / f"{split}.parquet", asked[:num])
     sources = {
+        "search_r1": folder / "search_r1",
         "gsm8k": GSM8K if GSM8K.is_dir() else folder / "gsm8k",
         "dapo_math": write_parquet(folder / "dapo.parquet", dapo),
         "aime_2024": write_parquet(folder / "aime.parquet", aime),
@@ -84,6 +89,33 @@ def test_dapo_math(tmp_path: Path, data: Path) -> None:
         summary = json.loads((run.run_dir / "summary.json").read_text())
         assert summary["trajectories"] == 2 * 4 * 16
         assert summary["evaluation_requests"] == 2 * 3 * 32
+
+
+def test_search_r1(tmp_path: Path, data: Path) -> None:
+    """Over a retriever at the recipe's own kind of URL. Untrained, the model asks it nothing, and answers nothing."""
+    with (
+        serves_documents() as url,
+        started(
+            tmp_path,
+            *SMALL,
+            f"rollout.agent_args.retriever.url={url}",
+            "rollout.max_staleness=1",
+            **recipe("search_r1", data),
+        ) as run,
+    ):
+        metrics = steps_of(run)
+        assert f"train: {NUM_QUESTIONS} prompts, 0 left out" in run.output.read_text()
+        evaluations = [record for record in metrics if "eval/accuracy" in record]
+        assert [(record["step"], record["eval/num_prompts"]) for record in evaluations] == [(0, 4), (2, 4)]
+        for record in evaluations:
+            assert record["val/nq/avg@1"] == record["val/hotpotqa/avg@1"] == record["eval/agent/exact_match"] == 0
+        steps = [record for record in metrics if "critic/rewards/mean" in record]
+        assert len(steps) == 2
+        for record in steps:
+            assert record["agent/searches"] == record["agent/answered"] == record["critic/rewards/mean"] == 0
+            assert record["agent/turns"] >= 1 and "actor/kl_loss" in record
+        summary = json.loads((run.run_dir / "summary.json").read_text())
+        assert summary["trajectories"] == 2 * 4 * 5
 
 
 def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path) -> None:

@@ -190,6 +190,25 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"data__loader_args": {"n": 1}}, "data.loader_args={'n': 1}: needs data.loader=package.module:function"),
+        ({"data__demonstrations": "m:f"}, "data.demonstrations=m:f: needs data.loader=package.module:function"),
+        (
+            {"data__loader": "rollout.data.reasoning_gym:rows", "data__loader_args": {"task": {}}},
+            "data.loader=rollout.data.reasoning_gym:rows: must be callable with (entries, task=...)",
+        ),
+        (
+            {"data__loader": "os.path:basename", "data__demonstrations": "os.path:basename"},
+            "data.demonstrations=os.path:basename: must be callable with (num, seed)",
+        ),
+    ],
+)
+def test_arguments_of_a_loader_and_its_demonstrations_need_what_takes_them(values: dict[str, Any], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
 def test_a_worker_is_given_up_before_its_groups_are() -> None:
     line = "rollout.agent_worker_timeout_s=120.0: must be less than rollout.group_timeout_s=120"
     assert refusal(rollout__group_timeout_s=120.0).startswith(line)

@@ -1,15 +1,17 @@
 """Every recipe composes, and tells its plan on a machine that has neither its GPUs nor its data."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from configs.algorithm import LossAggregation
+from configs.algorithm import Correction, LossAggregation, Proximal, Rejection
 from configs.checks.sections import TRAIN_AND_VAL, missing_data
 from configs.schema import Config, DType, Layout, ModelKind
 from configs.validate import ConfigError
+from rollout.search import tags
 from scripts.launch import cluster, plan
 from tests.support.compose import CONFIGS, RECIPES, files, resolve
 
@@ -53,6 +55,27 @@ def test_the_dapo_recipe_has_the_published_values() -> None:
     assert rollout.num_agent_workers == 8, "as many as verl's: 512 rewards come at once"
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     assert longest <= (config.model.max_position_embeddings or 0)
+
+
+def test_the_search_r1_recipe_has_skyrls_values() -> None:
+    """Those of its fully asynchronous script; the loss rollout_is, in our terms, is weighed in [0.8, 1.2]."""
+    config = resolve("recipe=search_r1", "dry_run=true")
+    algorithm, rollout, trainer = config.algorithm, config.rollout, config.trainer
+    assert (config.model.path, config.data.max_prompt_tokens) == ("Qwen/Qwen2.5-3B-Instruct", 2048)
+    assert (algorithm.group_size, trainer.prompts_per_step, rollout.max_staleness) == (5, 256, 8)
+    assert (trainer.lr, trainer.lr_warmup_steps, trainer.max_grad_norm) == (1e-6, 94, 0.5)
+    assert (algorithm.kl_loss_coef, algorithm.loss, algorithm.proximal) == (0.001, "reinforce", Proximal.current)
+    assert (algorithm.correction, algorithm.icepop_low, algorithm.icepop_high) == (Correction.token_icepop, 0.8, 1.2)
+    assert algorithm.rejection is Rejection.seq_mean_k1
+    assert (algorithm.rejection_low, algorithm.rejection_high) == (0.99, 1.01)
+    assert (rollout.temperature, rollout.top_p, config.evaluation.temperature) == (1, 1, 0)
+    assert (rollout.num_replicas, trainer.num_ranks) == (4, 4)
+    args = rollout.agent_args
+    assert (args["topk"], args["max_turns"], args["max_turn_tokens"]) == (3, 4, 500)
+    longest = args["max_turns"] * args["max_turn_tokens"] + 3 * args["topk"] * args["max_document_tokens"]
+    assert longest < rollout.max_response_tokens
+    assert set(args) < set(inspect.signature(tags.agent_loop).parameters)
+    assert tags.STOP == ("</search>", "</answer>")
 
 
 def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:

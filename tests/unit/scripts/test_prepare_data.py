@@ -7,11 +7,14 @@ import pyarrow.parquet
 import pytest
 
 from rollout.data.rows import Columns, load_rows
+from rollout.data.search_r1 import FILES
 from rollout.data.sources import DataError
 from rollout.prompts import Row
+from rollout.search.answers import gold_answers
+from rollout.types import Prompt
 from scripts.prepare_data import DATA_SETS, GSM8K_PROMPT, main, prepare
 from tests.support.paths import ROOT
-from tests.support.published import dapo_record, math_prompt, write_jsonl, write_parquet
+from tests.support.published import dapo_record, math_prompt, search_r1_record, write_jsonl, write_parquet
 
 VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
 
@@ -108,12 +111,81 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
         main()
 
 
+# -- search_r1 ---------------------------------------------------------------------------------------------------------
+
+
+def search_r1(tmp_path: Path, *records: dict[str, Any]) -> list[Row]:
+    """What becomes of the training file."""
+    source = tmp_path / "published"
+    write_parquet(source / "train.parquet", [*records])
+    write_parquet(source / "test.parquet", [search_r1_record("who?", ["he"], "bamboogle", 0)])
+    list(prepare("search_r1", str(source), tmp_path))
+    return rows_of(tmp_path / "search_r1" / "train.parquet")
+
+
+def test_search_r1_has_its_instruction_around_the_question_and_every_right_answer(tmp_path: Path) -> None:
+    published = [
+        search_r1_record("who wrote Faust", ["Goethe", "J. W. Goethe"], "nq", 0),
+        search_r1_record("Is it so? ", ["yes"], "hotpotqa", 1),
+        search_r1_record("Is it so?", ["no"], "hotpotqa", 2),
+    ]
+    first, second, third = search_r1(tmp_path, *published)
+    assert first.context == ({"role": "system", "content": "You are a helpful and harmless assistant."},)
+    assert first.question.startswith("Answer the given question. You must conduct reasoning inside <think>")
+    assert first.question.endswith("For example, <answer> Beijing </answer>. Question: who wrote Faust?")
+    assert (first.ground_truth, first.data_source) == ("Goethe", "nq")
+    assert first.extra["golden_answers"] == ["Goethe", "J. W. Goethe"]
+    assert [row.extra["question"] for row in (second, third)] == ["Is it so?"] * 2, "none is left out"
+    assert third.extra["extra_info"] == {"split": "train", "index": 2}
+    [held_out] = rows_of(tmp_path / "search_r1" / "test.parquet")
+    assert (held_out.data_source, held_out.extra["golden_answers"]) == ("bamboogle", ["he"])
+    prompt = Prompt(ordinal=0, text="", token_ids=(), ground_truth=first.ground_truth, extra=first.extra)
+    assert gold_answers(prompt) == ["Goethe", "J. W. Goethe"]
+
+
+def test_search_r1_as_verl_and_skyrl_prepare_it_becomes_the_same(tmp_path: Path) -> None:
+    published = search_r1_record("who wrote Faust", ["Goethe"], "nq", 0)
+    prepared = {
+        "data_source": "searchR1_nq",
+        "extra_info": {"question": "who wrote Faust", "index": 0},
+        "reward_spec": published["reward_model"],
+    }
+    assert search_r1(tmp_path / "a", published) == search_r1(tmp_path / "b", prepared)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ({"question": " "}, r"train\.parquet:2: needs a question; the row has"),
+        ({"golden_answers": [], "reward_model": None}, r"train\.parquet:2: needs golden_answers, or reward_model"),
+    ],
+)
+def test_search_r1_without_question_or_answers_is_refused(lacking: Any, message: str, tmp_path: Path) -> None:
+    records = [search_r1_record("who?", ["he"], "nq", index) for index in range(2)]
+    with pytest.raises(DataError, match=message):
+        search_r1(tmp_path, records[0], records[1] | lacking)
+    assert not (tmp_path / "search_r1").exists()
+
+
+def test_search_r1_offline_says_what_to_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["prepare_data", "search_r1", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    said = str(caught.value)
+    assert said.startswith("PeterJinGo/nq_hotpotqa_train: train.parquet cannot be loaded from the hub: ")
+    assert "train.parquet and test.parquet, below https://huggingface.co/datasets/PeterJinGo/nq_hotpotqa_train" in said
+    assert said.endswith("name it: --source PATH")
+
+
 def test_every_recipe_finds_its_files_among_those_that_are_made() -> None:
-    made = {f"data/{name}/{split}.parquet" for name, data_set in DATA_SETS.items() for split in data_set.splits}
+    splits = {name: data_set.splits for name, data_set in DATA_SETS.items()} | {"search_r1": FILES}
+    made = {f"data/{name}/{split}.parquet" for name, of_set in splits.items() for split in of_set}
     named = {
         line.split(": ")[1]
         for recipe in (ROOT / "configs" / "recipe").glob("*.yaml")
         for line in recipe.read_text().splitlines()
-        if line.strip().startswith(("train_files:", "val_files:"))
+        if line.strip().startswith(("train_files: data/", "val_files: data/"))
     }
     assert named == made

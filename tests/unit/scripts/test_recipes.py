@@ -9,7 +9,11 @@ import pytest
 from tests.support.compose import resolve
 from tests.support.paths import ROOT
 
-RECIPES = {"gsm8k": ("gsm8k/train", "gsm8k/test"), "dapo_math": ("dapo_math/train", "aime_2024/test")}
+RECIPES = {
+    "gsm8k": ("gsm8k/train", "gsm8k/test"),
+    "dapo_math": ("dapo_math/train", "aime_2024/test"),
+    "search_r1": ("search_r1/train", "search_r1/test"),
+}
 PYTHON = """#!/bin/sh
 printf '%s\\n' "$@" CALLED >>"$CALLS"
 case "$2" in scripts.prepare_data) exit "$PREPARED" ;; esac

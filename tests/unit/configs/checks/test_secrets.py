@@ -45,9 +45,10 @@ def test_a_secret_in_a_value_from_any_source_is_refused_and_not_shown() -> None:
         Config(model=ModelConfig(kind=ModelKind.hf, path="https://me:s3cret@models.example/policy")),
         Config(data=DataConfig(train_files="https://s3cret@data.example/a.jsonl", val_files="b.jsonl")),
         Config(rollout=RolloutConfig(engine_args={"hf_token": "s3cret"})),
+        Config(data=DataConfig(loader="os.path:basename", loader_args={"api_key": "s3cret"})),
         Config(wandb=WandbConfig(tags=[HF])),
     ):
-        key = r"(model\.path|data\.train_files|rollout\.engine_args\.hf_token|wandb\.tags)"
+        key = r"(model\.path|data\.train_files|data\.loader_args\.api_key|rollout\.engine_args\.hf_token|wandb\.tags)"
         with pytest.raises(ConfigError, match=rf"^{key}=\(not shown\): holds a secret") as found:
             check(config)
         assert "s3cret" not in str(found.value) and HF not in str(found.value)

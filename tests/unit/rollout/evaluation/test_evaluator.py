@@ -22,7 +22,7 @@ def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas(
     assert [(prompt.ordinal, prompt.samples[0].accuracy) for prompt in evaluation.prompts] == [(n, n) for n in range(5)]
     assert (evaluation.accuracy, evaluation.mean_response_tokens, evaluation.num_prompts) == (2, 20, 5)
     assert evaluation.versions == (7, 8)
-    assert evaluation.metrics == {}
+    assert evaluation.metrics == {"val/avg@1": 2, "val/odd/avg@1": 2}, "0, 2 and 4; 1 and 3 of another data source"
     run_virtual(evaluator.evaluate())
     assert evaluator.num_requests == 10
 
@@ -31,7 +31,9 @@ def test_what_agents_measured_is_a_mean_over_the_samples_that_have_it() -> None:
     measured = [{"turns": 2.0}, {"turns": 4.0, "calls": 1.0}, {}]
     samples = [EvaluatedSample(accuracy=1, answer=None, num_tokens=1, agent_metrics=some) for some in measured]
     prompts = [EvaluatedPrompt(ordinal=n, data_source="", samples=(sample,)) for n, sample in enumerate(samples)]
-    assert Evaluation(prompts=tuple(prompts), pinned=True).agent_metrics == {"calls": 1.0, "turns": 3.0}
+    evaluation = Evaluation(prompts=tuple(prompts), pinned=True)
+    assert evaluation.agent_metrics == {"calls": 1.0, "turns": 3.0}
+    assert evaluation.metrics == {}, "one sample of one data source: there is nothing to tell apart"
 
 
 def test_of_several_samples_every_data_source_has_its_scores() -> None:

@@ -1,0 +1,89 @@
+"""Tasks of the package reasoning-gym, as rows: a hundred kinds of verifiable problems, made from a seed.
+
+data.loader=rollout.data.reasoning_gym:rows rollout.reward=rollout.rewards.reasoning_gym:score
+"""
+
+import importlib
+import json
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any
+
+from rollout.data.sources import DataError, Record
+
+TASKS = "data.loader_args.tasks"
+MAX_DRAWS = 20
+"""Per problem that is wanted: a task of small numbers repeats itself."""
+Tasks = Mapping[str, Mapping[str, Any]]
+"""The arguments of each task's config, by its name: {"chain_sum": {"max_terms": 3}, "gcd": {}}."""
+
+
+def rows(entries: str, *, tasks: Tasks, sizes: Mapping[str, int], data_seed: int = 0) -> list[Record]:
+    """The problems of one part, such as `train`, the tasks by turns. No two parts have a question in common.
+
+    Args:
+        entries: data.train_files or data.val_files: the name of a part.
+        sizes: problems of each part. They are drawn in this order, so that a part is the same whatever comes after it.
+
+    Each row has `question`, `answer`, `data_source` (its task), and what the reward needs: the `config` of the task and
+    the `entry` as the package made it. Raises DataError, and ImportError where the package is missing.
+    """
+    if entries not in sizes:
+        raise DataError(f"data.train_files or val_files={entries}: data.loader_args.sizes has {', '.join(sizes)}")
+    if not tasks:
+        raise DataError(f"{TASKS}: names no task")
+    start = sum(size for part, size in takewhile(lambda pair: pair[0] != entries, sizes.items()))
+    share = -(-sum(sizes.values()) // len(tasks))
+    by_task = [_drawn(task, dict(config), share, data_seed) for task, config in tasks.items()]
+    places = range(start, start + sizes[entries])
+    return [by_task[place % len(by_task)][place // len(by_task)] for place in places]
+
+
+def demonstrations(
+    num: int, seed: int, *, tasks: Tasks, sizes: Mapping[str, int], data_seed: int = 0
+) -> list[tuple[str, str]]:
+    """`num` pairs of a question and its right answer, drawn with replacement from the part `train`, for a tiny model's
+    warm-up (data.demonstrations). Raises as `rows` does."""
+    problems = rows("train", tasks=tasks, sizes=sizes, data_seed=data_seed)
+    drawn = random.Random(seed).choices(problems, k=num)
+    return [(problem["question"], problem["answer"]) for problem in drawn]
+
+
+def dataset(task: str, config: Mapping[str, Any]) -> Any:
+    """The package's own data set of a task, which also scores its answers. Raises DataError, and ImportError where the
+    package is missing."""
+    return _dataset(task, json.dumps(dict(config), sort_keys=True))
+
+
+@lru_cache(maxsize=256)
+def _dataset(task: str, config: str) -> Any:
+    try:
+        package: Any = importlib.import_module("reasoning_gym")  # takes a second
+    except ImportError as error:
+        raise ImportError(f"tasks of reasoning-gym need the package: pip install reasoning-gym ({error})") from error
+    try:
+        return package.create_dataset(task, **json.loads(config))
+    except Exception as error:  # its configs raise what they like: TypeError for no such argument, AssertionError
+        raise DataError(f"{TASKS}.{task}={config}: {type(error).__name__}: {error}") from error
+
+
+def _drawn(task: str, config: dict[str, Any], count: int, seed: int) -> list[Record]:
+    """Distinct problems."""
+    made = dataset(task, {**config, "seed": seed, "size": MAX_DRAWS * count})
+    found: dict[str, Record] = {}
+    for index in range(MAX_DRAWS * count):
+        if len(found) == count:
+            return list(found.values())
+        entry = made[index]
+        row = {"answer": _text(entry["answer"]), "data_source": task, "config": config, "entry": entry}
+        found.setdefault(entry["question"], {"question": entry["question"], **row})
+    if len(found) < count:
+        raise DataError(f"{TASKS}.{task}={config}: has {len(found)} distinct problems, and {count} are wanted")
+    return list(found.values())
+
+
+def _text(answer: Any) -> str:
+    """Some tasks have no single right answer."""
+    return "" if answer is None else str(answer)

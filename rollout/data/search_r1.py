@@ -1,0 +1,77 @@
+"""Rows of Search-R1's data set, NQ and HotpotQA: the questions within its instruction, with every right answer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rollout.data.sources import DataError, Record
+
+REPOSITORY = "PeterJinGo/nq_hotpotqa_train"
+"""On the hub."""
+FILES = {"train": "train.parquet", "test": "test.parquet"}
+"""Of the repository. Their columns differ: no single data set of two splits can be made of them."""
+COLUMNS = ("question", "golden_answers", "data_source", "reward_model", "reward_spec", "extra_info")
+"""Those that are read. Another one holds whole paragraphs."""
+SYSTEM = "You are a helpful and harmless assistant."
+INSTRUCTION = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
+    "</search> and it will return the top searched results between <information> and </information>. You can search as "
+    "many times as you want. If you find no further external knowledge needed, you can directly provide the answer "
+    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: "
+    "{question}"
+)
+"""Search-R1's (arXiv 2503.09516, table 1), with the system message that verl and SkyRL put before it."""
+_TAG = "searchR1_"
+"""What verl and SkyRL put before the source of a row."""
+
+
+def converted(record: Record, place: str) -> Record:
+    """A row in verl's schema, with its bare question and right answers besides. `record`: as published, or as verl's
+    and SkyRL's scripts write it. Raises DataError, which names `place` and what the row lacks."""
+    question, answers = _question(record), _answers(record)
+    if question is None or not answers:
+        lacks = "a question" if question is None else "golden_answers, or reward_model.ground_truth.target"
+        raise DataError(f"{place}: needs {lacks}; the row has {', '.join(sorted(record))}")
+    return {
+        "data_source": str(record.get("data_source", "")).removeprefix(_TAG),
+        "question": question,
+        "golden_answers": answers,
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": INSTRUCTION.replace("{question}", question)},
+        ],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": answers[0]},
+    }
+
+
+def _question(record: Record) -> str | None:
+    """As Search-R1 asks it: with a question mark."""
+    for found in (record.get("question"), _reached(record, "extra_info", "question")):
+        if isinstance(found, str) and found.strip():
+            text = found.strip()
+            return text if text.endswith("?") else f"{text}?"
+    return None
+
+
+def _answers(record: Record) -> list[str]:
+    return next(filter(None, map(_texts, _places(record))), [])
+
+
+def _places(record: Record) -> Iterator[Any]:
+    """Where answers may be."""
+    yield record.get("golden_answers")
+    for column in ("reward_model", "reward_spec"):
+        yield _reached(record, column, "ground_truth", "target")
+
+
+def _reached(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _texts(found: Any) -> list[str]:
+    """The texts in it that say something."""
+    several = [found] if isinstance(found, str) else found if isinstance(found, list) else []
+    return [text for text in several if isinstance(text, str) and text.strip()]

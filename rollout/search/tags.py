@@ -44,6 +44,11 @@ def action_of(turn: str) -> Action | None:
     return Action(found[1], found[2].strip()) if found is not None and found[2].strip() else None
 
 
+def information(found: str) -> str:
+    """What the policy reads after a search."""
+    return f"\n\n<information>{found}</information>\n\n"
+
+
 class TagEnvironment:
     """One episode. The reward is the exact match of the answer in the policy's own words: what documents say between
     <answer> and </answer> is never read as one."""
@@ -58,7 +63,7 @@ class TagEnvironment:
             return Step(observation=HINT, counts={"invalid_actions": 1.0})
         if action.kind == "search":
             found = await self._lookup.find(action.text)
-            return Step(observation=f"\n\n<information>{found}</information>\n\n", metrics=self._metrics())
+            return Step(observation=information(found), metrics=self._metrics())
         match = exact_match(action.text, self._gold)
         scores = {"exact_match": match, "f1": f1(action.text, self._gold), "answered": 1.0}
         return Step(done=True, reward=match or self._format_score, metrics=self._metrics() | scores)

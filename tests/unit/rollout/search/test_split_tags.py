@@ -1,5 +1,6 @@
 """Tags that a tokenizer splits: whoever wrote a token decides whether it is trained, and the text what it means."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from rollout.search.fts5 import Fts5Retriever
 from rollout.search.tags import agent_loop
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
 from tests.support.episodes import episodes_of
-from tests.support.fakes import run_virtual, spans_of
+from tests.support.fakes import spans_of
 from tests.support.sequences import only
 
 FOUND = "\n\n<information>Doc 1(Title: Faust) Faust is by Goethe.</information>\n\n"
@@ -51,7 +52,7 @@ def play(turns: list[list[str]]) -> tuple[Episode, Pieces]:
     prompt = Prompt(ordinal=0, text="Who?", token_ids=(), ground_truth="goethe")
     sampling = SamplingParams(max_tokens=500)
     task = EpisodeTask(request_id=RequestId(ordinal=0, episode=0), prompt=prompt, index=0, sampling=sampling)
-    [episode] = run_virtual(episodes_of(loop, [task], generate))
+    [episode] = asyncio.run(episodes_of(loop, [task], generate))
     return episode, tokenizer
 
 

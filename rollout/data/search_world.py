@@ -58,8 +58,8 @@ def episode(world: World, question: Question, rng: random.Random, faults: Faults
 
     After each article the searcher says what it takes from it.
 
-    Example: ("Name Kumves's hero.", " <search> Kumves's hero</search>", "\\n\\n<information>Doc 1(Title: Kumves) Kumves
-        is a person with home Rimlel and hero Girbel.</information>\\n\\n", " hero Girbel <answer> Girbel</answer>")
+    Example: ("Name Mudhus's hero.", " <search> Mudhus's hero</search>", "\\n\\n<information>Doc 1(Title: Mudhus) Mudhus
+        is a person with home Ritgur and hero Mosdis.</information>\\n\\n", " hero Mosdis <answer> Mosdis</answer>")
     """
     if rng.random() < faults.guess:
         return question.text, f" <answer> {_another(world, question.answer, rng)}</answer>"

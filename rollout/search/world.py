@@ -25,7 +25,7 @@ MIN_DOCUMENTS = 2 * len(RELATIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thing:
-    """Example: Thing(name="Marjol", kind="city", facts={"mayor": "Radmul", "twin": "Kerdos"})"""
+    """Example: Thing(name="Derbor", kind="city", facts={"mayor": "Medhus", "twin": "Dadgor"})"""
 
     name: str
     """Of this thing only."""
@@ -35,7 +35,7 @@ class Thing:
 
     @property
     def article(self) -> Document:
-        """Example: Document(title="Marjol", text="Marjol is a city with mayor Radmul and twin Kerdos.")"""
+        """Example: Document(title="Derbor", text="Derbor is a city with mayor Medhus and twin Dadgor.")"""
         *first, last = (f"{relation} {name}" for relation, name in self.facts.items())
         listed = f"{', '.join(first)} and {last}" if first else last
         kind = f"an {self.kind}" if self.kind[0] in "aeiou" else f"a {self.kind}"
@@ -44,7 +44,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Example: Question(relations=("mayor", "home"), path=("Marjol", "Radmul"), answer="Tordis")"""
+    """Example: Question(relations=("mayor", "home"), path=("Derbor", "Medhus"), answer="Dadgor")"""
 
     relations: tuple[str, ...]
     """What is asked of the thing that it names, then of what was found."""
@@ -59,14 +59,14 @@ class Question:
 
     @property
     def text(self) -> str:
-        """Example: "Name Marjol's mayor's home." """
+        """Example: "Name Derbor's mayor's home." """
         return "Name " + "'s ".join((self.path[0], *self.relations)) + "."
 
     @property
     def queries(self) -> tuple[str, ...]:
         """What a searcher who knows the way asks, one per hop.
 
-        Example: ("Marjol's mayor", "Radmul's home")
+        Example: ("Derbor's mayor", "Medhus's home")
         """
         return tuple(f"{name}'s {relation}" for name, relation in zip(self.path, self.relations, strict=True))
 
@@ -86,9 +86,11 @@ class World:
             raise ValueError(f"num_documents={num_documents}: must be at least {MIN_DOCUMENTS}")
         rng = random.Random(seed)
         kinds = list(RELATIONS)
-        self.named = names(num_documents, rng)
-        self.of_kind = {kind: self.named[number :: len(kinds)] for number, kind in enumerate(kinds)}
+        counts = [len(range(number, num_documents, len(kinds))) for number in range(len(kinds))]
+        drawn = [names(number, count, rng) for number, count in enumerate(counts)]
+        self.of_kind = dict(zip(kinds, drawn, strict=True))
         """The names of all things of each kind."""
+        self.named = [drawn[number % len(kinds)][number // len(kinds)] for number in range(num_documents)]
         self.things = {
             name: _thing(name, kinds[number % len(kinds)], self.of_kind, rng) for number, name in enumerate(self.named)
         }

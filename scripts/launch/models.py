@@ -36,7 +36,7 @@ CLEAN_SHARE = 0.8125
 """Share of the warm-up that uses correct worked answers, which teach the form quickly; sloppy ones follow."""
 REPORT_EVERY = 50
 """Warm-up steps between two lines of progress."""
-SEARCH_VOCAB_SIZE = 736
+SEARCH_VOCAB_SIZE = 1088
 """Room for the words of an episode and the syllables of names: a name is as many tokens as it has syllables."""
 WARMUP_THREADS = 2
 """Replicas and train workers start during the warm-up and then wait for it, so that two cores are free for it."""

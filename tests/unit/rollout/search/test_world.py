@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from rollout.search.fts5 import COMMON_SHARE
-from rollout.search.names import FIRST, OTHER, names
+from rollout.search.names import FIRST, NUM_KINDS, OTHER, names
 from rollout.search.world import RELATIONS, Question, World
 
 WORLD = World(seed=3, num_documents=400)
@@ -73,9 +73,9 @@ def test_a_large_world_is_made_at_once_and_its_relations_are_common_words() -> N
     assert min(shares.values()) > COMMON_SHARE * 20_000
 
 
-def test_names_are_distinct_and_as_short_as_their_number_allows() -> None:
-    assert len(set(names(20_000, random.Random(0)))) == 20_000
-    assert {len(name) for name in names(100, random.Random(0))} == {6}
-    many = names(21_000, random.Random(0))
-    assert len(set(many)) == 21_000 and {len(name) for name in many} == {9}
-    assert len({*FIRST, *OTHER}) == 320
+def test_names_are_distinct_as_short_as_their_number_allows_and_tell_their_kind() -> None:
+    named = [name for kind in range(NUM_KINDS) for name in names(kind, 5000, random.Random(0))]
+    assert len(set(named)) == 20_000 and {len(name) for name in named} == {6}
+    many = names(0, 6000, random.Random(0))
+    assert len(set(many)) == 6000 and {len(name) for name in many} == {9}
+    assert len({syllable for pool in (*FIRST, *OTHER) for syllable in pool}) == 640, "no kind shares one with another"

@@ -16,7 +16,8 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
     "company": {"chief": "person", "seat": "city", "rival": "company"},
     "event": {"site": "city", "host": "company", "star": "person"},
 }
-"""Per kind of thing what an article may say about it, and of which kind that is. No relation belongs to two kinds."""
+"""Per kind of thing what an article may say about it, and of which kind that is. No relation belongs to two kinds, and
+what an article says is of three kinds: how a name sounds tells which relation it answers."""
 NUM_FACTS = (1, 2, 2, 3, 3)
 """Of an article, each as likely."""
 MIN_DOCUMENTS = 2 * len(RELATIONS)

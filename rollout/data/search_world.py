@@ -8,7 +8,7 @@ from rollout.search.lookup import listed
 from rollout.search.tags import information
 from rollout.search.world import Question, Thing, World
 
-HOPS = (1, 2)
+HOPS = (1, 2, 2)
 """Of the questions, by turns."""
 MAX_DRAWS = 50
 """Per question that is wanted: a world has only so many questions."""
@@ -44,7 +44,7 @@ class Faults:
     """Of an episode: it answers with a name of the right kind, without a search."""
     wrong_query: float = 0.1
     """Of a search: it asks about something else of the same kind, and believes what it reads."""
-    misread: float = 0.6
+    misread: float = 0.7
     """Of an article: it takes the first that the article says, whatever was asked."""
     stop_early: float = 0.65
     """After each document: it answers, though there is more to look up."""

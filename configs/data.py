@@ -17,12 +17,14 @@ class OverlongPrompts(Enum):
 
 
 class Generated(Enum):
-    """Word problems that are made where no files are given. A tiny model is warmed up on their answers."""
+    """Problems that are made where no files are given. A tiny model is warmed up on their answers."""
 
     arithmetic = "arithmetic"
     """Of two steps with small numbers, which the model computes itself: a text that follows a text."""
     calculator = "calculator"
     """Of two to four steps with large numbers, for which it calls a tool: a chat, so its tokenizer has a template."""
+    search_world = "search_world"
+    """Questions about a made-up world, which are answered by one or two searches: rollout.search.tags:agent_loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,10 @@ class DataConfig:
     """With data.loader and model.kind=tiny: `package.module:function` of (num, seed) that returns so many pairs of a
     question and its answer, which the model is warmed up on in place of data.generated."""
     generated: Generated = Generated.arithmetic
-    """Word problems that are made without train_files, and that model.kind=tiny is warmed up on: arithmetic, or
-    calculator (a chat in which a tool is called)."""
+    """Problems that are made without train_files, and that model.kind=tiny is warmed up on: arithmetic, calculator (a
+    chat in which a tool is called), or search_world (questions about made-up articles, answered by searches)."""
     num_train: int = 4000
-    """Without train_files: number of word problems to generate."""
+    """Without train_files: number of problems to generate."""
     num_val: int | None = None
     """Most held-out problems to evaluate; null takes all (generated: 256)."""
     prompt_key: str = "question"

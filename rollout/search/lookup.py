@@ -4,7 +4,7 @@ environment are made of it."""
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollout.search.documents import Document, Retriever
 
@@ -57,14 +57,18 @@ class Lookup:
         return {name: float(self.counts[name]) for name in COUNTS}
 
     def shown(self, documents: Sequence[Document]) -> str:
-        """As Search-R1 shows them.
+        """`listed`, each document shortened."""
+        short = [replace(one, title=self.shorten(one.title), text=self.shorten(one.text)) for one in documents]
+        pairs = zip(short, documents, strict=True)
+        self.counts["cut_documents"] += sum(len(cut.text) < len(whole.text) for cut, whole in pairs)
+        return listed(short)
 
-        Example: "Doc 1(Title: Paris) Paris is the capital of France.\\nDoc 2(Title: Lyon) ..."
-        """
-        lines: list[str] = []
-        for number, document in enumerate(documents, 1):
-            text = self.shorten(document.text)
-            self.counts["cut_documents"] += len(text) < len(document.text)
-            title = f"(Title: {self.shorten(document.title)})" if document.title else ":"
-            lines.append(f"Doc {number}{title} {text}")
-        return "\n".join(lines) or NOTHING
+
+def listed(documents: Sequence[Document]) -> str:
+    """As Search-R1 shows them.
+
+    Example: "Doc 1(Title: Paris) Paris is the capital of France.\\nDoc 2(Title: Lyon) ..."
+    """
+    titles = (f"(Title: {document.title})" if document.title else ":" for document in documents)
+    pairs = zip(titles, documents, strict=True)
+    return "\n".join(f"Doc {number}{title} {one.text}" for number, (title, one) in enumerate(pairs, 1)) or NOTHING

@@ -10,11 +10,11 @@ from rollout.search.corpus import Corpus
 from rollout.search.documents import RetrievalError, Retriever
 from rollout.search.fts5 import Fts5Retriever
 from rollout.search.http import HttpRetriever
-from rollout.search.world import World
+from rollout.search.world import NUM_DOCUMENTS, SEED, World
 
 
-def world(*, seed: int = 0, documents: int = 20_000) -> Retriever:
-    """FTS5 over the articles of a generated world."""
+def world(*, seed: int = SEED, documents: int = NUM_DOCUMENTS) -> Retriever:
+    """FTS5 over the articles of a generated world: by default that of data.generated=search_world."""
     return Fts5Retriever(World(seed, documents).articles)
 
 

@@ -1,13 +1,14 @@
 """The rows of a run, from files or generated, and their prompts."""
 
-from configs.data import OverlongPrompts
+from configs.data import Generated, OverlongPrompts
 from configs.schema import Config
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.data import rows
 from rollout.data.sources import DataError
 from rollout.prompts import Row
+from rollout.search.world import Question, World
 from rollout.types import Prompt
-from scripts.launch.models import generated_problems
+from scripts.launch.models import generated_problems, world_questions
 from trainer.tracking.console import Console
 
 
@@ -42,5 +43,12 @@ def _rows(config: Config, entries: str | None, part: int) -> list[Row]:
     if entries is not None:
         columns = rows.Columns(prompt=data.prompt_key, answer=data.answer_key)
         return rows.load_rows(entries, columns, data.loader, data.loader_args)
+    if data.generated is Generated.search_world:
+        return [_world_row(question) for question in world_questions(config, World())[part]]
     problems = generated_problems(config)[part]
     return [Row(question=one.question, ground_truth=rows.final_answer(one.answer)) for one in problems]
+
+
+def _world_row(question: Question) -> Row:
+    """Each number of hops is a data source, which is evaluated by itself."""
+    return Row(question=question.text, ground_truth=question.answer, data_source=f"{question.hops}_hop")

@@ -19,9 +19,10 @@ from configs.runtime.dotted import find
 from configs.schema import Config, ModelKind, Staging
 from configs.validate import ConfigError
 from rollout.agents.solver import TOOLS
-from rollout.data import arithmetic, calculator
+from rollout.data import arithmetic, calculator, search_world
 from rollout.data.arithmetic import Problem
 from rollout.engines.base import EngineSpec
+from rollout.search.world import Question, World
 from scripts.export_hf import checkpoint_at, export
 from trainer.checkpoint.store import CheckpointError
 from trainer.tracking.console import Console
@@ -36,6 +37,8 @@ CLEAN_SHARE = 0.8125
 """Share of the warm-up that uses correct worked answers, which teach the form quickly; sloppy ones follow."""
 REPORT_EVERY = 50
 """Warm-up steps between two lines of progress."""
+SEARCH_VOCAB_SIZE = 1088
+"""Room for the words of an episode and the syllables of names: a name is as many tokens as it has syllables."""
 WARMUP_THREADS = 2
 """Replicas and train workers start during the warm-up and then wait for it, so that two cores are free for it."""
 
@@ -120,6 +123,11 @@ def generated_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     return made.split_problems(config.data.num_train, NUM_VAL, DATA_SEED)
 
 
+def world_questions(config: Config, world: World) -> tuple[list[Question], list[Question]]:
+    """Returns (train, held-out), which need no article in common."""
+    return search_world.split_questions(world, config.data.num_train, NUM_VAL, DATA_SEED)
+
+
 def untrained_tiny_model(config: Config, folder: Path) -> str:
     """Makes a folder with the tokenizer and architecture of `warm_tiny_model` and random weights, within seconds."""
     from trainer.tiny.model import save_tiny_model
@@ -149,7 +157,13 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
     from trainer.tiny.warmup import WarmupSpec
 
     size = ModelSize(hidden_size=config.model.hidden_size, num_layers=config.model.num_layers)
-    return WarmupSpec(seed=config.seed, size=size, is_chat=config.data.generated is Generated.calculator)
+    match config.data.generated:
+        case Generated.arithmetic:
+            return WarmupSpec(seed=config.seed, size=size)
+        case Generated.calculator:
+            return WarmupSpec(seed=config.seed, size=size, is_chat=True)
+        case Generated.search_world:
+            return WarmupSpec(seed=config.seed, size=size, has_eos=False, vocab_size=SEARCH_VOCAB_SIZE)
 
 
 def _demonstrations(config: Config) -> "list[Demonstration]":
@@ -161,11 +175,19 @@ def _demonstrations(config: Config) -> "list[Demonstration]":
         return [(config.data.prompt_template.replace("{question}", question), answer) for question, answer in pairs]
     num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
     num_sloppy = config.model.warmup_steps * batch_size - num_clean
+    numbers = {"num_clean": num_clean, "num_sloppy": num_sloppy, "seed": config.seed}
+    if config.data.generated is Generated.search_world:
+        world = World()
+        episodes = search_world.demonstrations(world, world_questions(config, world)[0], **numbers)
+        return [(_prompt(config, question), *rest) for question, *rest in episodes]
     train, _ = generated_problems(config)
     if config.data.generated is Generated.calculator:
         from trainer.tiny.chat import turns
 
-        conversations = calculator.demonstrations(train, num_clean=num_clean, num_sloppy=num_sloppy, seed=config.seed)
-        return [turns(messages, TOOLS) for messages in conversations]
-    pairs = arithmetic.demonstrations(train, num_clean=num_clean, num_sloppy=num_sloppy, seed=config.seed)
-    return [(config.data.prompt_template.replace("{question}", question), answer) for question, answer in pairs]
+        return [turns(messages, TOOLS) for messages in calculator.demonstrations(train, **numbers)]
+    pairs = arithmetic.demonstrations(train, **numbers)
+    return [(_prompt(config, question), answer) for question, answer in pairs]
+
+
+def _prompt(config: Config, question: str) -> str:
+    return config.data.prompt_template.replace("{question}", question)

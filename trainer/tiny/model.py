@@ -45,13 +45,13 @@ class ModelSize:
 TINY = ModelSize()
 
 
-def build_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on `corpus`, with at most 512 tokens.
+def build_tokenizer(corpus: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `corpus`, with at most `vocab_size` tokens.
 
     Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Each digit is
     a token of its own: a model this small cannot learn arithmetic over merged numbers. No special tokens are added.
     """
-    return _trained(corpus, SPECIAL_TOKENS, VOCAB_SIZE, splits_words=True)
+    return _trained(corpus, SPECIAL_TOKENS, vocab_size, splits_words=True)
 
 
 def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -49,6 +49,10 @@ class WarmupSpec:
     """Demonstrations per optimizer step."""
     is_chat: bool = False
     """Whether the demonstrations are `turns` of conversations: the tokenizer then has their chat template."""
+    vocab_size: int = tiny_model.VOCAB_SIZE
+    """Of the tokenizer of other demonstrations, at most."""
+    has_eos: bool = True
+    """Whether what the model says ends with eos. It does not where a stop string ends every turn."""
 
     @property
     def lr(self) -> float:
@@ -57,8 +61,10 @@ class WarmupSpec:
 
     def tokenizer(self, demonstrations: Sequence[Demonstration]) -> PreTrainedTokenizerFast:
         """Train the tokenizer on the demonstrations."""
-        build = tiny_model.build_chat_tokenizer if self.is_chat else tiny_model.build_tokenizer
-        return build("".join(texts) for texts in demonstrations)
+        corpus = ("".join(texts) for texts in demonstrations)
+        if self.is_chat:
+            return tiny_model.build_chat_tokenizer(corpus)
+        return tiny_model.build_tokenizer(corpus, self.vocab_size)
 
 
 def ensure_warm_model(
@@ -76,7 +82,7 @@ def ensure_warm_model(
         return
     tokenizer = spec.tokenizer(demonstrations)
     model = tiny_model.build_model(len(tokenizer), spec.seed, spec.size)
-    examples = tokenized_examples(tokenizer, demonstrations)
+    examples = tokenized_examples(tokenizer, demonstrations, has_eos=spec.has_eos)
     yield from warm_up(model, examples, batch_size=spec.batch_size, lr=spec.lr)
     with contextlib.suppress(FileExistsError):  # a concurrent run has written the same model first
         tiny_model.write_model_directory(directory, model, tokenizer)
@@ -91,19 +97,22 @@ def _content_key(spec: WarmupSpec, demonstrations: Sequence[Demonstration]) -> s
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def tokenized_examples(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> list[Example]:
-    """Tokenize each text by itself, as in a rollout. What the model says ends with eos."""
+def tokenized_examples(
+    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration], *, has_eos: bool = True
+) -> list[Example]:
+    """Tokenize each text by itself, as in a rollout. What the model says ends with eos, if it `has_eos`."""
     ids: list[list[int]] = tokenizer([text for texts in demonstrations for text in texts])["input_ids"]  # pyright: ignore
     rest = iter(ids)
-    return [_example([next(rest) for _ in texts]) for texts in demonstrations]
+    end = [tiny_model.EOS_TOKEN_ID] if has_eos else []
+    return [_example([next(rest) for _ in texts], end) for texts in demonstrations]
 
 
-def _example(texts: Sequence[list[int]]) -> Example:
+def _example(texts: Sequence[list[int]], end: list[int]) -> Example:
     token_ids: list[int] = []
     is_said: list[bool] = []
     for number, ids in enumerate(texts):
         said = number % 2 == 1
-        token_ids += [*ids, tiny_model.EOS_TOKEN_ID] if said else ids
+        token_ids += [*ids, *end] if said else ids
         is_said += [said] * (len(token_ids) - len(is_said))
     return token_ids, is_said
 

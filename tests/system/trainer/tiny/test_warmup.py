@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.agents.solver import TOOLBOX, TOOLS
 from rollout.data.calculator import conversation
+from rollout.search.world import World
 from rollout.sessions.append_only import append_only
 from rollout.sessions.messages import Message, Role
 from rollout.sessions.render import Parent, Renderer
@@ -73,6 +74,23 @@ def test_a_chat_model_learns_what_the_assistant_says_from_the_tokens_of_a_sessio
     user, result = Message(role=Role.user, content=messages[0]["content"]), Message(role=Role.tool, content="918")
     assert heard[0] == renderer.full([user], TOOLBOX.specs())
     assert heard[1] == renderer.bridge(Parent(token_ids=runs[1][0], ended=True), [result], TOOLBOX.specs())
+
+
+def test_a_searcher_ends_its_turns_with_tags_alone_and_a_name_has_two_tokens(tmp_path: Path):
+    """So each turn ends where a stop string ends it, and names that were never seen are made of known pieces."""
+    config = resolve("recipe=search_world", "model.hidden_size=32", "model.warmup_steps=60")
+    tokenizer = AutoTokenizer.from_pretrained(models.untrained_tiny_model(config, tmp_path / "untrained"))
+    texts = (
+        "Name Kumves's hero.",
+        " <search> Kumves's hero</search>",
+        "\n\n<information>It is",
+        " <answer> Girbel</answer>",
+    )
+    [(token_ids, is_said)] = tokenized_examples(tokenizer, [texts], has_eos=False)
+    said = [tokenizer.decode(token) for token, said in zip(token_ids, is_said, strict=True) if said]
+    assert "".join(said) == texts[1] + texts[3] and EOS_TOKEN_ID not in token_ids
+    names = World().named
+    assert sum(len(tokenizer(f" {name}")["input_ids"]) == 2 for name in names) > 0.95 * len(names)
 
 
 def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):

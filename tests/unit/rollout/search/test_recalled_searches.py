@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rollout.agents.environment import Step, Turn
-from rollout.search.documents import Document, RetrievalError
+from rollout.search.documents import Found, RetrievalError
 from rollout.search.lookup import NOTHING, Lookup
 from rollout.search.tags import TagEnvironment
 from tests.support.fakes import make_prompt
@@ -13,7 +13,7 @@ from tests.support.fakes import make_prompt
 class Down:
     """A retriever that is down."""
 
-    async def search(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
+    async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
         raise RetrievalError("down")
 
     async def close(self) -> None: ...

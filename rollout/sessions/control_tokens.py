@@ -39,7 +39,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, self.texts)))
         self._shows_in_json = all(json.dumps(text, ensure_ascii=False) == f'"{text}"' for text in self.texts)
         self._anchor = tokenizer.eos_token or self.texts[0]
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()

@@ -134,20 +134,6 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"data__train_files": "", "data__val_files": ""}, "data.val_files=: no such file (from /"),
         ({"rollout__agent_loop": "multi"}, "rollout.agent_loop=multi: must be one of single_turn, or package.module"),
         (
-            {"rollout__agent_loop": SEARCH, "rollout__agent_args": {"retriever": {}, "topp": 1}},
-            f"rollout.agent_loop={SEARCH}: must be callable with (tokenizer, retriever=..., topp=...): got an",
-        ),
-        ({"rollout__agent_loop": SEARCH}, f"rollout.agent_loop={SEARCH}: must be callable with (tokenizer): missing"),
-        (
-            {"rollout__agent": "rollout.agents.solver:agent", "rollout__agent_args": {"topk": 1}},
-            "rollout.agent=rollout.agents.solver:agent: must be callable with (task, client, topk=...): got an unexp",
-        ),
-        ({"rollout__agent_args": {"topk": 1}}, "rollout.agent_args={'topk': 1}: are those of rollout.agent_loop=pack"),
-        (
-            {"rollout__agent_command": "agent", "rollout__agent_args": {"topk": 1}},
-            "rollout.agent_args={'topk': 1}: are those of rollout.agent_loop=pack",
-        ),
-        (
             {"rollout__reward": "gsm9k"},
             "rollout.reward=gsm9k: must be one of gsm8k, gsm8k_flexible, dapo, math_verify,",
         ),
@@ -206,6 +192,29 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
     ],
 )
 def test_arguments_of_a_loader_and_its_demonstrations_need_what_takes_them(values: dict[str, Any], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"rollout__agent_loop": SEARCH, "rollout__agent_args": {"retriever": {}, "topp": 1}},
+            f"rollout.agent_loop={SEARCH}: must be callable with (tokenizer, retriever=..., topp=...): got an",
+        ),
+        ({"rollout__agent_loop": SEARCH}, f"rollout.agent_loop={SEARCH}: must be callable with (tokenizer): missing"),
+        (
+            {"rollout__agent": "rollout.agents.solver:agent", "rollout__agent_args": {"topk": 1}},
+            "rollout.agent=rollout.agents.solver:agent: must be callable with (task, client, topk=...): got an unexp",
+        ),
+        ({"rollout__agent_args": {"topk": 1}}, "rollout.agent_args={'topk': 1}: are those of rollout.agent_loop=pack"),
+        (
+            {"rollout__agent_command": "agent", "rollout__agent_args": {"topk": 1}},
+            "rollout.agent_args={'topk': 1}: are those of rollout.agent_loop=pack",
+        ),
+    ],
+)
+def test_arguments_are_refused_that_an_agent_does_not_take(values: dict[str, object], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,11 @@ BY_TURNS = ("trainer.prompts_per_step=1", "rollout.num_agent_workers=2")
 """Each of two agent workers runs a group."""
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """What was sampled may hold characters that `str.splitlines` takes for ends of lines."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
 def overrides(model: Path, steps: int) -> list[str]:
     return [
         *(*SIZES, "model.kind=hf", f"model.path={model}", f"trainer.total_steps={steps}", "trainer.eval_every=0"),
@@ -58,8 +64,7 @@ def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path:
         check_tokens(run.run_dir)
         versions: set[int] = set()
         for step in range(1, 4):
-            lines = (run.run_dir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
-            records = [json.loads(line) for line in lines]
+            records = json_lines(run.run_dir / "trajectories" / f"step_{step:06d}.jsonl")
             assert len(records) == 32 and {record["reward"] for record in records} == {0.0, 1.0}
             for sequence in (sequence for record in records for sequence in record["sequences"]):
                 sampled = sum(end - start for start, end, _ in sequence["versions"])
@@ -67,7 +72,7 @@ def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path:
                 versions |= {version for _, _, version in sequence["versions"]}
             assert any(len(record["sequences"][0]["turns"]) == 3 for record in records), "three turns in one sequence"
         assert len(versions) >= 2, "the weights changed under the sessions"
-        logged = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+        logged = json_lines(run.run_dir / "metrics.jsonl")
         (first,) = [line for line in logged if line.get("step") == 1 and "actor/rollout_kl" in line]
         assert abs(first["actor/rollout_kl"]) < 1e-3, "the trainer computes the logprobs that the replica sampled with"
         assert 0 < first["agent/merged_fraction"] <= 1 and first["agent/turns"] == 3
@@ -100,7 +105,7 @@ def test_a_harness_is_evaluated_as_it_is_trained(key: str, tmp_path: Path, chat_
         report = json.loads((run.run_dir / "evaluation.json").read_text())
         assert report["failed_rewards"] == 0 and report["num_prompts"] == 4
         assert report["agent"]["turns"] == (3 if key == "agent" else 2)
-        samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+        samples = json_lines(run.run_dir / "samples.jsonl")
         assert len(samples) == 8 and all(one["accuracy"] in (0, 1) and one["response_tokens"] > 0 for one in samples)
         assert {version for one in samples for version in one["versions"]} == {0}
         assert run.survivors() == []

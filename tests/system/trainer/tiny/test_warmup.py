@@ -90,7 +90,7 @@ def test_a_searcher_ends_its_turns_with_tags_alone_and_a_name_has_two_tokens(tmp
     said = [tokenizer.decode(token) for token, said in zip(token_ids, is_said, strict=True) if said]
     assert "".join(said) == texts[1] + texts[3] and EOS_TOKEN_ID not in token_ids
     names = World().named
-    assert sum(len(tokenizer(f" {name}")["input_ids"]) == 2 for name in names) > 0.95 * len(names)
+    assert sum(len(tokenizer(f" {name}")["input_ids"]) == 2 for name in names) > 0.9 * len(names)
 
 
 def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):

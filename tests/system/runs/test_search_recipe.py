@@ -16,7 +16,7 @@ STEPS = 2
 def test_episodes_of_searches_and_answers_are_trained(tmp_path: Path) -> None:
     """The warm-up is a tenth of the recipe's: the model has learned to search, not for what."""
     short = ["model.warmup_steps=80", f"model.cache_dir={tmp_path / 'cache'}", f"trainer.total_steps={STEPS}"]
-    with started(tmp_path, "recipe=search_world", *SIZES, *short) as run:
+    with started(tmp_path, "model=chat", "recipe=search_world", *SIZES, *short) as run:
         assert run.wait_for_end(600) == 0, run.output.read_text()
         assert audit(run.run_dir).findings == ()
         metrics = read_metrics(run.run_dir / "metrics.jsonl")

@@ -84,9 +84,10 @@ class Paths:
         chain = [start]
         for message, call in zip(messages, calls, strict=True):
             key = (chain[-1], call, message)
-            if key not in self._steps:
-                self._steps[key] = digest(self.of(message, call), after=chain[-1])
-            chain.append(self._steps[key])
+            step = self._steps.get(key)  # one look: the hash of a message takes as long as those of its texts
+            if step is None:
+                step = self._steps[key] = digest(self.of(message, call), after=chain[-1])
+            chain.append(step)
         return chain
 
 

@@ -13,7 +13,8 @@ python -m scripts.bench.sessions [--only PART ...] [--sessions 256] [--turns 8] 
 The last line of the output is JSON.
 
     FAMILY_words_ms_N       turns: rendering, tokenization, hashes and verification at turn N
-    FAMILY_words_128_over_8, FAMILY_words_ms_worst, FAMILY_rows, FAMILY_merged_fraction
+    FAMILY_tokens_ms_N      turns: of that what is between messages and tokens, verification included
+    FAMILY_tokens_128_over_8, FAMILY_words_128_over_8, FAMILY_words_ms_worst, FAMILY_rows, FAMILY_merged_fraction
     FAMILY_not_sampled      turns: tokens trained that were not sampled
     cpu_ms_p50, cpu_ms_p99  load: CPU per call; engine_cpu_ms of it is the engine's
     added_ms_p50, ..._p99   load: a call as its client sees it, less its time at the engine

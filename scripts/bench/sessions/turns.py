@@ -2,12 +2,13 @@
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from rollout.sessions.dialects.openai_chat import OpenAIChat
-from rollout.sessions.harness_loop import make_host
+from rollout.sessions.harness_loop import make_limits, make_words
 from rollout.sessions.host import SessionHost
 from rollout.sessions.transcript import Transcript
 from scripts.bench.common import show_table
@@ -24,29 +25,57 @@ WINDOW = 4
 class Turn:
     words_ms: float
     """Attachment, bridge, verification and the parsing of the answer."""
+    tokens_ms: float
+    """Of these: between messages and tokens, in either direction."""
     body_ms: float
     """JSON to messages, and an answer to JSON."""
     prompt_tokens: int
 
 
+class Timed:
+    """Runs what makes tokens of messages, and messages of tokens, and counts the CPU of its thread."""
+
+    def __init__(self, in_thread: Callable[..., Awaitable[Any]]):
+        self.seconds = 0.0
+        self._in_thread = in_thread
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._in_thread(self._timed, function, *arguments)
+
+    def _timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            self.seconds += time.thread_time() - began
+
+
 async def bench_turns(family: str, repeats: int) -> dict[str, float]:
-    answers = Answers(family)
-    host = make_host(settings(), answers.tokenizer)
+    answers, config = Answers(family), settings()
+    words = make_words(config.sessions, answers.tokenizer)
+    timed = Timed(words.in_thread)
+    words, limits = replace(words, in_thread=timed), make_limits(config)
+    host = SessionHost(words, limits, "policy", config.serve, config.sessions.host)
     try:
-        sessions = [await _session(host, answers) for _ in range(repeats)]
+        sessions = [await _session(host, answers, timed) for _ in range(repeats)]
     finally:
         await host.close()
     turns = [turns for turns, _ in sessions]
-    words = {turn: _at(turns, turn, "words_ms") for turn in SHOWN}
+    words_ms, tokens_ms, body_ms = (
+        {turn: _at(turns, turn, name) for turn in SHOWN} for name in ("words_ms", "tokens_ms", "body_ms")
+    )
     rows = [
-        [str(turn), str(turns[0][turn - 1].prompt_tokens), f"{words[turn]:.3f}", f"{_at(turns, turn, 'body_ms'):.3f}"]
+        [str(turn), str(turns[0][turn - 1].prompt_tokens)]
+        + [f"{ms[turn]:.3f}" for ms in (tokens_ms, words_ms, body_ms)]
         for turn in SHOWN
     ]
-    show_table(f"{family}: CPU of a turn", ["turn", "prompt tokens", "words ms", "body ms"], rows)
+    show_table(f"{family}: CPU of a turn", ["turn", "prompt tokens", "tokens ms", "words ms", "body ms"], rows)
     statistics = sessions[0][1].statistics()
-    found = {f"words_ms_{turn}": words[turn] for turn in SHOWN}
+    found = {f"words_ms_{turn}": words_ms[turn] for turn in SHOWN}
+    found |= {f"tokens_ms_{turn}": tokens_ms[turn] for turn in SHOWN}
     found |= {
-        "words_128_over_8": words[128] / words[8],
+        "tokens_128_over_8": tokens_ms[128] / tokens_ms[8],
+        "words_128_over_8": words_ms[128] / words_ms[8],
         "words_ms_worst": max(max(map(_words, some)) for some in turns),
     }
     found |= {"rows": float(statistics.num_sequences), "merged_fraction": statistics.merged_fraction}
@@ -54,20 +83,27 @@ async def bench_turns(family: str, repeats: int) -> dict[str, float]:
     return {f"{family}_{name}": value for name, value in found.items()}
 
 
-async def _session(host: SessionHost, answers: Answers) -> tuple[list[Turn], Transcript]:
+async def _session(host: SessionHost, answers: Answers, timed: Timed) -> tuple[list[Turn], Transcript]:
     dialect, messages, turns = OpenAIChat(), list(FIRST_MESSAGES), list[Turn]()
     async with host.open(task(0), answers.at_once) as (session, _):
         for _ in range(TURNS):
             text = body(messages)
             began = time.process_time()
             asked = dialect.parse(json.loads(text), 0)
-            parsed = time.process_time()
+            parsed, counted = time.process_time(), timed.seconds
             found = await session.answer(asked.request)
             answered = time.process_time()
             whole = json.loads(json.dumps(dialect.body(asked, found)))
             written = time.process_time()
             body_ms, words_ms = 1000 * (parsed - began + written - answered), 1000 * (answered - parsed)
-            turns.append(Turn(words_ms=words_ms, body_ms=body_ms, prompt_tokens=len(found[0].prompt_ids)))
+            turns.append(
+                Turn(
+                    words_ms=words_ms,
+                    tokens_ms=1000 * (timed.seconds - counted),
+                    body_ms=body_ms,
+                    prompt_tokens=len(found[0].prompt_ids),
+                )
+            )
             with_result(messages, whole["choices"][0]["message"])
     return turns, session.transcript
 

@@ -142,4 +142,5 @@ def agent_loop(
         max_turn_tokens=max_turn_tokens,
         step_timeout_s=step_timeout_s,
         chat=ChatTurns(tokenizer, [SPEC]),
+        closes=(found.close,),
     )

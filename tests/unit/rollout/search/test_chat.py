@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.rewards.tagged import tagged_answer
-from rollout.search import chat
+from rollout.search import chat, conversation, tags
 from rollout.search.chat import HINT, WRONG_CALL, query_of
 from rollout.search.documents import Document, RetrievalError, Retriever
 from rollout.search.retrievers import KINDS
@@ -33,11 +33,21 @@ def saying(*lines: str) -> Policy:
 class Down:
     """A retriever that cannot answer."""
 
+    is_closed = False
+
     async def search(self, queries: Sequence[str], topk: int) -> Any:
         raise RetrievalError("nobody is there")
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("form", [tags, conversation, chat])
+def test_a_loop_that_ends_closes_its_retriever(form: Any) -> None:
+    retriever = Down()
+    loop = form.agent_loop(saying().tokenizer, retriever=retriever)
+    asyncio.run(loop.close())
+    assert retriever.is_closed
 
 
 def play(policy: Policy, *gold: str, retriever: Retriever | None = None, **arguments: Any) -> Any:

@@ -19,9 +19,16 @@ from tests.support.sequences import only
 TOKENIZER = chat_tokenizer("qwen2.5")
 
 
-def prompt_of(loop: MultiTurn, ordinal: int = 0, chat: bool = True, **extra: Any) -> Prompt:
+def prompt_of(
+    loop: MultiTurn,
+    ordinal: int = 0,
+    chat: bool = True,
+    question: str = "Begin.",
+    ground_truth: str = "42",
+    **extra: Any,
+) -> Prompt:
     """As an agent worker makes it. `extra`: other columns of the row."""
-    row = Row(question="Begin.", ground_truth="42", extra=extra)
+    row = Row(question=question, ground_truth=ground_truth, extra=extra)
     (prompt,) = encode(TOKENIZER, [row], "{question}", chat, 9999, loop.prompt_tools)
     return replace(prompt, ordinal=ordinal)
 
@@ -49,6 +56,33 @@ async def episode_of(
 
 def play(loop: MultiTurn, say: Sequence[str] | Callable[[str], str], **more: Any) -> Episode:
     return asyncio.run(episode_of(loop, say, **more))
+
+
+def play_row(
+    loop: MultiTurn,
+    lines: Sequence[str],
+    *,
+    question: str = "Guess.",
+    ground_truth: str = "",
+    max_tokens: int = 500,
+    **row: Any,
+) -> Episode:
+    """An episode of a row. The chat template is applied if the loop has a chat."""
+    has_chat = loop.chat is not None
+    prompt = prompt_of(loop, chat=has_chat, question=question, ground_truth=ground_truth, **row)
+    return play(loop, lines, prompt=prompt, max_tokens=max_tokens)
+
+
+def told(episode: Episode) -> str:
+    """What the policy did not sample of its only response."""
+    sequence = only(episode)
+    return TOKENIZER.decode(sequence.response_ids[~sequence.loss_mask])
+
+
+def error_of(episode: Episode) -> str:
+    """Why there is no reward. Raises AssertionError where there is one."""
+    assert episode.result is not None and episode.result.error is not None
+    return episode.result.error
 
 
 def heard(episode: Episode) -> str:

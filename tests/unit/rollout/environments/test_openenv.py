@@ -11,9 +11,9 @@ from rollout.agents.loop import load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.environments.openenv import ActionSchema, InvalidActionError, OpenEnvError, Session, readable
 from tests.support.chat_models import chat_tokenizer
+from tests.support.environments import error_of, play_row, told
 from tests.support.harnesses import FAMILY
 from tests.support.openenv_server import OPENENV_PYTHON, server
-from tests.support.played import error_of, heard, play
 from tests.support.sequences import only
 
 REAL = pytest.param(
@@ -49,58 +49,58 @@ def loop_of(url: str, **args: Any) -> MultiTurn:
 
 def test_an_episode_is_a_session_with_the_seed_of_its_prompt(url: str) -> None:
     loop = loop_of(url, reset={"level": "two"}, state_metrics=["step_count"])
-    episode = play(loop, ["It is 3.", "It is 7."], ordinal=17)
-    assert heard(episode) == "\nGuess a number at level two.\n\nWrong.\n"
+    episode = play_row(loop, ["It is 3.", "It is 7."], ordinal=17)
+    assert told(episode) == "\nGuess a number at level two.\n\nWrong.\n"
     assert [turn.reward for turn in only(episode).turn_rewards] == [0.25, 1.0]
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.25, None)
     assert episode.metrics["step_count"] == 2 and episode.metrics["invalid_actions"] == 0
 
 
 def test_a_column_of_the_row_reaches_the_reset(url: str) -> None:
-    assert "level nine" in heard(play(loop_of(url, columns=["level"]), ["0"], level="nine"))
+    assert "level nine" in told(play_row(loop_of(url, columns=["level"]), ["0"], level="nine"))
     loop = loop_of(url, columns=["levle"])
-    assert "rollout.agent_args.columns=['levle']: the row has level" in error_of(play(loop, [], level="nine"))
+    assert "rollout.agent_args.columns=['levle']: the row has level" in error_of(play_row(loop, [], level="nine"))
 
 
 def test_observations_are_messages_with_a_chat(url: str) -> None:
-    episode = play(loop_of(url, chat=True), ["3", "7"], ordinal=7)
-    assert heard(episode) == (
+    episode = play_row(loop_of(url, chat=True), ["3", "7"], ordinal=7)
+    assert told(episode) == (
         "user\nGuess a number at level one.<|im_end|>\n<|im_start|>assistant\n"
         "\n<|im_start|>user\nWrong.<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_what_is_no_action_is_answered_with_a_hint_and_counted(url: str) -> None:
-    episode = play(loop_of(url), ["A very long message indeed.", "7"], ordinal=7)
-    assert "\nInvalid action: Invalid message: message: String should have at most 20 characters.\n" in heard(episode)
+    episode = play_row(loop_of(url), ["A very long message indeed.", "7"], ordinal=7)
+    assert "\nInvalid action: Invalid message: message: String should have at most 20 characters.\n" in told(episode)
     assert episode.metrics["invalid_actions"] == 1
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.0, None)
 
 
 def test_long_observations_are_cut_and_counted(url: str) -> None:
-    episode = play(loop_of(url, max_observation_tokens=2), ["7"], ordinal=7)
+    episode = play_row(loop_of(url, max_observation_tokens=2), ["7"], ordinal=7)
     assert int((~only(episode).loss_mask).sum()) == 2 and episode.metrics["cut_observations"] == 1
 
 
 def test_an_environment_that_fails_is_not_reward_0(url: str) -> None:
-    error = error_of(play(loop_of(url), ["3", "boom"], ordinal=7))
+    error = error_of(play_row(loop_of(url), ["3", "boom"], ordinal=7))
     assert error.startswith("OpenEnvError") and "step failed: the sandbox is gone" in error
 
 
 def test_a_step_has_a_deadline(url: str) -> None:
-    error = error_of(play(loop_of(url, step_timeout_s=2.0), ["sleep"], ordinal=7))
+    error = error_of(play_row(loop_of(url, step_timeout_s=2.0), ["sleep"], ordinal=7))
     assert error == "TimeoutError: a step of the environment took longer than step_timeout_s=2.0"
 
 
 def test_a_lost_connection_is_a_failed_episode(kind: str) -> None:
     with server(kind) as url:
-        error = error_of(play(loop_of(url), ["3", "die"], ordinal=7))
+        error = error_of(play_row(loop_of(url), ["3", "die"], ordinal=7))
     assert error.startswith("OpenEnvError") and "lost the connection in a step" in error
 
 
 def test_no_server_is_a_failed_episode_and_the_error_names_the_key() -> None:
     assert "rollout.agent_args.url=http://127.0.0.1:9: has no /schema" in error_of(
-        play(loop_of("http://127.0.0.1:9"), [])
+        play_row(loop_of("http://127.0.0.1:9"), [])
     )
 
 
@@ -119,7 +119,7 @@ def test_an_episode_waits_for_a_session_and_closes_its_own(kind: str) -> None:
         await held.wait()
         rewards: list[float] = []
         for _ in range(2):  # the second gets the session that the first gave back
-            episode = await asyncio.to_thread(play, loop_of(url), ["7"], ordinal=7)
+            episode = await asyncio.to_thread(play_row, loop_of(url), ["7"], ordinal=7)
             assert episode.result is not None and episode.result.error is None
             rewards.append(episode.result.reward)
         await holding
@@ -134,7 +134,7 @@ def test_a_full_server_ends_the_reset_at_its_deadline(kind: str) -> None:
     async def main(url: str) -> str:
         session = await Session.open(url)
         await session.ask("reset", {})
-        episode = await asyncio.to_thread(play, loop_of(url, step_timeout_s=0.5), [])
+        episode = await asyncio.to_thread(play_row, loop_of(url, step_timeout_s=0.5), [])
         await session.close()
         return error_of(episode)
 

@@ -8,8 +8,8 @@ import pytest
 from rollout.agents.loop import load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from tests.support.chat_models import chat_tokenizer
+from tests.support.environments import error_of, play_row, told
 from tests.support.harnesses import FAMILY
-from tests.support.played import error_of, heard, play
 from tests.support.sequences import only
 from tests.support.skyrl_envs import Guess
 
@@ -34,9 +34,9 @@ def events() -> list[str]:
 
 
 def test_an_episode_is_that_of_the_environment(events: list[str]) -> None:
-    episode = play(loop_of("Guess", max_turns=5), ["Is it 3?", "It is 7."], ground_truth="7", level=2)
+    episode = play_row(loop_of("Guess", max_turns=5), ["Is it 3?", "It is 7."], ground_truth="7", level=2)
     assert events == ["init user 2 5", "step Is it 3?", "step It is 7.", "close"]
-    assert heard(episode) == "Higher." and episode.finish_reason == "stop"
+    assert told(episode) == "Higher." and episode.finish_reason == "stop"
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.25, None)
     assert [turn.reward for turn in only(episode).turn_rewards] == [0.25, 1.0]
     assert episode.metrics["guesses"] == 2 and episode.metrics["level"] == 2
@@ -45,26 +45,26 @@ def test_an_episode_is_that_of_the_environment(events: list[str]) -> None:
 
 def test_messages_are_written_by_the_chat_template() -> None:
     loop = loop_of("Guess", chat=True, env_config={"first": "From 1 to 9."})
-    episode = play(loop, ["Is it 3?", "It is 7."], ground_truth="7")
-    assert heard(episode) == (
+    episode = play_row(loop, ["Is it 3?", "It is 7."], ground_truth="7")
+    assert told(episode) == (
         "user\nFrom 1 to 9.<|im_end|>\n<|im_start|>assistant\n"
         "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_what_init_adds_is_read_before_the_first_turn() -> None:
-    episode = play(loop_of("Guess", env_config={"first": "From 1 to 9. "}), ["It is 7."], ground_truth="7")
-    assert heard(episode) == "From 1 to 9. "
+    episode = play_row(loop_of("Guess", env_config={"first": "From 1 to 9. "}), ["It is 7."], ground_truth="7")
+    assert told(episode) == "From 1 to 9. "
 
 
 def test_a_postprocessed_action_is_refused_and_the_error_names_both_ways_out() -> None:
-    error = error_of(play(loop_of("Trims"), ["3 I think"], ground_truth="7"))
+    error = error_of(play_row(loop_of("Trims"), ["3 I think"], ground_truth="7"))
     assert "'3 I think' to '3'" in error and "stop" in error and "allow_postprocessed=true" in error
 
 
 def test_with_leave_the_sampled_tokens_are_kept_and_counted() -> None:
     loop = loop_of("Trims", allow_postprocessed=True)
-    episode = play(loop, ["3 I think", "7"], ground_truth="7")
+    episode = play_row(loop, ["3 I think", "7"], ground_truth="7")
     assert episode.metrics["postprocessed_actions"] == 1 and episode.result is not None and not episode.result.error
     sequence = only(episode)
     assert chat_tokenizer(FAMILY).decode(sequence.response_ids[sequence.loss_mask], True) == "3 I think7"
@@ -80,18 +80,18 @@ def test_with_leave_the_sampled_tokens_are_kept_and_counted() -> None:
     ],
 )
 def test_an_environment_that_fails_is_not_reward_0(env: str, error: str) -> None:
-    episode = play(loop_of(env, step_timeout_s=1.0), ["3"], ground_truth="7")
+    episode = play_row(loop_of(env, step_timeout_s=1.0), ["3"], ground_truth="7")
     assert error in error_of(episode)
 
 
 def test_a_failed_environment_is_closed(events: list[str]) -> None:
-    play(loop_of("Fails"), ["3"], ground_truth="7")
+    play_row(loop_of("Fails"), ["3"], ground_truth="7")
     assert events[-1] == "close"
 
 
 def test_long_observations_are_cut_and_counted() -> None:
     loop = loop_of("Guess", max_observation_tokens=3, env_config={"hint": "No. " * 50})
-    episode = play(loop, ["3", "7"], ground_truth="7")
+    episode = play_row(loop, ["3", "7"], ground_truth="7")
     assert int((~only(episode).loss_mask).sum()) == 3 and episode.metrics["cut_observations"] == 1
 
 
@@ -109,11 +109,11 @@ def test_a_name_needs_the_package_and_the_error_says_which() -> None:
 @needs_the_package
 def test_an_environment_of_the_real_package() -> None:
     loop = loop_of("gsm8k_multi_turn", max_turns=3)
-    episode = play(loop, ["#### 3", "Seven", "#### 7"], question="3 + 4?", ground_truth="7")
+    episode = play_row(loop, ["#### 3", "Seven", "#### 7"], question="3 + 4?", ground_truth="7")
     assert episode.result is not None and episode.result.error is None
     wrong = 0.2 / 3
     assert [turn.reward for turn in only(episode).turn_rewards] == pytest.approx([wrong, 0.0, 1.0])
-    assert "provide your step-by-step reasoning" in heard(episode) and episode.metrics["steps"] == 3
+    assert "provide your step-by-step reasoning" in told(episode) and episode.metrics["steps"] == 3
 
 
 @needs_the_package

@@ -12,8 +12,8 @@ from rollout.data.rows import Columns, load_rows
 from rollout.environments import verifiers
 from rollout.sessions.harness import Connection, FunctionHarness, HarnessTask
 from tests.support import fake_verifiers, verifiers_world
+from tests.support.environments import error_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
-from tests.support.played import error_of
 from tests.support.sequences import only
 from tests.support.verifiers_versions import HAS_LEGACY
 

@@ -16,6 +16,7 @@ from rollout.agents.threads import OneThread, called
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import checked_metrics, described
 from rollout.sessions.messages import Message, ToolSpec
+from rollout.text_encoder import text_encoder
 from rollout.types import (
     EMPTY,
     BoolArray,
@@ -98,6 +99,7 @@ class MultiTurn:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
+        self._encode = text_encoder(self.tokenizer)
 
     @property
     def prompt_tools(self) -> Sequence[ToolSpec]:
@@ -249,9 +251,6 @@ class MultiTurn:
             text = message.content if whole else self.tokenizer.decode(kept, skip_special_tokens=True)
             short.append(replace(message, content=text))
         return short
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _cut(self, episode: "_Episode", token_ids: list[int], limit: int | None) -> list[int]:
         if limit is None or len(token_ids) <= limit:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from rollout.text_encoder import text_encoder
+
 MAX_CHARS_PER_TOKEN = 32
 """Of a longer document the rest is not even tokenized: one may have megabytes."""
 KEPT = 4096
@@ -15,10 +17,12 @@ def in_tokens(tokenizer: Any, max_tokens: int, escape: Callable[[str], str] = st
     if max_tokens < 1:
         raise ValueError(f"max_document_tokens={max_tokens}: must be at least 1")
 
+    encode = text_encoder(tokenizer)
+
     @lru_cache(maxsize=KEPT)
     def shortened(text: str) -> str:
         harmless = escape(text[: max_tokens * MAX_CHARS_PER_TOKEN])
-        token_ids = tokenizer(harmless, add_special_tokens=False)["input_ids"]
+        token_ids = encode(harmless)
         if len(token_ids) <= max_tokens and len(text) <= max_tokens * MAX_CHARS_PER_TOKEN:
             return harmless
         return tokenizer.decode(token_ids[:max_tokens], skip_special_tokens=True)

@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rollout.text_encoder import text_encoder
+
 _TAG = re.compile(r"<(/?)(\w+)>")
 _MARKS = range(0xE000, 0xF8FF)  # Unicode's private use area
 
@@ -39,10 +41,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, self.texts)))
         self._shows_in_json = all(json.dumps(text, ensure_ascii=False) == f'"{text}"' for text in self.texts)
         self._anchor = tokenizer.eos_token or self.texts[0]
-        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
+        self._encode = text_encoder(tokenizer)
 
     def shield(self, contents: Any) -> tuple[Any, str]:
         """Break the control tokens in all strings of `contents`, which is made of dicts and lists.
@@ -94,11 +93,6 @@ class ControlTokens:
         except (TypeError, ValueError):
             return False
         return self._shows_in_json and not self._pattern.search(text)
-
-    def _encode(self, text: str) -> list[int]:
-        if self._backend is not None:  # without the offsets of tokens, which take half of the time
-            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _broken(self, text: str, mark: str) -> str:
         """Every occurrence is broken after its first character, those too that overlap with one before."""

@@ -11,6 +11,7 @@ from rollout.sessions.control_tokens import ControlTokens
 from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
 from rollout.sessions.template import ChatTemplate, Rendered, TemplateRefusalError
 from rollout.sessions.verification import Mismatch, TokenIds, compare
+from rollout.text_encoder import text_encoder
 
 _ANSWER = "The answer between."
 _REASONING = "The reasoning between."
@@ -58,6 +59,7 @@ class Renderer:
             given = "none" if tokenizer.chat_template is None else f"several: {sorted(tokenizer.chat_template)}"
             raise ValueError(f"sessions need a tokenizer with one chat template, this one has {given}")
         self._tokenizer = tokenizer
+        self._encode = text_encoder(tokenizer)
         self._history = history
         self._control_tokens = ControlTokens(tokenizer)
         self._template = ChatTemplate(tokenizer, self._control_tokens)
@@ -186,7 +188,7 @@ class Renderer:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a text with no template around it, as of a prompt for plain completion. Control tokens count."""
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._encode(text)
 
     def text(self, token_ids: TokenIds) -> str:
         """What the tokens say, special tokens included."""

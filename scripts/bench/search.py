@@ -23,7 +23,6 @@ The last line of the output is JSON.
 
 import argparse
 import asyncio
-import gc
 import itertools
 import math
 import random
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.runtime.collector import collect_rarely
 from rollout.agents.loop import EpisodeTask
 from rollout.request_ids import RequestId
 from rollout.search.documents import Document, Found, Retriever
@@ -165,8 +165,7 @@ async def run(job: Job, retriever: Retriever) -> dict[str, float]:
     timed, gaps = Timed(retriever), Gaps()
     loop = agent_loop(tokenizer, retriever=timed, topk=TOPK)
     policy, numbers = Searcher(job, tokenizer), itertools.count()
-    gc.collect()
-    gc.freeze()  # as agent workers do
+    collect_rarely()  # as agent workers do
     began = time.perf_counter()
 
     async def one_after_another(number: int) -> None:

@@ -18,23 +18,13 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role, ToolCall
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.characters import EOS, Characters
 from tests.support.chats import FakeChat
 from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt, run_virtual, spans_of
 from tests.support.sequences import only
 
-EOS = 0
 OWN = {"turns": 1.0, "cut_observations": 0.0, "failed_closes": 0.0}
-
-
-class Characters:
-    """A tokenizer with one token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        return "".join(chr(token) for token in token_ids if token != EOS)
 
 
 @dataclass

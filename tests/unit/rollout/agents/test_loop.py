@@ -9,6 +9,7 @@ from rollout.agents.loop import SingleTurn, load_agent_loop, resume_from
 from rollout.agents.multi_turn import MultiTurn
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.types import Completion, GenerationRequest
+from tests.support.characters import Characters
 from tests.support.fakes import make_completion, make_request, run_virtual
 
 FEW_DOCUMENTS: Any = {"kind": "world", "documents": 8}
@@ -20,7 +21,7 @@ def test_an_agent_loop_by_name() -> None:
         load_agent_loop("multi", None)
     with pytest.raises(ValueError, match=r"rollout.agent_loop=os.path:basename: gave 'x', which has no run"):
         load_agent_loop("os.path:basename", "x")
-    loop = load_agent_loop("rollout.search.tags:agent_loop", None, {"retriever": FEW_DOCUMENTS, "max_turns": 7})
+    loop = load_agent_loop("rollout.search.tags:agent_loop", Characters(), {"retriever": FEW_DOCUMENTS, "max_turns": 7})
     assert isinstance(loop, MultiTurn) and loop.max_turns == 7, "arguments by name"
 
 

@@ -1,7 +1,6 @@
 """Episodes of several turns: tokens, masks, versions and limits by hand; the calculator over a whole group."""
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +13,10 @@ from rollout.agents.loop import Episode, EpisodeTask, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, TurnReward, VersionSpan
+from tests.support.characters import EOS, Characters
 from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt, run_virtual, spans_of
 from tests.support.sequences import only
-
-EOS = 0
-
-
-class Characters:
-    """A tokenizer with one token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        assert not add_special_tokens
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(chr(token) for token in token_ids if token != EOS)
 
 
 class Policy:

@@ -19,6 +19,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.pool import PoolClosedError, Warmed
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.characters import Characters
 from tests.support.episodes import episodes_of
 from tests.support.fakes import make_completion, make_prompt, now, run_virtual
 
@@ -90,14 +91,7 @@ def test_with_a_start_of_ten_seconds_an_episode_waits_for_none() -> None:
             await asyncio.sleep(12)
             return [make_completion([7], [0], "stop") for _ in requests]
 
-        class Words:
-            def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-                return {"input_ids": []}
-
-            def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-                return ""
-
-        loop = MultiTurn(lambda prompt: Shell(), Words(), max_turns=1)
+        loop = MultiTurn(lambda prompt: Shell(), Characters(), max_turns=1)
         sampling = SamplingParams(max_tokens=9)
         for ordinal in range(5):
             task = EpisodeTask(

@@ -18,6 +18,7 @@ from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role
 from rollout.snapshot import capture, decode, encode, restore
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.characters import Characters
 from tests.support.chats import FakeChat
 from tests.support.fakes import make_completion, make_prompt, run_virtual
 from tests.support.scenes import GROUP_SIZE, Scene
@@ -25,16 +26,6 @@ from tests.support.sequences import only
 
 TURN_TOKENS = 5
 FIRST_FOUND = 100
-
-
-class Characters:
-    """A tokenizer with one token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
 
 
 # -- a run that is cut off and resumed ---------------------------------------------------------------------------------

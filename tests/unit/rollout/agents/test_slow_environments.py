@@ -9,22 +9,13 @@ from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.progress import Attempt
 from rollout.types import SamplingParams, Trajectory
+from tests.support.characters import Characters
 from tests.support.fakes import make_prompt, now, run_virtual
 from tests.support.scenes import GROUP_SIZE, Scene
 from tests.support.sequences import only
 
 TURN_TOKENS, TIMEOUT_S = 5, 60.0
 FOREVER_S = 1e6
-
-
-class Characters:
-    """A tokenizer with one token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
 
 
 class World:

@@ -20,6 +20,7 @@ from rollout.agents.tools import Tool, Toolbox, ToolEnvironment, ToolResult
 from rollout.request_ids import RequestId
 from rollout.sessions.messages import Message, Role, ToolCall
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.characters import Characters
 from tests.support.chats import FakeChat
 from tests.support.fakes import make_completion, make_prompt
 from tests.support.sequences import only
@@ -274,13 +275,6 @@ def test_an_episode_with_tools() -> None:
         assert turn is not None and turn.tool_calls is not None
         names = {call.call_id: call.name for call in turn.tool_calls}
         return [ord(letter) for message in messages for letter in f"<{names[str(message.call_id)]} {message.content}>"]
-
-    class Characters:
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            return {"input_ids": [*map(ord, text)]}
-
-        def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-            return "".join(map(chr, token_ids))
 
     chat = FakeChat(render, parse)
     loop = MultiTurn(lambda prompt: ToolEnvironment(TOOLS), Characters(), max_turns=4, chat=chat)

@@ -15,6 +15,7 @@ from rollout.search.http import PROBE, HttpRetriever
 from rollout.search.lookup import FAILED, NOTHING, STEP_TIMEOUT_S, Lookup
 from rollout.search.tags import agent_loop
 from rollout.types import Completion, GenerationRequest, SamplingParams
+from tests.support.characters import Characters
 from tests.support.fakes import make_prompt, now, run_virtual, settle, spans_of
 from tests.support.retrieval import URL, Server, found, hit
 
@@ -254,16 +255,6 @@ def test_nobody_waits_longer_than_the_deadline_of_an_outage() -> None:
         await retriever.close()
 
     run_virtual(main())
-
-
-class Characters:
-    """A tokenizer with one token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
 
 
 async def search_and_answer(requests: list[GenerationRequest]) -> list[Completion]:

@@ -24,6 +24,8 @@ SAID = "<think>Hm</think><search>who wrote Faust</search>", "<answer>Goethe</ans
 class Pieces:
     """A tokenizer whose tokens are what it was given: the policy's as listed, any other text character by character."""
 
+    is_fast = False
+
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -31,7 +33,7 @@ class Pieces:
         self.texts += pieces
         return [*range(len(self.texts) - len(pieces), len(self.texts))]
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": self.ids([*text])}
 
     def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:

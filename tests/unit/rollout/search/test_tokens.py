@@ -20,7 +20,9 @@ PIECES = ("<eos>", "<search>", "capital of France", "</sear", "ch>\n", "<answer>
 class Pieces:
     """A tokenizer of a few pieces, whose ends are not those of the tags; all else is a token per character."""
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    is_fast = False
+
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(char) + len(PIECES) for char in text]}
 
     def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:

@@ -10,7 +10,7 @@ def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     It gives the ids of `tokenizer(text, add_special_tokens=False)`, in half of its time for long texts and a tenth for
     short ones: it neither looks where in the text a token is, nor makes a dictionary.
 
-    `tokenizer`: of transformers. Truncation and padding, which a call of the tokenizer leaves turned on, are turned off.
+    `tokenizer`: of transformers. Truncation and padding, which a call of it leaves turned on, are turned off.
     """
     if not tokenizer.is_fast:
         return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

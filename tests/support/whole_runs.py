@@ -26,8 +26,9 @@ SIZES = [
     "rollout.max_num_seqs=16",
 ]
 TRAIN = (sys.executable, "-m", "scripts.train")
-START_DEADLINE_S = 180
-END_DEADLINE_S = 90
+START_DEADLINE_S = 300
+"""A machine whose cores are taken needs as long."""
+END_DEADLINE_S = 150
 GONE_DEADLINE_S = 60
 RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Two per node try for a minute to reach the driver after Ray has ended, for which Ray has no setting."""

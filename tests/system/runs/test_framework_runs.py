@@ -14,6 +14,7 @@ RUN = [
     "recipe=agent",
     "device=cpu",
     "rollout.agent=tests.support.frameworks:both",
+    "model.warmup_steps=450",
     f"trainer.total_steps={STEPS}",
     "trainer.prompts_per_step=4",
     "trainer.eval_every=0",
@@ -25,10 +26,10 @@ RUN = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_agents_of_two_frameworks_are_trained_on_what_was_sampled(tmp_path: Path) -> None:
     with started(tmp_path, *RUN) as run:
-        assert run.wait_for_end(500) == 0, run.output.read_text()
+        assert run.wait_for_end(1100) == 0, run.output.read_text()
         assert audit(run.run_dir).findings == ()
         records = [record for step in trained(run) for record in step]
         versions = {version for one in records for row in one["sequences"] for _, _, version in row["versions"]}

@@ -16,7 +16,7 @@ import pytest
 from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, Run, find, started, trained
 from trainer.tracking.audit import audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TURNS = 4
 CHANCE = 8

@@ -60,7 +60,7 @@ def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path:
     # The third step then trains tokens of version 1 at the oldest, however fast the harnesses are.
     job = [*overrides(chat_model, 3), "rollout.agent=my_agent:agent", "rollout.max_staleness=1"]
     with started(tmp_path, *job, PYTHONPATH=str(tmp_path)) as run:
-        assert run.wait_for_end(240) == 0, run.output.read_text()
+        assert run.wait_for_end(500) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         versions: set[int] = set()
         for step in range(1, 4):
@@ -83,7 +83,7 @@ def test_a_command_over_the_anthropic_sdk_is_trained_too(tmp_path: Path, chat_mo
     (tmp_path / "agent.py").write_text(COMMAND)
     command = f"rollout.agent_command='{sys.executable} {tmp_path / 'agent.py'}'"
     with started(tmp_path, *overrides(chat_model, 2), command, *BY_TURNS) as run:
-        assert run.wait_for_end(280) == 0, run.output.read_text()
+        assert run.wait_for_end(500) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         arrays = np.load(run.run_dir / "trajectories" / "step_000002.npz")
         assert arrays["loss_mask"].any() and set(arrays["versions"][~arrays["loss_mask"]]) <= {-1}
@@ -101,7 +101,7 @@ def test_a_harness_is_evaluated_as_it_is_trained(key: str, tmp_path: Path, chat_
     sizes = [one for one in overrides(chat_model, 1) if not one.startswith("trainer.")]
     more = ("evaluation.samples=2", "evaluation.temperature=1", "data.num_val=4")
     with started(tmp_path, *sizes, f"rollout.{key}={value}", *more, command=EVALUATE, PYTHONPATH=str(tmp_path)) as run:
-        assert run.wait_for_end(240) == 0, run.output.read_text()
+        assert run.wait_for_end(500) == 0, run.output.read_text()
         report = json.loads((run.run_dir / "evaluation.json").read_text())
         assert report["failed_rewards"] == 0 and report["num_prompts"] == 4
         assert report["agent"]["turns"] == (3 if key == "agent" else 2)

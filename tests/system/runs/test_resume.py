@@ -34,7 +34,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path: Path, tiny_model: Path) -> None:
     """Killed between two checkpoints, with groups under way; the newest checkpoint is damaged besides, so that the one
     before is taken. It is resumed with another number of replicas."""

@@ -13,7 +13,7 @@ STEPS, EVALUATED = 40, 20
 """Enough steps after the evaluation that its replica is back long before the last prompts are given out."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
     """Two replicas, a real warm-up, staleness 2: counts, versions and files."""
     with started(

@@ -110,7 +110,7 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
         console = PlainConsole(STEPS, output)
 
         async def scenario() -> tuple[Steps, Steps, dict[str, Any]]:
-            async with asyncio.timeout(250):
+            async with asyncio.timeout(600):
                 parts = await start(config, "cpu", tmp_path, rows=load_rows(config), console=console)
                 recorder = Recorder(tmp_path, console)
                 summary = await train(config, parts, console=console, recorder=recorder)

@@ -36,7 +36,7 @@ def agent_loop(tokenizer):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_modules_on_pythonpath_and_in_the_folder_are_found_by_every_process(tmp_path: Path, tiny_model: Path) -> None:
     """The driver (advantage), agent workers (loop, async reward), reward processes and train workers (loss)."""
     library, folder = tmp_path / "library", tmp_path / "folder"

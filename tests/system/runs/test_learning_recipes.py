@@ -1,0 +1,61 @@
+"""The recipes that learn without a download, each cut short: a model is made here, and what it said is trained."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.whole_runs import SIZES, started
+from trainer.tracking.audit import audit
+from trainer.tracking.sinks import read_metrics
+
+STEPS = 2
+HAS_REASONING_GYM = importlib.util.find_spec("reasoning_gym") is not None
+Metrics = dict[str, float]
+
+
+def calls_the_calculator(steps: list[Metrics], before: Metrics) -> None:
+    for record in steps:
+        assert record["agent/turns"] > 1, "it goes on from the result of a call"
+        assert record["agent/sequences"] == record["agent/delivered_fraction"] == record["agent/merged_fraction"] == 1
+
+
+def searches(steps: list[Metrics], before: Metrics) -> None:
+    for record in steps:
+        assert record["agent/searches"] > 0 and record["agent/turns"] > 1
+        assert 0 < record["agent/retrieval_ms"] < 1000
+
+
+def answers_in_a_word(steps: list[Metrics], before: Metrics) -> None:
+    assert "val/chain_sum/avg@1" in before
+    assert all(0 <= record["critic/rewards/mean"] <= 1 for record in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("recipe", "model", "warmup_steps", "check"),
+    [
+        ("agent", "chat", 60, calls_the_calculator),
+        ("search_world", "chat", 80, searches),
+        pytest.param(
+            *("reasoning_gym", "small", 60, answers_in_a_word),
+            marks=pytest.mark.skipif(not HAS_REASONING_GYM, reason="needs the extra reasoning-gym"),
+        ),
+    ],
+)
+def test_its_episodes_are_what_it_is_for_and_trained(
+    recipe: str, model: str, warmup_steps: int, check: Callable[[list[Metrics], Metrics], None], tmp_path: Path
+) -> None:
+    """The warm-up is a tenth of the recipe's: the model knows the form, and not yet how to be right."""
+    short = [f"model.warmup_steps={warmup_steps}", f"model.cache_dir={tmp_path}/cache", f"trainer.total_steps={STEPS}"]
+    with started(tmp_path, f"model={model}", f"recipe={recipe}", *SIZES, *short) as run:
+        assert run.wait_for_end(800) == 0, run.output.read_text()
+        assert audit(run.run_dir).findings == ()
+        metrics = read_metrics(run.run_dir / "metrics.jsonl")
+        evaluations = [record for record in metrics if "eval/accuracy" in record]
+        assert [record["step"] for record in evaluations] == [0, STEPS]
+        steps = [record for record in metrics if "critic/rewards/mean" in record]
+        assert len(steps) == STEPS
+        check(steps, evaluations[0])

@@ -16,7 +16,7 @@ from rollout.agents.threads import OneThread, called
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import checked_metrics, described
 from rollout.sessions.messages import Message, ToolSpec
-from rollout.text_encoder import text_encoder
+from rollout.text_encoder import LONG_TEXT, text_encoder
 from rollout.types import (
     EMPTY,
     BoolArray,
@@ -155,7 +155,8 @@ class MultiTurn:
             episode.measure(step)
             observation = recorded
             if observation is None:
-                observation = await self._in_thread(self._token_ids, episode, step.observation)
+                is_long = isinstance(step.observation, str) and len(step.observation) > LONG_TEXT
+                observation = await self._in_thread(self._token_ids, episode, step.observation, is_long=is_long)
         except Exception as error:
             self._fail(episode, error)
             return
@@ -191,11 +192,11 @@ class MultiTurn:
 
     @cached_property
     def _thread(self) -> OneThread:
-        return OneThread("chat")
+        return OneThread("tokenizer")
 
-    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns, which uses the tokenizer. Plain text is quick, and needs no thread."""
-        if self.chat is None:
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any, is_long: bool = False) -> Any:
+        """What the function returns, which uses the tokenizer. Short plain text is quick, and needs no thread."""
+        if self.chat is None and not is_long:
             return function(*arguments)
         return await self._thread(function, *arguments)
 

@@ -67,7 +67,7 @@ async def in_thread(call: Callable[[], T], timeout_s: float, key: str, what: str
 
 
 class OneThread:
-    """Runs functions one after another, away from the event loop: tokenizers are not thread-safe, and block."""
+    """Runs functions one after another, away from the event loop: tokenizers and chat templates take milliseconds."""
 
     def __init__(self, name: str):
         self._executor = ThreadPoolExecutor(1, name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,14 +14,16 @@ from tempfile import TemporaryDirectory
 
 from rollout.search.batches import Batches
 from rollout.search.documents import Document, Found, RetrievalError
-from rollout.search.words import rarest, words
+from rollout.search.words import known_words, rarest, words
 
-MAX_MATCHES = 3000
+MAX_MATCHES = 1000
 """Documents that are ranked for a query, which takes 3 ms per thousand."""
+TOGETHER = 3
+"""Where all words of a query are common, documents with so many of its rarest come first."""
 QUICK_MATCHES = 150
 """With so few a query takes less than half a millisecond, and is not worth a thread, whose turn may come late."""
 THREADS = 2
-BATCH = 16
+BATCH = 4
 _SEARCH = """
 select json_group_array(json(found)) from (select (
     select json_group_array(json_array(id, score)) from (
@@ -62,17 +65,24 @@ class Fts5Retriever:
         self._threads.shutdown(wait=False)
 
     async def _one(self, query: str, topk: int) -> Found:
-        size = len(self._documents)
-        terms = rarest(query, self._frequency.__getitem__, size, MAX_MATCHES)
+        size, frequency = len(self._documents), self._frequency.__getitem__
+        terms = rarest(query, frequency, size, MAX_MATCHES)
         if not terms:
             return Found()
-        # Where all words are common, only the first documents are looked at.
-        last = min(size, size * MAX_MATCHES // self._frequency[terms[0]])
-        look = _Look(terms=" OR ".join(f'"{term}"' for term in terms), last=last, topk=topk)
-        if sum(self._frequency[term] for term in terms) <= QUICK_MATCHES:
-            [found] = self._found([look])
+        look = _look("OR", terms, size, matches=sum(map(frequency, terms)), topk=topk)
+        if look.last == size:
+            is_quick = sum(map(frequency, terms)) <= QUICK_MATCHES
+            return self._found([look])[0] if is_quick else await self._batches.answer(look)
+        # All words are common: first what has several of them, and then the first documents that have one.
+        common = known_words(query, frequency)[:TOGETHER]
+        expected = size * math.prod(frequency(word) / size for word in common)
+        found = await self._batches.answer(_look("AND", common, size, matches=expected, topk=topk))
+        if len(found.documents) == topk:
             return found
-        return await self._batches.answer(look)
+        others = await self._batches.answer(look)
+        known = {(one.title, one.text) for one in found.documents}
+        more = (one for one in others.documents if (one.title, one.text) not in known)
+        return Found((*found.documents, *more)[:topk])
 
     async def _search(self, looks: Sequence["_Look"]) -> list[Found]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._found, looks)
@@ -98,6 +108,12 @@ class _Look:
     terms: str
     last: int
     topk: int
+
+
+def _look(operator: str, terms: Sequence[str], size: int, *, matches: float, topk: int) -> _Look:
+    """`matches`: how many documents there may be. Of too many only the first are looked at."""
+    last = size if matches <= MAX_MATCHES else int(size * MAX_MATCHES / matches)
+    return _Look(terms=f" {operator} ".join(f'"{term}"' for term in terms), last=last, topk=topk)
 
 
 def _build(path: Path, documents: Sequence[Document]) -> Counter[str]:

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rollout.agents.threads import OneThread
 from rollout.search.documents import Document, Retriever
+from rollout.text_encoder import LONG_TEXT
 
 NOTHING = "Nothing was found."
 FAILED = "The search failed."
@@ -14,6 +16,7 @@ STEP_TIMEOUT_S = 660.0
 """Deadline of a step of a search environment: longer than an `HttpRetriever` waits for a server that is down."""
 Shorten = Callable[[str], str]
 """Cuts a document to its share of an observation."""
+_tokenizer_thread = OneThread("documents")
 COUNTS = ("searches", "repeated_queries", "empty_results", "failed_searches", "cut_documents", "retrieval_ms")
 """Of an episode. Milliseconds are summed, too: over those of its searches they give the mean of all searches."""
 
@@ -39,7 +42,10 @@ class Lookup:
         [found] = await self.retriever.search([query], self.topk)
         has_failed, ms = found.error is not None, 1000 * (time.monotonic() - began)
         self._count(query, is_empty=not has_failed and not found.documents, has_failed=has_failed, ms=ms)
-        return FAILED if has_failed else self.shown(found.documents)
+        if has_failed:
+            return FAILED
+        is_long = sum(len(document.text) for document in found.documents) > LONG_TEXT
+        return await _tokenizer_thread(self.shown, found.documents) if is_long else self.shown(found.documents)
 
     def recall(self, query: str, found: str) -> None:
         """Count a search of an episode that runs again, which hears what it `found` before. Nothing is looked up."""

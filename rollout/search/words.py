@@ -28,12 +28,16 @@ def words(text: str) -> list[str]:
     return [word[:MAX_WORD] for word in _WORD.findall(text)]
 
 
+def known_words(query: str, frequency: Callable[[str], int]) -> list[str]:
+    """The words of a query that any document has, each once, the rarest first."""
+    return sorted((word for word in dict.fromkeys(words(query)) if frequency(word)), key=frequency)
+
+
 def rarest(query: str, frequency: Callable[[str], int], num_documents: int, max_matches: int) -> list[str]:
     """The words of a query that are worth looking up, the rarest first: at most MAX_TERMS, in at most `max_matches`
     documents together, and none that is common (FEW, COMMON_SHARE). A query of common words only has its rarest
     one; one whose words no document has, none."""
-    known = [word for word in dict.fromkeys(words(query)) if frequency(word)]
-    known.sort(key=frequency)
+    known = known_words(query, frequency)
     terms, left = known[:1], max_matches - (frequency(known[0]) if known else 0)
     for word in known[1:MAX_TERMS]:
         left -= frequency(word)

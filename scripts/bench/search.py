@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import itertools
 import math
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="until no further episode begins")
     parser.add_argument("--world", action="store_true", help="search the articles of the generated world")
     options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in agent workers
     articles = World(0, options.documents).articles if options.world else made_up(options.documents)
     began = time.perf_counter()
     retriever = Fts5Retriever(articles)

@@ -99,6 +99,14 @@ def test_common_words_neither_cost_time_nor_hide_the_rare_one() -> None:
     assert asyncio.run(main()) == [f"the the the thing {size - 9}", "the the the thing 0"]
 
 
+def test_of_common_words_only_a_document_with_all_of_them_comes_first_wherever_it_is() -> None:
+    size = 6 * MAX_MATCHES
+    texts = [f"a {('red', 'wide', 'odd')[number % 3]} thing" for number in range(size)]
+    texts[-1] = "a red and wide thing"
+    retriever = Fts5Retriever(Document(title=f"{number}", text=text) for number, text in enumerate(texts))
+    assert search(retriever, "wide, red", topk=3) == [[str(size - 1), "1", "4"]], "then those with the rarer word"
+
+
 def test_without_fts5_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without(sqlite3.Connection):
         def execute(self, sql: str, *rest: object) -> sqlite3.Cursor:

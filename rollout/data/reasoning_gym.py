@@ -6,7 +6,7 @@ data.loader=rollout.data.reasoning_gym:rows rollout.reward=rollout.rewards.reaso
 import importlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -16,6 +16,10 @@ from rollout.data.sources import DataError, Record
 TASKS = "data.loader_args.tasks"
 MAX_DRAWS = 20
 """Per problem that is wanted: a task of small numbers repeats itself."""
+RIGHT_SHARE = 0.8
+"""Of the demonstrations: all of these are right."""
+HASTINESS = 0.75
+"""The share of hasty answers among the rest."""
 Tasks = Mapping[str, Mapping[str, Any]]
 """The arguments of each task's config, by its name: {"chain_sum": {"max_terms": 3}, "gcd": {}}."""
 
@@ -44,11 +48,24 @@ def rows(entries: str, *, tasks: Tasks, sizes: Mapping[str, int], data_seed: int
 def demonstrations(
     num: int, seed: int, *, tasks: Tasks, sizes: Mapping[str, int], data_seed: int = 0
 ) -> list[tuple[str, str]]:
-    """`num` pairs of a question and its right answer, drawn with replacement from the part `train`, for a tiny model's
-    warm-up (data.demonstrations). Raises as `rows` does."""
-    problems = rows("train", tasks=tasks, sizes=sizes, data_seed=data_seed)
-    drawn = random.Random(seed).choices(problems, k=num)
-    return [(problem["question"], problem["answer"]) for problem in drawn]
+    """`num` pairs of a question and an answer, drawn with replacement from the part `train`, for a tiny model's warm-up
+    (data.demonstrations): first right answers, which teach to solve the problems, then mostly hasty ones, which leave
+    something for reinforcement learning to improve. Raises as `rows` does."""
+    problems, rng = rows("train", tasks=tasks, sizes=sizes, data_seed=data_seed), random.Random(seed)
+    answers = {task: {row["answer"]: None for row in problems if row["data_source"] == task} for task in tasks}
+
+    def answer(place: int, row: Record) -> str:
+        is_right = place < RIGHT_SHARE * num or rng.random() > HASTINESS
+        return row["answer"] if is_right else _hasty(row["question"], list(answers[row["data_source"]]))
+
+    return [(row["question"], answer(place, row)) for place, row in enumerate(rng.choices(problems, k=num))]
+
+
+def _hasty(question: str, answers: Sequence[str]) -> str:
+    """The word of the question that comes first of those that answer any problem of the task; without one, the first
+    answer of all."""
+    found = {place: answer for answer in answers if (place := question.find(answer)) >= 0}
+    return found[min(found)] if found else answers[0]
 
 
 def dataset(task: str, config: Mapping[str, Any]) -> Any:

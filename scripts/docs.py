@@ -1,4 +1,5 @@
-"""Write the tables of keys in docs/configuration.md and docs/migrating.md: `make docs`. A test refuses stale ones."""
+"""Write the tables in docs/configuration.md, docs/migrating.md and docs/metrics.md: `make docs`. A test refuses stale
+ones."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from configs.cli.peers import EQUIVALENTS, FRAMEWORKS, Equivalent
 from configs.load import key_docs, literal_docs
 from configs.runtime.environment import REPO_ROOT
 from configs.schema import Config
+from trainer.tracking.metric_list import metric_list
 
 BEGIN, END = "<!-- begin keys: written by `make docs` -->", "<!-- end keys -->"
 
@@ -76,6 +78,15 @@ def _without(one: Equivalent) -> str:
     return f"- {', '.join(named)}: {one.here}\n"
 
 
+def metric_tables() -> str:
+    """One table for each heading of the list of metrics."""
+    found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for entry in metric_list():
+        found[entry.heading].append((f"`{entry.name}`", entry.unit, entry.meaning, entry.when))
+    head = ("metric", "unit", "meaning", "when")
+    return "\n".join(f"### {heading}\n\n{_table(head, rows)}" for heading, rows in found.items())
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -84,6 +95,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 TABLES: Mapping[Path, Callable[[], str]] = {
     REPO_ROOT / "docs" / "configuration.md": key_tables,
     REPO_ROOT / "docs" / "migrating.md": equivalent_tables,
+    REPO_ROOT / "docs" / "metrics.md": metric_tables,
 }
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 from configs.cli.help import sections
 from configs.cli.peers import EQUIVALENTS, FRAMEWORKS, Equivalent
@@ -53,7 +53,8 @@ def _choices(section: str) -> Iterator[str]:
         for kind in (field.type, *get_args(field.type)):
             if isinstance(kind, type) and issubclass(kind, Enum) and len(docs := literal_docs(kind)) > 1:
                 key = f"{section}.{name}" if section else name
-                yield "\n" + "".join(f"- `{key}={member}`: {doc}\n" for member, doc in docs.items())
+                shown = f"{key}=[{{}}]" if get_origin(field.type) is list else f"{key}={{}}"
+                yield "\n" + "".join(f"- `{shown.format(member)}`: {doc}\n" for member, doc in docs.items())
 
 
 def equivalent_tables() -> str:

@@ -32,7 +32,7 @@ class MetricEntry:
     section: str
     """One of SECTIONS."""
     panel: str
-    """Title of the chart that shows it, with the other metrics of that section and title: a mean beside its extremes."""
+    """Title of the chart that shows it beside the others of that section and title: a mean with its extremes."""
 
     @property
     def is_family(self) -> bool:

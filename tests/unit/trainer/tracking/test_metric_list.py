@@ -64,7 +64,9 @@ def test_the_loop_records_what_is_in_the_list() -> None:
 def test_every_metric_has_its_place_on_a_dashboard() -> None:
     assert {entry.section for entry in METRICS} == set(SECTIONS)
     assert sum(len(metrics) for section in SECTIONS for metrics in panels(section).values()) == len(METRICS)
-    assert [entry.name for entry in panels("Async")["staleness"]] == [f"staleness/{one}" for one in ("mean", "max", "min")]
+    assert [entry.name for entry in panels("Async")["staleness"]] == [
+        f"staleness/{one}" for one in ("mean", "max", "min")
+    ]
 
 
 def test_a_chart_has_one_unit_and_a_family_has_a_chart_of_its_own_kind() -> None:

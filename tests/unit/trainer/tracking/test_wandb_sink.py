@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from configs.schema import WandbConfig
-from trainer.tracking import wandb_sink
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
-from trainer.tracking.wandb_sink import WandbSink
+from trainer.tracking.wandb import sink as wandb_sink
+from trainer.tracking.wandb.sink import WandbSink
 
 
 @dataclass

@@ -15,5 +15,9 @@ def tracking_problems(config: Config, trains: bool) -> Iterator[Problem]:
         yield Problem("tracking.sinks", "must have jsonl, which the audit and a resumed run read", shown)
     if len(set(sinks)) < len(sinks):
         yield Problem("tracking.sinks", "must name each sink once", shown)
-    if trains and SinkName.tensorboard in sinks and importlib.util.find_spec("tensorboard") is None:
+    if trains and SinkName.tensorboard in sinks and not is_installed("tensorboard"):
         yield Problem("tracking.sinks", "tensorboard needs the package tensorboard: pip install tensorboard", shown)
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from configs.schema import WandbConfig, WandbMode
 from trainer.tracking.machine import describe_machine
-from trainer.tracking.samples import StepSamples
+from trainer.tracking.samples import TRAJECTORIES_TABLE, StepSamples
 from trainer.tracking.sinks import write_atomically
-from trainer.tracking.wandb.media import media
+from trainer.tracking.wandb.media import histograms, table
 from trainer.tracking.wandb.views import ELAPSED, STEPS
 from trainer.tracking.wandb.workspace import ensure_workspace
 
@@ -74,6 +74,7 @@ class WandbSink:
         self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "step": -1, "evaluation": -1}  # the last that it has
         self._run: Run | None = None
         self._elapsed = 0.0
+        self._takes_tables = True
         self._staging: str | None = None  # what DATA_DIR was set to
         self._makes_view = wandb.workspace and wandb.mode is WandbMode.online
         self._view = threading.Thread(target=self._make_view, daemon=True, name="wandb view")
@@ -179,11 +180,22 @@ class WandbSink:
         if step <= self._known[kind]:
             return
         self._elapsed = metrics.get(ELAPSED, self._elapsed)
-        of_step = {} if samples is None else media(samples)
-        self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **of_step})
+        drawn = {} if samples is None else histograms(samples)
+        self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **drawn})
+        if samples is not None and samples.rows and self._takes_tables:
+            self._log_table(step, samples)
         self._known[kind] = step
         with suppress(OSError):  # at worst a resumed run logs a step again
             write_atomically(self._file, json.dumps(self._known).encode())
+
+    def _log_table(self, step: int, samples: StepSamples) -> None:
+        """wandb makes an artifact of each table, which may be refused: then the run goes on without tables."""
+        assert self._run is not None
+        try:
+            self._run.log({STEPS: step, TRAJECTORIES_TABLE: table(samples)})
+        except Exception:
+            self._takes_tables = False
+            logger.warning("wandb: no tables of trajectories from step %d on", step, exc_info=True)
 
     def _finish(self, exit_code: int) -> None:
         import wandb

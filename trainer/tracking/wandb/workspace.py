@@ -122,7 +122,7 @@ def report(entity: str, project: str) -> Any:
     runsets = [
         wr.Runset(entity=entity, project=project, name=name, filters=expr.And(chosen))
         for name, chosen in (
-            ("async", expr.Config(MAX_STALENESS) > 0),
+            ("async", expr.Config(MAX_STALENESS) >= 1),
             ("sync", expr.Config(MAX_STALENESS) == 0),
         )
     ]

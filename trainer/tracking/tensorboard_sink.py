@@ -33,7 +33,8 @@ class TensorboardSink:
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         """Raises ImportError where the package is missing. `first_step`: what earlier files have from it on is void."""
-        import tensorboard.compat.proto.event_pb2  # noqa: F401  (here and below: only a run with this sink needs it)
+        import tensorboard.compat.proto.event_pb2  # here and below, because only a run with this sink needs it
+        import tensorboard.summary.writer.record_writer  # noqa: F401  (now, and not in the first step)
 
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name

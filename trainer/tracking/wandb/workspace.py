@@ -4,6 +4,7 @@ A chart of wandb has its own x axis, which is wandb's step unless it is set: the
 """
 
 import os
+import uuid
 from typing import Any
 
 from trainer.tracking.metric_list import describe
@@ -56,7 +57,10 @@ def ensure_workspace(entity: str, project: str) -> str | None:
     name = new_name(view(), view_names(entity, project))
     if name is None:
         return None
-    return workspace(entity, project, name, ws).save().url
+    made = workspace(entity, project, name, ws)
+    # Otherwise wandb-workspaces 0.4.4 asks for one by a function that wandb has lost (`wandb.util.generate_id`).
+    made._internal_name = f"nw-{uuid.uuid4().hex[:11]}-v"
+    return made.save().url
 
 
 def default_entity() -> str:

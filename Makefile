@@ -53,7 +53,7 @@ lint: $(STAMP)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright
 
-docs: $(STAMP)  ## write the tables of keys in docs/configuration.md
+docs: $(STAMP)  ## write the tables of keys and of metrics in docs
 	@$(PY) -m scripts.docs
 
 clean:  ## remove caches and build artefacts; .venv and runs/ stay

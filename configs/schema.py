@@ -26,6 +26,21 @@ from configs.weight_sync import Transport as Transport
 from configs.weight_sync import WeightSyncConfig
 
 
+class SinkName(Enum):
+    jsonl = "jsonl"
+    """metrics.jsonl in the run folder. It cannot be left out: the audit, a resumed run and the curve read it."""
+    wandb = "wandb"
+    """Weights & Biases, as wandb.mode says."""
+    tensorboard = "tensorboard"
+    """Event files in the folder tensorboard of the run folder. Needs the package tensorboard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingConfig:
+    sinks: list[SinkName] = field(default_factory=lambda: [SinkName.jsonl, SinkName.wandb])
+    """Where metrics go, in brackets: tracking.sinks=[jsonl,wandb,tensorboard]."""
+
+
 class WandbMode(Enum):
     offline = "offline"
     online = "online"
@@ -46,6 +61,10 @@ class WandbConfig:
     """Runs of one group are shown together, for example those of one experiment."""
     tags: list[str] = field(default_factory=list[str])
     """Tags to filter runs by, in brackets: wandb.tags=[gsm8k,ablation]."""
+    workspace: bool = True
+    """With mode=online: make the saved view of the project, once. Needs the package wandb-workspaces."""
+    trajectories_per_step: int = 8
+    """Rows of each step's table of trajectories, from the least to the most rewarded of the step; 0: no table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +114,8 @@ class Config:
     """Checkpoints on disk."""
     serve: ServeConfig = field(default_factory=ServeConfig)
     """The HTTP server: address, access, limits."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Where metrics go."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """The run on the dashboard of Weights & Biases."""
     ray: RayConfig = field(default_factory=RayConfig)

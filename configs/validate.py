@@ -9,6 +9,7 @@ from configs.checks.problem import null_bytes
 from configs.checks.ranges import out_of_range
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import TRAIN_AND_VAL
+from configs.checks.tracking import tracking_problems
 from configs.schema import Config
 
 
@@ -34,6 +35,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *sections.trainer_problems(config),
             *sections.weight_sync_problems(config),
             *sections.sharing_problems(config),
+            *tracking_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
         ]
     )
     if problems:

@@ -1,16 +1,18 @@
-"""Write the tables of keys in docs/configuration.md and docs/migrating.md: `make docs`. A test refuses stale ones."""
+"""Write the tables in docs/configuration.md, docs/migrating.md and docs/metrics.md: `make docs`. A test refuses stale
+ones."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 from configs.cli.help import sections
 from configs.cli.peers import EQUIVALENTS, FRAMEWORKS, Equivalent
 from configs.load import key_docs, literal_docs
 from configs.runtime.environment import REPO_ROOT
 from configs.schema import Config
+from trainer.tracking.metric_list import metric_list
 
 BEGIN, END = "<!-- begin keys: written by `make docs` -->", "<!-- end keys -->"
 
@@ -51,7 +53,8 @@ def _choices(section: str) -> Iterator[str]:
         for kind in (field.type, *get_args(field.type)):
             if isinstance(kind, type) and issubclass(kind, Enum) and len(docs := literal_docs(kind)) > 1:
                 key = f"{section}.{name}" if section else name
-                yield "\n" + "".join(f"- `{key}={member}`: {doc}\n" for member, doc in docs.items())
+                shown = f"{key}=[{{}}]" if get_origin(field.type) is list else f"{key}={{}}"
+                yield "\n" + "".join(f"- `{shown.format(member)}`: {doc}\n" for member, doc in docs.items())
 
 
 def equivalent_tables() -> str:
@@ -76,6 +79,15 @@ def _without(one: Equivalent) -> str:
     return f"- {', '.join(named)}: {one.here}\n"
 
 
+def metric_tables() -> str:
+    """One table for each heading of the list of metrics."""
+    found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for entry in metric_list():
+        found[entry.heading].append((f"`{entry.name}`", entry.unit, entry.meaning, entry.when))
+    head = ("metric", "unit", "meaning", "when")
+    return "\n".join(f"### {heading}\n\n{_table(head, rows)}" for heading, rows in found.items())
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -84,6 +96,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 TABLES: Mapping[Path, Callable[[], str]] = {
     REPO_ROOT / "docs" / "configuration.md": key_tables,
     REPO_ROOT / "docs" / "migrating.md": equivalent_tables,
+    REPO_ROOT / "docs" / "metrics.md": metric_tables,
 }
 
 

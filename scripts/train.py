@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, OVERRIDES
 from configs.checks.sections import TRAIN_AND_VAL
-from configs.schema import WandbMode
+from configs.schema import Config, SinkName, WandbMode
 from configs.validate import ConfigError
 from scripts.launch.command import (
     FAILED,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint.store import Checkpoint
     from trainer.tracking.console import Console
     from trainer.tracking.recorder import RunRecorder
+    from trainer.tracking.samples import Sampler
     from trainer.tracking.set_aside import SetAside
     from trainer.tracking.sinks import FailedWrites, Tracker
 
@@ -58,6 +59,7 @@ def train(given: Invocation) -> Ended:
     from trainer.tracking.recorder import STEP_FOLDERS, SUMMARY_FILE
     from trainer.tracking.set_aside import SetAside
     from trainer.tracking.sinks import METRICS_FILE
+    from trainer.tracking.tensorboard_sink import TENSORBOARD
 
     device = resolve_device(given.config)
     check_parsers(given.config)
@@ -71,7 +73,12 @@ def train(given: Invocation) -> Ended:
         aside = SetAside(given.run_dir, 0 if checkpoint is None else checkpoint.global_steps)
         names = [CONFIG_FILE, OVERRIDES, ERROR_FILE, SUMMARY_FILE]  # of earlier processes of the run
         if checkpoint is not None and given.run_dir not in checkpoint.path.parents:
-            names += [METRICS_FILE, *STEP_FOLDERS, CHECKPOINTS]  # of one that went on from the same checkpoint
+            names += [
+                METRICS_FILE,
+                TENSORBOARD,
+                *STEP_FOLDERS,
+                CHECKPOINTS,
+            ]  # of one from the same checkpoint
         for name in names:
             aside.move(given.run_dir / name)
         given.save_config()
@@ -98,14 +105,15 @@ def _run(
     try:
         for message in messages:
             console.message(message)
-        continues = None if checkpoint is None else checkpoint.path.parent.parent
-        tracker = _make_tracker(given, failed, continues)  # up to half a minute
-        recorder = RunRecorder(run_dir, tracker, console, record_tokens=config.trainer.record_tokens)
+        tracker = _make_tracker(given, failed, checkpoint)  # up to half a minute
+        recorder = RunRecorder(
+            run_dir, tracker, console, record_tokens=config.trainer.record_tokens, sampler=_make_sampler(config)
+        )
         resumed = None if checkpoint is None else read(checkpoint, aside)
         if resumed is None and config.resume == "auto":
             recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
         summary = run_async(run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed))
-        code = conclude(CommandLine.of(run_dir), summary, recorder, console)
+        code = conclude(CommandLine.of(run_dir), summary, recorder, console, _offline_project(config))
         error = "" if code != UNPROVEN else f"the audit: python -m scripts.audit {run_dir}"
         ended = Ended(exit_code=code, accuracy=summary["accuracy_after"], error=error)
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -124,9 +132,15 @@ def _run(
     return ended
 
 
-def conclude(given: "CommandLine", summary: dict[str, Any], recorder: "RunRecorder", console: "Console") -> int:
+def conclude(
+    given: "CommandLine",
+    summary: dict[str, Any],
+    recorder: "RunRecorder",
+    console: "Console",
+    offline_project: str | None = None,
+) -> int:
     """Draws the curve and audits the records of a run that has trained to its end, which no error here can undo.
-    Returns the exit code."""
+    Returns the exit code. `offline_project`: the wandb project of a run that has uploaded nothing."""
     from scripts.launch.ending import ending
     from scripts.plot_curve import CURVE_FILE, plot_curve
     from trainer.tracking.audit import audit
@@ -147,7 +161,7 @@ def conclude(given: "CommandLine", summary: dict[str, Any], recorder: "RunRecord
     except Exception as error:
         logger.error("the audit failed", exc_info=error)
         said, code = f"audit: failed: {type(error).__name__}: {error}", UNPROVEN
-    console.end("finished", f"{said}\n{ending(summary, given)}")
+    console.end("finished", f"{said}\n{ending(summary, given, offline_project)}")
     return code
 
 
@@ -160,16 +174,45 @@ def _failure(error: BaseException) -> tuple[Ended, str]:
     return Ended(exit_code=FAILED, error=text), f"{details}\nfailed: {text}\n"
 
 
-def _make_tracker(given: Invocation, failed: "FailedWrites", continues: Path | None) -> "Tracker":
-    """`continues`: the folder of the run whose checkpoint this one continues from."""
+def _make_tracker(given: Invocation, failed: "FailedWrites", checkpoint: "Checkpoint | None") -> "Tracker":
+    """`checkpoint`: what this run continues from."""
     from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Sink, Tracker
-    from trainer.tracking.wandb_sink import WandbSink
+    from trainer.tracking.tensorboard_sink import TENSORBOARD, TensorboardSink
+    from trainer.tracking.wandb.sink import WandbSink
 
-    sinks: list[Sink] = [JsonlSink(given.run_dir / METRICS_FILE)]
-    if (wandb := given.config.wandb).mode is not WandbMode.disabled:
+    config, run_dir = given.config, given.run_dir
+    sinks: list[Sink] = [JsonlSink(run_dir / METRICS_FILE)]
+    if SinkName.tensorboard in config.tracking.sinks:
+        first_step = 0 if checkpoint is None else checkpoint.global_steps + 1
+        sinks.append(TensorboardSink(run_dir / TENSORBOARD, first_step))
+    if _uses_wandb(config):
         shown: Any = OmegaConf.to_container(given.composed, resolve=True, enum_to_str=True)
-        sinks.append(WandbSink(given.run_dir, wandb, shown, continues))
+        continues = None if checkpoint is None else checkpoint.path.parent.parent
+        sinks.append(WandbSink(run_dir, config.wandb, shown, continues))
     return Tracker(sinks, failed)
+
+
+def _uses_wandb(config: Config) -> bool:
+    return SinkName.wandb in config.tracking.sinks and config.wandb.mode is not WandbMode.disabled
+
+
+def _offline_project(config: Config) -> str | None:
+    """Where a run of wandb.mode=offline belongs, as "project" or "entity/project"; None for any other."""
+    wandb = config.wandb
+    if not _uses_wandb(config) or wandb.mode is not WandbMode.offline:
+        return None
+    return wandb.project if wandb.entity is None else f"{wandb.entity}/{wandb.project}"
+
+
+def _make_sampler(config: Config) -> "Sampler | None":
+    """None where no sink shows single trajectories."""
+    from trainer.tracking.samples import Sampler
+
+    uses_wandb = _uses_wandb(config)
+    if not uses_wandb and SinkName.tensorboard not in config.tracking.sinks:
+        return None
+    num_rows = config.wandb.trajectories_per_step if uses_wandb else 0
+    return Sampler(interval=config.weight_sync.interval, num_rows=num_rows)
 
 
 def _point_latest_at(run_dir: Path, beside: Path) -> list[str]:

@@ -68,6 +68,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "evaluation.replicas": (0, PROCESSES),
     "evaluation.temperature": (0, 100),
     "evaluation.top_p": (1e-6, 1),
+    "wandb.trajectories_per_step": (0, 1000),
     "weight_sync.stage_timeout_s": (0.1, SECONDS),
     "weight_sync.pause_timeout_s": (10, SECONDS),
     "weight_sync.prefill_grace_s": (0, SECONDS),

@@ -103,9 +103,14 @@ class Help:
         value: Any = OmegaConf.to_container(self.composed, resolve=False)
         for name in key.split("."):
             value = value[name]
-        shown = value.value if isinstance(value, Enum) else json.dumps(value, ensure_ascii=False)
+        shown = value.value if isinstance(value, Enum) else json.dumps(value, ensure_ascii=False, default=_member)
         yield f"{key} = {shown}"
         yield from _wrapped(f"    {doc}", "    ")
+
+
+def _member(one: Enum) -> str:
+    """Of a list of choices."""
+    return one.value
 
 
 def sections() -> Mapping[str, str]:

@@ -67,8 +67,8 @@ class CommandLine:
         return self.module("serve", *kept, "model=hf", f"sizes={self.sizes}", path)
 
 
-def ending(summary: dict[str, Any], given: CommandLine) -> str:
-    """What a run that reached its last step says."""
+def ending(summary: dict[str, Any], given: CommandLine, offline_project: str | None = None) -> str:
+    """What a run that reached its last step says. `offline_project`: the wandb project that has no saved view of it."""
     accuracy = f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}"
     run_dir, checkpoint = given.run_dir, CheckpointStore(given.run_dir / CHECKPOINTS).newest_saved()
     rows = {
@@ -85,6 +85,8 @@ def ending(summary: dict[str, Any], given: CommandLine) -> str:
             "serve": given.serve(),
             "train longer": given.train(*longer),
         }
+    if offline_project is not None:
+        rows["wandb view"] = given.module("wandb_view", offline_project)
     head = f"finished: held-out accuracy {accuracy} after {summary['steps']} steps, in {summary['seconds']:.0f} s"
     return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in rows.items())])
 

@@ -30,7 +30,9 @@ MAY_IMPORT = {
 LIVES_IN = {
     "ray": ("rollout/*_group.py", "trainer/worker/*_group.py", "scripts/launch/*", "scripts/bench/*"),
     "vllm": ("rollout/engines/vllm/*", "weight_sync/receiver/*"),
-    "wandb": ("trainer/tracking/wandb_sink.py",),
+    "wandb": ("trainer/tracking/wandb/*",),
+    "wandb_workspaces": ("trainer/tracking/wandb/*",),
+    "tensorboard": ("trainer/tracking/tensorboard_sink.py",),
     "torch": (
         *(
             "trainer/losses/*",

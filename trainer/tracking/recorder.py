@@ -23,6 +23,7 @@ from trainer.tracking.records import (
     token_arrays,
     trajectory_records,
 )
+from trainer.tracking.samples import Sampler
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import METRICS_FILE, Tracker, append_line, cut_metrics, write_atomically
 from trainer.tracking.step_metrics import is_spanning
@@ -68,9 +69,19 @@ class RunRecorder:
         recorder.write_summary({"restarted": 0})
     """
 
-    def __init__(self, run_dir: Path, tracker: Tracker, console: Console, *, record_tokens: bool = False):
+    def __init__(
+        self,
+        run_dir: Path,
+        tracker: Tracker,
+        console: Console,
+        *,
+        record_tokens: bool = False,
+        sampler: Sampler | None = None,
+    ):
+        """`sampler`: what sinks show of a step's trajectories; None where none of them shows any."""
         self._run_dir = run_dir
         self._record_tokens = record_tokens
+        self._sampler = sampler
         self._tracker = tracker
         self._console = console
         self._flat_groups = FlatGroups(console.message)
@@ -138,7 +149,8 @@ class RunRecorder:
             "actor/skipped_steps": float(counts.skipped_steps),
             "tracking/failed_writes": float(self._failed.total),
         }
-        self._tracker.log(global_steps, metrics | more)
+        samples = None if self._sampler is None else self._sampler.take(global_steps, groups, advantages)
+        self._tracker.log(global_steps, metrics | more, samples)
         self._console.step(global_steps, metrics | more)
         self._flat_groups.watch(global_steps, metrics)
 

@@ -1,4 +1,4 @@
-"""Sinks: where metrics go. `Tracker` gives every record to a JSONL file that survives a crash, and to wandb.
+"""Sinks: where metrics go. `Tracker` gives every record to a JSONL file that survives a crash, and to others.
 
 A disk may be full or gone, wandb may fail: that costs records, which are counted, and never the run.
 """
@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.tracking.samples import StepSamples
+
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,8 +32,9 @@ class Sink(Protocol):
     @property
     def name(self) -> str: ...
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` under `step`, the number of optimizer steps taken (`global_steps`)."""
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
+        """Record `metrics` under `step`, the number of optimizer steps taken (`global_steps`), and of `samples` what
+        it can show."""
         ...
 
     def close(self, exit_code: int) -> None:
@@ -51,8 +54,8 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. It is in the file when this returns.
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
+        """Append one line, of the metrics only. It is in the file when this returns.
 
         Raises:
             OSError: the line cannot be written. No part of it stays in the file, and the next call tries again.
@@ -143,11 +146,11 @@ class Tracker:
         self._sinks = tuple(sinks)
         self.failed = failed or FailedWrites()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` under `step`, the number of optimizer steps taken."""
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
+        """Record `metrics` and `samples` under `step`, the number of optimizer steps taken."""
         for sink in self._sinks:
             with self.failed.tolerated(sink.name):
-                sink.log(step, metrics)
+                sink.log(step, metrics, samples)
 
     def close(self, exit_code: int) -> None:
         for sink in self._sinks:

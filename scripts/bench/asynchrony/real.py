@@ -40,6 +40,7 @@ from scripts.launch.run import train
 from scripts.launch.start import StartedRun, owner, start
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.samples import StepSamples
 from trainer.tracking.sinks import Tracker
 from trainer.worker.recovery import WeightUpdater
 from weight_sync.protocol import UpdateReport
@@ -200,7 +201,7 @@ class StepMetrics:
     name = "bench"
     steps: list[Mapping[str, float]] = field(default_factory=list)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
         if "timing_s/step" in metrics:
             self.steps.append(metrics)
 

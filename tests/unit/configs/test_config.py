@@ -15,7 +15,7 @@ from configs.checkpoint import is_checkpoint
 from configs.checks.ranges import NUM_ARITHMETIC, RANGES, bounds, out_of_range
 from configs.cli.overrides import check_overrides
 from configs.rewards import BUILT_IN_REWARDS
-from configs.schema import Config, Device, ModelKind, PauseMode, Transport
+from configs.schema import Config, Device, ModelKind, PauseMode, SinkName, Transport
 from configs.validate import ConfigError, check
 from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
@@ -174,6 +174,25 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
 )
 def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "line"),
+    [
+        ([SinkName.wandb], "tracking.sinks=[wandb]: must have jsonl, which the audit and a resumed run read"),
+        ([SinkName.jsonl] * 2, "tracking.sinks=[jsonl,jsonl]: must name each sink once"),
+    ],
+)
+def test_sinks_have_the_file_and_are_named_once(sinks: list[SinkName], line: str) -> None:
+    assert line in refusal(tracking__sinks=sinks).splitlines()
+
+
+def test_tensorboard_without_its_package_is_refused_where_the_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("configs.checks.tracking.is_installed", lambda name: False)
+    given: dict[str, object] = {"tracking__sinks": [SinkName.jsonl, SinkName.tensorboard]}
+    line = "tracking.sinks=[jsonl,tensorboard]: tensorboard needs the package tensorboard: pip install tensorboard"
+    assert line in refusal(**given).splitlines()
+    check(changed(Config(), **given), needed_files=())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ OFFLINE_RUN = """
 import os, sys
 from pathlib import Path
 from configs.schema import WandbConfig
-from trainer.tracking.wandb_sink import WandbSink
+from trainer.tracking.wandb.sink import WandbSink
 
 named = WandbConfig(name="test", entity="us", group="ablation", tags=["first", "second"])
 sink = WandbSink(Path(sys.argv[1]), named, {"group_size": 8})

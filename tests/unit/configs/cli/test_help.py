@@ -67,7 +67,10 @@ def test_a_value_from_the_environment_is_not_shown(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--help", "trainr"], "--help trainr: there is no such section, group or key; did you mean trainer?"),
+        (
+            ["--help", "trainr"],
+            "--help trainr: there is no such section, group or key; did you mean trainer or tracking?",
+        ),
         (["trainer.lrr", "-h"], "--help trainer.lrr: there is no such section, group or key; did you mean trainer.lr "),
         (["--help", "zzz"], "there are run, model, data, "),
         (["--help", "trainer", "trainer.lr=abc"], "trainer.lr=abc: Value 'abc'"),

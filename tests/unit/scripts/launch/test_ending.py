@@ -81,6 +81,12 @@ def test_a_run_that_ends_names_what_it_reached_and_left_and_commands_that_work(t
     }
 
 
+def test_a_run_that_uploaded_nothing_names_the_command_that_makes_the_view_of_its_project(tmp_path: Path) -> None:
+    shown = rows(ending(SUMMARY, given(tmp_path), "math"))
+    assert composed(shown["wandb view"]) == ("wandb_view", ["math"])
+    assert "wandb view" not in rows(ending(SUMMARY, given(tmp_path / "online")))
+
+
 def test_without_a_checkpoint_no_command_needs_one(tmp_path: Path) -> None:
     shown = rows(ending(SUMMARY, given(tmp_path)))
     assert shown["checkpoint"] == "none was saved (checkpoint.every=0)"

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.loop_world import World, run
-from tests.support.metric_list import METRICS, MetricEntry, describe
 from tests.support.paths import ROOT
+from trainer.tracking.metric_list import SECTIONS, MetricEntry, describe, metric_list, panels
 
+METRICS = metric_list()
 PRODUCT = ("rollout", "trainer", "weight_sync", "scripts/launch")
 FAMILIES = {entry.name.partition("/")[0] for entry in METRICS}
 
@@ -58,3 +59,20 @@ def test_the_loop_records_what_is_in_the_list() -> None:
     world = run(World(due=(1, 2)), total_steps=2)
     keys = {key for record in world.records.values() for key in record}
     assert keys and {key for key in keys if describe(key) is None} == set()
+
+
+def test_every_metric_has_its_place_on_a_dashboard() -> None:
+    assert {entry.section for entry in METRICS} == set(SECTIONS)
+    assert sum(len(metrics) for section in SECTIONS for metrics in panels(section).values()) == len(METRICS)
+    assert [entry.name for entry in panels("Async")["staleness"]] == [
+        f"staleness/{one}" for one in ("mean", "max", "min")
+    ]
+
+
+def test_a_chart_has_one_unit_and_a_family_has_a_chart_of_its_own_kind() -> None:
+    """A total and its rate, or seconds and shares, would flatten one another."""
+    for section in SECTIONS:
+        for title, metrics in panels(section).items():
+            units = {entry.unit.removesuffix(" of the run") for entry in metrics}
+            assert len(units) == 1, f"{section}: {title}: {units}"
+            assert len({entry.is_family for entry in metrics}) == 1, title

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from trainer.tracking.samples import StepSamples
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, cut_metrics, read_metrics
 
 
@@ -23,7 +24,7 @@ class RecordingSink:
         self.events: list[tuple[object, ...]] = []
         self._error = error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
         if self._error is not None:
             raise self._error
         self.events.append(("log", step, dict(metrics)))

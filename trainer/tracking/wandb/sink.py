@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import WandbConfig
+from configs.schema import WandbConfig, WandbMode
+from trainer.tracking.machine import describe_machine
+from trainer.tracking.samples import TRAJECTORIES_TABLE, StepSamples
 from trainer.tracking.sinks import write_atomically
+from trainer.tracking.wandb.media import histograms, table
+from trainer.tracking.wandb.views import ELAPSED, STEPS
+from trainer.tracking.wandb.workspace import ensure_workspace
 
 if TYPE_CHECKING:
     from wandb import Run
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = Path("wandb", "slipstream.json")
 """In the run folder: id and group of the wandb run, what it has, and which run it continues."""
@@ -26,6 +36,8 @@ START_SECONDS = 30.0
 """Deadline of wandb.init, which waits for the server when online. A call that takes longer is reported."""
 FINISH_SECONDS = 120.0
 """Longest wait for uploads when closing; the rest stays on disk for `wandb sync`."""
+DATA_DIR = "WANDB_DATA_DIR"
+"""Environment variable: where wandb puts the files of tables until they are uploaded. Its default is in the home."""
 
 
 class WandbError(OSError):
@@ -39,9 +51,12 @@ class WandbSink:
     configuration names the other under `continues`, and it is in that one's group unless wandb.group names another.
 
     Steps are sent as the metric `global_steps`, which is the x axis, and not as wandb's own step: wandb silently drops
-    records of a step lower than the latest, and evaluations come late. Callers wait for wandb only at the start and at
-    the end. What is logged while a call hangs counts as lost, but is sent if it returns. After an error nothing is
-    sent.
+    records of a step lower than the latest, and evaluations come late. The other axis is `timing_s/elapsed`; an
+    evaluation has that of the latest step. The saved view of the project is made beside the run, in a thread of its
+    own: when that fails, the run's log says so, and nothing else happens.
+
+    Callers wait for wandb only at the start and at the end. What is logged while a call hangs counts as lost, but is
+    sent if it returns. After an error nothing is sent.
     """
 
     name = "wandb"
@@ -58,6 +73,11 @@ class WandbSink:
         self._file = run_dir / STATE_FILE
         self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "step": -1, "evaluation": -1}  # the last that it has
         self._run: Run | None = None
+        self._elapsed = 0.0
+        self._takes_tables = True
+        self._staging: str | None = None  # what DATA_DIR was set to
+        self._makes_view = wandb.workspace and wandb.mode is WandbMode.online
+        self._view = threading.Thread(target=self._make_view, daemon=True, name="wandb view")
         self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
         self._error: str | None = None
         self._current: tuple[str, float] | None = None  # the call that runs, and when it began
@@ -77,9 +97,10 @@ class WandbSink:
         self._thread.start()
         started.wait(START_SECONDS)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send `metrics` under `global_steps = step`, in the background. Raises WandbError if wandb fails or hangs."""
-        self._calls.put((f"logging step {step}", partial(self._log, step, metrics)))
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
+        """Send `metrics` and `samples` under `global_steps = step`, in the background. Raises WandbError if wandb fails
+        or hangs."""
+        self._calls.put((f"logging step {step}", partial(self._log, step, metrics, samples)))
         if problem := self._error or self._hanging():
             raise WandbError(problem)
 
@@ -124,13 +145,15 @@ class WandbSink:
         import wandb  # here, because it is slow and not needed when disabled
 
         given["dir"].mkdir(parents=True, exist_ok=True)
+        if DATA_DIR not in os.environ:
+            self._staging = os.environ[DATA_DIR] = str(given["dir"] / "wandb" / "staging")
         if self._file.exists():
             self._known = json.loads(self._file.read_text())
         elif continues is not None and (continues / STATE_FILE).exists():
             before = json.loads((continues / STATE_FILE).read_text())
             self._known["continues"] = {"id": before["id"], "run_dir": str(continues)}
             self._known["group"] = before.get("group")
-        config = dict(given["config"])
+        config = {**given["config"], "machine": asdict(describe_machine())}
         if "continues" in self._known:
             config["continues"] = self._known["continues"]
         group = self._known["group"] = given["group"] or self._known.get("group")
@@ -143,24 +166,58 @@ class WandbSink:
         )
         made = {**given, "config": config, "group": group, "id": self._known["id"], "resume": "allow"}
         run = wandb.init(**made, settings=settings)
-        run.define_metric("global_steps")
-        run.define_metric("*", step_metric="global_steps")
+        run.define_metric(STEPS)
+        run.define_metric(ELAPSED, step_metric=STEPS)
+        run.define_metric("*", step_metric=STEPS)
         self._run = run
+        if self._makes_view:
+            self._view.start()
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None) -> None:
         """Log the record unless the dashboard has it: a resumed run takes some steps again."""
         assert self._run is not None
         kind = "evaluation" if "eval/accuracy" in metrics else "step"
         if step <= self._known[kind]:
             return
-        self._run.log({"global_steps": step, **metrics})
+        self._elapsed = metrics.get(ELAPSED, self._elapsed)
+        drawn = {} if samples is None else histograms(samples)
+        self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **drawn})
+        if samples is not None and samples.rows and self._takes_tables:
+            self._log_table(step, samples)
         self._known[kind] = step
         with suppress(OSError):  # at worst a resumed run logs a step again
             write_atomically(self._file, json.dumps(self._known).encode())
+
+    def _log_table(self, step: int, samples: StepSamples) -> None:
+        """wandb makes an artifact of each table, which may be refused: then the run goes on without tables."""
+        assert self._run is not None
+        try:
+            self._run.log({STEPS: step, TRAJECTORIES_TABLE: table(samples)})
+        except Exception:
+            self._takes_tables = False
+            logger.warning("wandb: no tables of trajectories from step %d on", step, exc_info=True)
 
     def _finish(self, exit_code: int) -> None:
         import wandb
 
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
+        if self._view.ident is not None:  # of a run so short that it is not made yet
+            self._view.join(START_SECONDS)
         wandb.teardown(exit_code=exit_code)
+        if self._staging is not None and os.environ.get(DATA_DIR) == self._staging:
+            del os.environ[DATA_DIR]  # the next job of a sweep has a folder of its own
+
+    # -- in a thread of its own ----------------------------------------------------------------------------------------
+
+    def _make_view(self) -> None:
+        assert self._run is not None
+        where = f"{self._run.entity}/{self._run.project}"
+        try:
+            address = ensure_workspace(self._run.entity, self._run.project)
+        except ImportError as error:
+            logger.warning("wandb: no saved view in %s: %s; pip install wandb-workspaces", where, error)
+        except Exception:
+            logger.warning("wandb: no saved view in %s", where, exc_info=True)
+        else:
+            logger.info("wandb: %s", f"{where} has the saved view" if address is None else f"saved view {address}")

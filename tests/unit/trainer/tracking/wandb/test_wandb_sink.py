@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs.schema import WandbConfig
-from trainer.tracking import wandb_sink
+from configs.schema import WandbConfig, WandbMode
+from tests.support.recordings import example_advantages, example_groups
+from trainer.tracking.samples import HISTOGRAMS, Sampler
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
-from trainer.tracking.wandb_sink import WandbSink
+from trainer.tracking.wandb import sink as wandb_sink
+from trainer.tracking.wandb.sink import WandbSink
 
 
 @dataclass
@@ -23,13 +27,15 @@ class FakeRun:
 
     fails: bool = False
     goes_on: threading.Event | None = None
-    logged: list[dict[str, float]] = field(default_factory=list)
+    logged: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
+    entity: str = "us"
+    project: str = "math"
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         pass
 
-    def log(self, data: Mapping[str, float]) -> None:
+    def log(self, data: Mapping[str, Any]) -> None:
         self.calls += 1
         if self.goes_on is not None:
             assert self.goes_on.wait(10)
@@ -198,3 +204,107 @@ def test_a_run_that_continues_another_folder_names_it_and_is_in_its_group(tmp_pa
     first, longer, again, other, alone = (one["config"].get("continues", {}).get("id") for one in given)
     assert (first, longer, again, other, alone) == (None, given[0]["id"], given[0]["id"], given[1]["id"], None)
     assert given[1]["id"] == given[2]["id"] != given[0]["id"]
+
+
+# -- trajectories, axes and the saved view -----------------------------------------------------------------------------
+
+
+def test_a_step_has_histograms_and_a_table_and_an_evaluation_the_time_of_the_latest_step(
+    scene: Scene,
+) -> None:
+    samples = Sampler(interval=1, num_rows=2).take(7, example_groups(), example_advantages())
+    tracker = scene.start()
+    tracker.log(7, {"timing_s/elapsed": 12.5}, samples)
+    tracker.log(5, {"eval/accuracy": 0.5})
+    tracker.close(0)
+    step, rows, evaluation = scene.run.logged
+    assert (step["global_steps"], step["timing_s/elapsed"], set(HISTOGRAMS) <= set(step)) == (7, 12.5, True)
+    assert step["distributions/staleness"].histogram == [4, 4, 1]
+    shown = rows["samples/trajectories"]
+    assert [dict(zip(shown.columns, row, strict=True))["versions"] for row in shown.data] == ["5: 0-2", "6: 0-2"]
+    assert evaluation == {"global_steps": 5, "timing_s/elapsed": 12.5, "eval/accuracy": 0.5} and scene.said == []
+
+
+def test_a_table_that_wandb_refuses_costs_the_tables_and_no_metric(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(samples: object) -> None:
+        raise PermissionError("no artifacts here")
+
+    monkeypatch.setattr(wandb_sink, "table", refuse)
+    samples = Sampler(interval=1, num_rows=2).take(7, example_groups(), example_advantages())
+    tracker = scene.start()
+    for step in (1, 2, 3):
+        tracker.log(step, {"a": 1.0}, samples)
+    tracker.close(0)
+    assert [record["global_steps"] for record in scene.run.logged] == [1, 2, 3] and scene.said == []
+    assert [record.getMessage() for record in caplog.records] == ["wandb: no tables of trajectories from step 1 on"]
+
+
+ONLINE = WandbConfig(mode=WandbMode.online)
+
+
+@pytest.mark.parametrize(
+    ("config", "calls"),
+    [(ONLINE, 1), (replace(ONLINE, workspace=False), 0), (WandbConfig(), 0), (replace(ONLINE, workspace=True), 1)],
+)
+def test_the_view_is_made_in_online_mode_unless_the_config_says_no(
+    scene: Scene, config: WandbConfig, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, str]] = []
+    monkeypatch.setattr(wandb_sink, "ensure_workspace", lambda *where: made.append(where))
+    WandbSink(scene.run_dir, config, {}).close(0)
+    assert made == [("us", "math")] * calls
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'wandb_workspaces'"), "No module named 'wandb_workspaces'; pip install"),
+        (RuntimeError("permission denied"), "wandb: no saved view in us/math"),
+    ],
+)
+def test_a_view_that_cannot_be_made_is_only_logged(
+    scene: Scene, error: Exception, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(wandb_sink, "ensure_workspace", fail)
+    sink = WandbSink(scene.run_dir, ONLINE, {})
+    sink.log(1, {"a": 1.0})
+    sink.close(0)
+    assert [record["global_steps"] for record in scene.run.logged] == [1]
+    assert said in caplog.text
+
+
+def test_a_view_that_hangs_holds_no_record_up_and_the_end_not_past_its_deadline(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(wandb_sink, "ensure_workspace", lambda *_: goes_on.wait(10))
+    sink = WandbSink(scene.run_dir, ONLINE, {})
+    sink.log(1, {"a": 1.0})
+    monkeypatch.setattr(wandb_sink, "START_SECONDS", 0.2)
+    started = time.monotonic()
+    sink.close(0)
+    assert time.monotonic() - started < 5 and [record["global_steps"] for record in scene.run.logged] == [1]
+    goes_on.set()
+
+
+def test_the_config_names_commit_and_hardware_and_files_of_tables_stay_in_the_run_folder(scene: Scene) -> None:
+    given: dict[str, Any] = {}
+    staging: list[str | None] = []
+
+    def init(**arguments: Any) -> FakeRun:
+        given.update(arguments)
+        staging.append(os.environ.get("WANDB_DATA_DIR"))
+        return FakeRun()
+
+    scene.patch.setattr("wandb.init", init)
+    scene.patch.delenv("WANDB_DATA_DIR", raising=False)
+    scene.start().close(0)
+    machine = given["config"]["machine"]
+    assert machine["cpus"] >= 1 and machine["memory_gib"] > 0 and "torch" in machine["packages"]
+    assert re.fullmatch("[0-9a-f]{40}|unknown: .*", machine["commit"])
+    assert staging == [str(scene.run_dir / "wandb" / "staging")] and "WANDB_DATA_DIR" not in os.environ

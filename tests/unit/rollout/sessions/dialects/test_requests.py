@@ -124,7 +124,7 @@ def test_a_tool_result_that_is_an_error_is_told_by_its_text() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 @given(changes=CHANGES)
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_whatever_a_body_holds_it_is_understood_or_refused_in_few_words(dialect: Any, changes: dict[str, Any]) -> None:
     try:
         dialect.parse(MINIMAL[dialect] | changes, 0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rollout.events.clock import DriverClock, RemoteClock
-from rollout.events.kinds import ClockMeasured, Event, EventsDropped, Stamped
+from rollout.events.kinds import ClockMeasured, Event, EventsDropped, FleetEvent, Report, Stamped
 from rollout.events.log import EventBatch
 
 DRIVER = "driver"
@@ -57,10 +57,25 @@ class DriverEvents:
         stamped += [Stamped(clock.to_driver(time), process, event) for time, event in pairs]
         self._write(stamped)
 
+    @property
+    def num_lost(self) -> int:
+        """Events that were lost on the way from other processes."""
+        return self._num_lost
+
     def begins_anew(self, process: str) -> None:
         """Another process has the name from here on: its clock and its numbers are others."""
         self._clocks.pop(process, None)
         self._next.pop(process, None)
+
+
+def reporting(events: DriverEvents, show: Callable[[str], None]) -> Report:
+    """Of a fleet: each of its events goes to the others, and its sentence to `show`."""
+
+    def report(event: FleetEvent) -> None:
+        show(event.text)
+        events.emit(event)
+
+    return report
 
 
 NO_EVENTS = DriverEvents(lambda stamped: None, is_on=False)

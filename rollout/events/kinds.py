@@ -7,6 +7,7 @@ kinds: a run that is killed leaves the first alone. docs/observe.md has the tabl
 number 7 of a run, which trains weights 6 into weights 7, is 7 everywhere.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -51,6 +52,11 @@ class OfStep(Event):
     global_steps: int
 
 
+def finite(number: float) -> float | None:
+    """JSON has no other numbers."""
+    return number if math.isfinite(number) else None
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -81,8 +87,9 @@ class Resumed(Event):
 class RunEnded(Event):
     """The process ends by itself. One that was killed has none."""
 
+    exit_code: int
+    """0: it has taken all its steps, and its records prove it."""
     error: str | None
-    """None: it has taken all its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,11 +297,8 @@ class ReplicaVerified(OfStep):
 class ReplicaResumed(OfStep):
     """The update is over: requests go on, unless the weights are torn or a client has paused the replica."""
 
-    global_steps: int
-    """What it serves."""
-    pause_s: float
-    """From the order to stop to the order to continue."""
     error: str | None
+    """Why the replica does not serve that version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +311,8 @@ class ReplicaLoad(Event):
     waiting: int
     """Requests that wait for a seat."""
     kv_usage: float | None
-    """Share of the KV cache in use, 0 to 1; None where the engine does not say."""
+    """Share of the KV cache that the tokens of its requests need: more than 1 where they share prefixes. None where the
+    engine does not say."""
     tokens: int
     """Sampled since its start."""
 
@@ -339,6 +344,9 @@ class FleetEvent(Event):
     """None: all of them."""
     text: str
     """A sentence for a person."""
+
+
+Report = Callable[[FleetEvent], None]
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------

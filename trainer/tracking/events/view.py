@@ -139,8 +139,12 @@ class ReplicaUpdateView:
     swapped: float | None = None
     verified: float | None = None
     resumed: float | None = None
-    pause_s: float | None = None
     error: str | None = None
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long no token moved."""
+        return None if self.frozen is None or self.resumed is None else self.resumed - self.frozen
 
 
 @dataclass(slots=True, kw_only=True)
@@ -353,7 +357,7 @@ class RunView:
 
     def _replica_resumed(self, time: float, who: str, event: ReplicaResumed) -> None:
         update = self.update(who, event.global_steps)
-        update.resumed, update.pause_s, update.error = time, event.pause_s, event.error
+        update.resumed, update.error = time, event.error
 
     def _load(self, time: float, who: str, event: ReplicaLoad) -> None:
         self.loads[who].append(LoadView(time, event))

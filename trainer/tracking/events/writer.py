@@ -60,8 +60,11 @@ class EventWriter:
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
     def __enter__(self) -> "EventWriter":
-        self._thread.start()
+        self.start()
         return self
+
+    def start(self) -> None:
+        self._thread.start()
 
     def __exit__(self, *error: object) -> None:
         self.close()

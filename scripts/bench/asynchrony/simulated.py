@@ -12,6 +12,8 @@ from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
+from rollout.events.driver import NO_EVENTS, DriverEvents, Write
+from rollout.events.log import EventLog
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.prompts import PromptStream
 from rollout.replica.replica import RolloutReplica
@@ -54,11 +56,15 @@ def bench_simulated(num_steps: int) -> dict[str, float]:
 
 def run_job(job: Job, max_staleness: int) -> Outcome:
     """Run the whole job on a virtual clock. The same arguments give the same outcome."""
-    return run_virtual(_run(job, max_staleness))
+    return run_virtual(run_job_here(job, max_staleness))
 
 
-async def _run(job: Job, max_staleness: int) -> Outcome:
+async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = None, recorder: Any = None) -> Outcome:
+    """Run the job on the clock of the running event loop. `write`: takes its events. `recorder`: takes its steps."""
     clock = asyncio.get_running_loop().time
+    events = NO_EVENTS if write is None else DriverEvents(write, clock)
+    logs = {f"replica-{index}": EventLog(clock, is_on=events.is_on) for index in range(job.num_replicas)}
+    of_agents = EventLog(clock, is_on=events.is_on)
     config = Config(
         algorithm=AlgorithmConfig(group_size=job.group_size),
         rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
@@ -67,11 +73,12 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         ),
         weight_sync=WeightSyncConfig(),
     )
-    replicas = [SimulatedReplica(f"replica-{index}", job) for index in range(job.num_replicas)]
+    replicas = [SimulatedReplica(name, job, log) for name, log in logs.items()]
     workers: Any = SimulatedTrainer(job.train_s)  # stands for the trainer's own workers
     buffer = make_buffer(config)
+    buffer.emit = events.emit
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append, events=events)
     row = Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")
     manager = CheckpointManager(workers, fleet, config.weight_sync)
     agents = AgentWorker(
@@ -79,6 +86,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         tokenizer=NoTokenizer(),
         loop=ForcedLengths({"": job.length_of}),
         scorer=NO_REWARD,
+        events=of_agents,
         replicas={replica.name: replica.generate_group for replica in replicas},
     )
     rollouter = Rollouter(
@@ -90,6 +98,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         sampling=SamplingParams(),
         group_size=job.group_size,
         group_timeout_s=1e6,
+        emit=events.emit,
     )
     nothing: Any = Nothing()
     no_checkpoints: Any = NoCheckpoints()
@@ -100,14 +109,25 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         manager=manager,
         held_out=nothing,
         fleet=nothing,
-        recorder=nothing,
+        recorder=recorder or nothing,
         checkpointer=no_checkpoints,
+        emit=events.emit,
     )
+
+    async def collect() -> None:
+        """As the fleet's monitor and the agent workers' group do, once a second."""
+        while True:
+            await asyncio.sleep(1.0)
+            await fleet.collect_progress()
+            events.take("agent-worker-0", of_agents.take(), clock())
+
     await manager.update_weights(0)
     started, busy_before = clock(), [replica.busy_s for replica in replicas]
-    await run_with_background(loop.run(), background=[rollouter.run()])
+    await run_with_background(loop.run(), background=[rollouter.run(), collect()])
     seconds = clock() - started
     busy_s = sum(replica.busy_s for replica in replicas) - sum(busy_before)
+    await fleet.collect_progress()
+    events.take("agent-worker-0", of_agents.take(), clock())
     tokens = sum(map(sum, group_lengths(job)))
     return Outcome(
         seconds=seconds,
@@ -121,7 +141,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
 class SimulatedReplica(RolloutReplica):
     """A replica that measures how long its engine was stepping."""
 
-    def __init__(self, name: str, job: Job):
+    def __init__(self, name: str, job: Job, events: EventLog):
         self._token_s = job.token_s
         self.busy_s = 0.0
         engine = SimulatedEngine(
@@ -131,7 +151,7 @@ class SimulatedReplica(RolloutReplica):
             swap_s=job.swap_s,
             sleep=self._sleep,
         )
-        super().__init__(name, engine, WeightSyncConfig())
+        super().__init__(name, engine, WeightSyncConfig(), events=events)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

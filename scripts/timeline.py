@@ -101,7 +101,7 @@ def _records(run_dir: Path, trace: Trace) -> Iterator[dict]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     if path.name.endswith(".gz"):
         with gzip.open(path, "wb", compresslevel=5) as file:
             yield file

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
@@ -98,14 +99,8 @@ async def start(  # noqa: PLR0913
     create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
     clients = [replica.client for replica in replicas]
-    agents = AgentWorkerGroup(
-        config=config,
-        tokenizer_path=boot_path,
-        replicas=clients,
-        on_start=on_start,
-        agent_loop=agent_loop,
-        events=events,
-    )
+    of_agents: dict[str, Any] = {"on_start": on_start, "agent_loop": agent_loop, "events": events}
+    agents = AgentWorkerGroup(config=config, tokenizer_path=boot_path, replicas=clients, **of_agents)
     store = CheckpointStore(run_dir / CHECKPOINTS)
     told = {"report": console.message, "emit": events.emit}
     workers = make_workers(config, device, run_dir, store=store, placement=placement.trainer, **told)

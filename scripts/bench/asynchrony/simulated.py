@@ -65,14 +65,7 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
     events = NO_EVENTS if write is None else DriverEvents(write, clock)
     logs = {f"replica-{index}": EventLog(clock, is_on=events.is_on) for index in range(job.num_replicas)}
     of_agents = EventLog(clock, is_on=events.is_on)
-    config = Config(
-        algorithm=AlgorithmConfig(group_size=job.group_size),
-        rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
-        trainer=TrainerConfig(
-            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=1e6
-        ),
-        weight_sync=WeightSyncConfig(),
-    )
+    config = _config(job, max_staleness)
     replicas = [SimulatedReplica(name, job, log) for name, log in logs.items()]
     workers: Any = SimulatedTrainer(job.train_s)  # stands for the trainer's own workers
     buffer = make_buffer(config)
@@ -135,6 +128,17 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
         trainer_idle=1 - job.num_steps * job.train_s / seconds,
         replica_idle=1 - busy_s / (seconds * job.num_replicas),
         seats_used=tokens * job.token_s / (seconds * job.num_replicas * job.max_num_seqs),
+    )
+
+
+def _config(job: Job, max_staleness: int) -> Config:
+    return Config(
+        algorithm=AlgorithmConfig(group_size=job.group_size),
+        rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
+        trainer=TrainerConfig(
+            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=1e6
+        ),
+        weight_sync=WeightSyncConfig(),
     )
 
 

@@ -6,6 +6,7 @@ figures repeat exactly.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from configs.runtime.tasks import run_with_background
@@ -74,14 +75,7 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
     fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append, events=events)
     row = Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")
     manager = CheckpointManager(workers, fleet, config.weight_sync)
-    agents = AgentWorker(
-        config=config,
-        tokenizer=NoTokenizer(),
-        loop=ForcedLengths({"": job.length_of}),
-        scorer=NO_REWARD,
-        events=of_agents,
-        replicas={replica.name: replica.generate_group for replica in replicas},
-    )
+    agents = _agent_worker(config, job, replicas, of_agents)
     rollouter = Rollouter(
         stream=PromptStream([row], seed=0),
         buffer=buffer,
@@ -107,20 +101,12 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
         emit=events.emit,
     )
 
-    async def collect() -> None:
-        """As the fleet's monitor and the agent workers' group do, once a second."""
-        while True:
-            await asyncio.sleep(1.0)
-            await fleet.collect_progress()
-            events.take("agent-worker-0", of_agents.take(), clock())
-
     await manager.update_weights(0)
     started, busy_before = clock(), [replica.busy_s for replica in replicas]
-    await run_with_background(loop.run(), background=[rollouter.run(), collect()])
+    await run_with_background(loop.run(), background=[rollouter.run(), _collect_events(fleet, events, of_agents)])
     seconds = clock() - started
     busy_s = sum(replica.busy_s for replica in replicas) - sum(busy_before)
-    await fleet.collect_progress()
-    events.take("agent-worker-0", of_agents.take(), clock())
+    await _collect_once(fleet, events, of_agents)
     tokens = sum(map(sum, group_lengths(job)))
     return Outcome(
         seconds=seconds,
@@ -129,6 +115,29 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
         replica_idle=1 - busy_s / (seconds * job.num_replicas),
         seats_used=tokens * job.token_s / (seconds * job.num_replicas * job.max_num_seqs),
     )
+
+
+def _agent_worker(config: Config, job: Job, replicas: Sequence["SimulatedReplica"], events: EventLog) -> AgentWorker:
+    return AgentWorker(
+        config=config,
+        tokenizer=NoTokenizer(),
+        loop=ForcedLengths({"": job.length_of}),
+        scorer=NO_REWARD,
+        events=events,
+        replicas={replica.name: replica.generate_group for replica in replicas},
+    )
+
+
+async def _collect_events(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
+    """As the fleet's monitor and the group of agent workers do, once a second."""
+    while True:
+        await asyncio.sleep(1.0)
+        await _collect_once(fleet, events, of_agents)
+
+
+async def _collect_once(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
+    await fleet.collect_progress()
+    events.take("agent-worker-0", of_agents.take(), events.clock())
 
 
 def _config(job: Job, max_staleness: int) -> Config:

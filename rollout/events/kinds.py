@@ -108,6 +108,7 @@ class EventsDropped(Event):
 class ClockMeasured(Event):
     """The driver has measured the clock of another process, better than before or anew."""
 
+    is_frequent: ClassVar[bool] = True
     process: str
     offset_s: float
     """The driver's clock minus the monotonic clock of the process."""

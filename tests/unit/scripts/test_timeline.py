@@ -120,12 +120,16 @@ def test_what_has_not_ended_ends_with_the_last_event(tmp_path: Path) -> None:
 def test_a_long_run_is_held_in_no_memory() -> None:
     """The simulated run again and again, each with prompts and times of its own."""
     events, _, outcome = simulated()
-    trace, held = Trace(0.0), list[int]()
+    trace, held, lanes = Trace(0.0), list[int](), list[int]()
     for number in range(8):
+        records: list[dict[str, Any]] = []
         for stamped in events:
-            list(trace.add(moved(stamped, number * (outcome.seconds + 9.0), 1000 * number, JOB.num_steps * number)))
+            records += trace.add(
+                moved(stamped, number * (outcome.seconds + 9.0), 1000 * number, JOB.num_steps * number)
+            )
         held.append(trace.num_held)
-    assert max(held[1:]) <= held[0] + 5
+        lanes.append(max(record["tid"] for record in records))
+    assert max(held[1:]) <= held[0] + 5 and max(lanes) <= lanes[0] + 2
 
 
 def moved(stamped: Stamped, seconds: float, prompts: int, steps: int) -> Stamped:

@@ -201,6 +201,7 @@ class RunView:
         self.evaluated: dict[tuple[int, int, int], TrajectoryView] = {}
         """By (attempt, ordinal, episode): what evaluations ran."""
         self.steps: dict[int, StepView] = {}
+        """By number; 0 is the publication of the first weights."""
         self.updates: dict[str, dict[int, ReplicaUpdateView]] = defaultdict(dict)
         """By replica and version."""
         self.loads: dict[str, deque[LoadView]] = defaultdict(lambda: deque(maxlen=MOST_LOADS))

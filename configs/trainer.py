@@ -50,6 +50,11 @@ class TrainerConfig:
     record_tokens: bool = True
     """Write token ids, logprobs and versions of what is trained, about 13 bytes per token, and of what replicas sample,
     8 bytes: the audit holds one against the other."""
+    events: bool = True
+    """Write what happens in events.jsonl: groups, turns, tools, rewards, updates, load. false: only steps, evaluations,
+    checkpoints, and what becomes of replicas."""
+    events_mb: int = 2048
+    """Megabytes of events.jsonl and its continuations. Beyond, the oldest frequent events are dropped and counted."""
     eval_every: int = 10
     """Steps between evaluations on the held-out set; 0 evaluates only before the first step and after the last."""
     max_skipped_steps: int = 3

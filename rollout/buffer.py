@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 
 from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
+from rollout.events.kinds import Emit, GroupReady, finite, nobody
 from rollout.failures import FailureBudget, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import (
@@ -48,6 +50,7 @@ class TrajectoryBuffer:
     row; None keeps them."""
     on_discard: Callable[[DiscardedGroup], None] = lambda discarded: None
     """Told of every group that will not be trained."""
+    emit: Emit = nobody
     num_filtered: int = field(default=0, init=False)
     """Groups that were filtered out."""
     num_aborted: int = field(default=0, init=False)
@@ -92,6 +95,13 @@ class TrajectoryBuffer:
     def _keep(self, slot: Slot, group: TrajectoryGroup) -> None:
         self.ledger.finish(slot, group.min_version)
         self._groups[slot.slot_id] = group
+        ready = GroupReady(
+            ordinal=group.prompt.ordinal,
+            min_version=group.min_version,
+            num_tokens=group.num_tokens,
+            reward=finite(fmean(trajectory.reward for trajectory in group.trajectories)),
+        )
+        self.emit(ready)
 
     def adopt(self, group: TrajectoryGroup) -> bool:
         """Take over, before the run starts, a group that was ready in the run that is resumed. Returns False if it is

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollout.events.log import EventBatch
 from rollout.request_ids import InGroup, RequestId
 from rollout.types import Completion, IntArray
 
@@ -44,6 +45,8 @@ class ProgressReport:
     request_s: float
     """Seconds of all requests, summed: two that run for the same second count two."""
     deltas: tuple[TokenDelta, ...]
+    events: EventBatch | None = None
+    """What has happened there since the last report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Protocol
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import AgentWorkerLostError, EpisodesLostError, ReplicaLostError
+from rollout.events.kinds import Emit, GroupClaimed, GroupMoved, nobody
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream
@@ -90,6 +91,7 @@ class Rollouter:
     sampling: SamplingParams
     group_size: int
     group_timeout_s: float
+    emit: Emit = nobody
     replayable: bool = True
     """Whether episodes that run again from their beginning hear what was sampled for them before. With false they get
     new answers, and only those that wait for another replica go on from their tokens."""
@@ -127,6 +129,7 @@ class Rollouter:
                 group = GroupUnderWay(slot=slot, prompt=self.stream.next())
                 self.under_way[group.prompt.ordinal] = group
                 self.counters["trajectories_started"] += self.group_size
+                self.emit(GroupClaimed(ordinal=group.prompt.ordinal, replica=replica))
                 self._start(groups, group, replica)
 
     def _start(self, groups: asyncio.TaskGroup, group: GroupUnderWay, replica: str) -> None:
@@ -158,19 +161,26 @@ class Rollouter:
                 all_known = await self.fleet.lose(replica, error)
                 self._count_lost(self._progress.partials(ordinal), all_known)
                 self._begin_next(group, waits=not group.attempt.alone)
+                self._tell_moved(group, error)
             except EpisodesLostError as error:
                 logger.warning("prompt %d begins anew: %s", ordinal, error)
                 await self._take_back(group, replica)
+                self._tell_moved(group, error)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group, replica)
                 if is_failure and self.buffer.failures.gives_up(ordinal, group.failures, error):
                     await self.buffer.fail(group.slot, group.prompt, error)
                     return self._forget(ordinal)
+                self._tell_moved(group, error)
             else:
                 await self.buffer.put(group.slot, finished)
                 return self._forget(ordinal)
             room = await self._room(group)
+
+    def _tell_moved(self, group: GroupUnderWay, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.emit(GroupMoved(ordinal=group.prompt.ordinal, attempt=group.attempt.number, why=why))
 
     def _is_failure(self, group: GroupUnderWay, error: Exception) -> bool:
         """Whether the error counts against the group. Of the groups that an agent worker takes with it at most one is

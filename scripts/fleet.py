@@ -12,12 +12,15 @@ Call it on the machine on which the run was started.
 
 import argparse
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from rollout.fleet.events import EVENTS_FILE, read_events
+from rollout.events.kinds import FleetEvent
+from trainer.tracking.events.lines import EVENTS_FILE, event_files
+from trainer.tracking.events.reader import EventReader
 
 SOCKET_FILE = "fleet.sock"
 COLUMNS = {
@@ -81,13 +84,16 @@ def run(options: argparse.Namespace) -> str:
 
 def history(run_dir: Path) -> str:
     """One line per event, with its time in UTC. Raises FleetError."""
-    try:
-        past = read_events(run_dir / EVENTS_FILE)
-    except OSError as error:
-        raise FleetError(f"--run {run_dir}: nothing has happened to its replicas: {error}") from None
-    cells = [[f"{one.time:%Y-%m-%d %H:%M:%S}", one.event.kind.value, one.event.text] for one in past.events]
+    if not event_files(run_dir):
+        raise FleetError(f"--run {run_dir}: no {EVENTS_FILE} there: nothing has happened to its replicas")
+    reader = EventReader(run_dir)
+    cells: list[list[str]] = []
+    for stamped in reader:
+        if isinstance(event := stamped.event, FleetEvent):
+            when = datetime.fromtimestamp(stamped.time, UTC)
+            cells.append([f"{when:%Y-%m-%d %H:%M:%S}", event.state.value, event.text])
     shown = _columns([["time (UTC)", "event", "what"], *cells])
-    return shown + (f"\n{past.num_cut} lines of {EVENTS_FILE} are cut off" if past.num_cut else "")
+    return shown + (f"\n{reader.num_damaged} lines of {EVENTS_FILE} are cut off" if reader.num_damaged else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -33,6 +33,7 @@ from scripts.launch.command import (
 )
 
 if TYPE_CHECKING:
+    from rollout.events.driver import DriverEvents
     from scripts.launch.ending import CommandLine
     from trainer.checkpoint.store import Checkpoint
     from trainer.tracking.console import Console
@@ -56,6 +57,7 @@ def train(given: Invocation) -> Ended:
     from scripts.launch.preview import check_parsers
     from scripts.launch.resume import find_checkpoint
     from scripts.launch.run_folder import locked
+    from trainer.tracking.events.lines import event_files
     from trainer.tracking.recorder import STEP_FOLDERS, SUMMARY_FILE
     from trainer.tracking.set_aside import SetAside
     from trainer.tracking.sinks import METRICS_FILE
@@ -73,12 +75,8 @@ def train(given: Invocation) -> Ended:
         aside = SetAside(given.run_dir, 0 if checkpoint is None else checkpoint.global_steps)
         names = [CONFIG_FILE, OVERRIDES, ERROR_FILE, SUMMARY_FILE]  # of earlier processes of the run
         if checkpoint is not None and given.run_dir not in checkpoint.path.parents:
-            names += [
-                METRICS_FILE,
-                TENSORBOARD,
-                *STEP_FOLDERS,
-                CHECKPOINTS,
-            ]  # of one from the same checkpoint
+            names += [METRICS_FILE, TENSORBOARD, *STEP_FOLDERS, CHECKPOINTS]  # of one from the same checkpoint
+            names += [path.name for _, path in event_files(given.run_dir)]
         for name in names:
             aside.move(given.run_dir / name)
         given.save_config()
@@ -89,11 +87,12 @@ def train(given: Invocation) -> Ended:
 def _run(
     given: Invocation, device: str, checkpoint: "Checkpoint | None", aside: "SetAside", messages: Sequence[str]
 ) -> Ended:
-    """Trains, with a console, a metrics file and W&B; an error is also left in error.txt."""
+    """Trains, with a console, a metrics file, events and W&B; an error is also left in error.txt."""
+    from rollout.events.driver import DriverEvents
+    from rollout.events.kinds import RunEnded
     from scripts.launch.ending import CommandLine, stopped
-    from scripts.launch.resume import read
-    from scripts.launch.run import run
     from trainer.tracking.console import make_console
+    from trainer.tracking.events.writer import EventWriter
     from trainer.tracking.recorder import RunRecorder
     from trainer.tracking.sinks import FailedWrites
 
@@ -101,21 +100,19 @@ def _run(
     config, run_dir = given.config, given.run_dir
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)
     failed = FailedWrites(console.message)
+    writer = EventWriter(run_dir=run_dir, max_mb=config.trainer.events_mb, failed=failed)
+    events = DriverEvents(writer.put, is_on=config.trainer.events)
     tracker, ended = None, Ended(exit_code=FAILED)
+    writer.start()
     try:
         for message in messages:
             console.message(message)
         tracker = _make_tracker(given, failed, checkpoint)  # up to half a minute
+        told = {"emit": events.emit, "num_dropped": lambda: writer.num_dropped + events.num_lost}
         recorder = RunRecorder(
-            run_dir, tracker, console, record_tokens=config.trainer.record_tokens, sampler=_make_sampler(config)
+            run_dir, tracker, console, record_tokens=config.trainer.record_tokens, sampler=_make_sampler(config), **told
         )
-        resumed = None if checkpoint is None else read(checkpoint, aside)
-        if resumed is None and config.resume == "auto":
-            recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
-        summary = run_async(run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed))
-        code = conclude(CommandLine.of(run_dir), summary, recorder, console, _offline_project(config))
-        error = "" if code != UNPROVEN else f"the audit: python -m scripts.audit {run_dir}"
-        ended = Ended(exit_code=code, accuracy=summary["accuracy_after"], error=error)
+        ended = _trained(given, device, checkpoint, aside, console=console, recorder=recorder, events=events)
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.end("stopped", stopped(CommandLine.of(run_dir)))
         ended = Ended(exit_code=STOPPED)
@@ -126,10 +123,37 @@ def _run(
             (run_dir / ERROR_FILE).write_text(details, errors="backslashreplace")
         console.end("failed", f"{details}logs are in {run_dir}")
     finally:
+        events.emit(RunEnded(exit_code=ended.exit_code, error=ended.error or None))
+        writer.close()
         console.close()
         if tracker is not None:
             tracker.close(ended.exit_code)
     return ended
+
+
+def _trained(
+    given: Invocation,
+    device: str,
+    checkpoint: "Checkpoint | None",
+    aside: "SetAside",
+    *,
+    console: "Console",
+    recorder: "RunRecorder",
+    events: "DriverEvents",
+) -> Ended:
+    from scripts.launch.ending import CommandLine
+    from scripts.launch.resume import read
+    from scripts.launch.run import run
+
+    config, run_dir = given.config, given.run_dir
+    resumed = None if checkpoint is None else read(checkpoint, aside)
+    if resumed is None and config.resume == "auto":
+        recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
+    running = run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed, events=events)
+    summary = run_async(running)
+    code = conclude(CommandLine.of(run_dir), summary, recorder, console, _offline_project(config))
+    error = "" if code != UNPROVEN else f"the audit: python -m scripts.audit {run_dir}"
+    return Ended(exit_code=code, accuracy=summary["accuracy_after"], error=error)
 
 
 def conclude(

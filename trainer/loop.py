@@ -2,13 +2,26 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from configs.schema import Config
+from rollout.events.kinds import (
+    BatchAssembled,
+    Emit,
+    EvaluationStarted,
+    GroupTrained,
+    StepPart,
+    StepPartEnded,
+    StepPartStarted,
+    UpdateEnded,
+    UpdateStarted,
+    nobody,
+)
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
 from trainer.advantages.credit import assign_credit, keeps_idle, needs_scores, trainable
 from trainer.batch import StepBatch, assemble
@@ -87,6 +100,8 @@ class TrainLoop:
     fleet: Fleet
     recorder: RunRecorder
     checkpointer: Checkpointer
+    emit: Emit = nobody
+    """Takes the events of the training."""
     _settling: asyncio.Task[None] | None = field(default=None, init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     _skipped_evaluations: int = field(default=0, init=False)
@@ -110,8 +125,9 @@ class TrainLoop:
         done = global_steps + 1
         timings: dict[str, float] = {}
         with timed(timings, "step"):
-            with timed(timings, "wait_batch"):
+            with self._part(done, StepPart.wait, timings, "wait_batch"):
                 batch = await self.buffer.next_batch(global_steps)
+            self._tell_batch(done, batch.groups)
             broken = broken_rollouts(batch.groups)
             if broken is None:
                 step_batch, advantages, of_credit = await self._assemble(batch.groups, global_steps, timings)
@@ -121,7 +137,7 @@ class TrainLoop:
             actor, fleet = await asyncio.gather(
                 self._train(step_batch, global_steps, timings), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
-            with timed(timings, "update_weights"):
+            with self._part(done, StepPart.update, timings, "update_weights"):
                 await self._settled()
             if actor["actor/skipped_steps"]:
                 self._record_skipped(done, broken or not_finite(actor), batch.groups, advantages)
@@ -155,20 +171,41 @@ class TrainLoop:
         if not is_last:
             await self._stage_if_due(done, timings)
         published = asyncio.Event()
-        with timed(timings, "update_weights"):
-            update = tasks.create_task(self.manager.update_weights(done, published), name=f"update-{done}")
+        with self._part(done, StepPart.update, timings, "update_weights"):
+            update = tasks.create_task(self._update(done, published), name=f"update-{done}")
             await published.wait()
         if is_last:  # no step is kept waiting, and workers that start again in the update would lose what is staged
             await update
             await self._stage_if_due(done, timings)
         return update
 
+    async def _update(self, done: int, published: asyncio.Event) -> UpdateReport:
+        self.emit(UpdateStarted(global_steps=done))
+        report = await self.manager.update_weights(done, published)
+        names = tuple(update.name for update in report.replicas)
+        self.emit(UpdateEnded(global_steps=done, replicas=names, failures=report.failures))
+        return report
+
     async def _stage_if_due(self, done: int, timings: dict[str, float]) -> None:
         """Copy the state of version `done`. The slots of what it was trained on are still held, so the rollouts that
         are saved with it have every prompt in one place."""
         if self.checkpointer.is_due(done):
-            with timed(timings, "checkpoint"):
+            with self._part(done, StepPart.checkpoint, timings, "checkpoint"):
                 await self.checkpointer.stage(done)
+
+    @contextmanager
+    def _part(self, done: int, part: StepPart, timings: dict[str, float], key: str | None = None) -> Iterator[None]:
+        """Tell that the block is this part of the step, and add its seconds to `timing_s/<key>`, by default the part's
+        name."""
+        self.emit(StepPartStarted(global_steps=done, part=part))
+        with timed(timings, key or part.value):
+            yield
+        self.emit(StepPartEnded(global_steps=done, part=part))
+
+    def _tell_batch(self, done: int, groups: Sequence[TrajectoryGroup]) -> None:
+        ordinals = tuple(group.prompt.ordinal for group in groups)
+        num_tokens = sum(group.num_tokens for group in groups)
+        self.emit(BatchAssembled(global_steps=done, ordinals=ordinals, num_tokens=num_tokens))
 
     async def _settled(self) -> None:
         """Wait until the step before is settled: one update can be under way."""
@@ -192,6 +229,8 @@ class TrainLoop:
             "eval/skipped": float(self._skipped_evaluations),
             "timing_s/elapsed": time.perf_counter() - self._started,
         }
+        for group in step.groups:
+            self.emit(GroupTrained(global_steps=step.done, ordinal=group.prompt.ordinal))
         self.recorder.record_step(step.done, metrics, step.groups, step.advantages)
         if self.checkpointer.is_due(step.done):
             self.checkpointer.commit({"recorder": self.recorder.state()})
@@ -201,14 +240,14 @@ class TrainLoop:
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, float]
     ) -> tuple[StepBatch, list[FloatArray], dict[str, float]]:
         """Return the micro-batches with what every token learns, and advantages [G] per group with their metrics."""
-        algorithm = self.config.algorithm
-        with timed(timings, "assemble"):
+        algorithm, done = self.config.algorithm, global_steps + 1
+        with self._part(done, StepPart.assemble, timings):
             tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
         if needs_scores(algorithm):
-            with timed(timings, "score"):
+            with self._part(done, StepPart.score, timings):
                 async with self.manager.publishing:  # workers that score cannot publish: who wants them to waits here
                     scores = await self.workers.score(self._packed(groups, tokens, keep_idle=True))
-        with timed(timings, "assemble"):
+        with self._part(done, StepPart.assemble, timings):
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
             trained = trainable(groups, algorithm.mask_truncated)
             step_batch = self._packed(trained, credit.tokens, keep_idle=keeps_idle(algorithm))
@@ -230,7 +269,7 @@ class TrainLoop:
     ) -> dict[str, float]:
         """Run the optimizer step on the workers, while nobody reads their weights."""
         async with self.manager.publishing:
-            with timed(timings, "train_step"):
+            with self._part(global_steps + 1, StepPart.train, timings, "train_step"):
                 return to_floats(await self.workers.train_step(step_batch, global_steps))
 
     def _record_skipped(
@@ -253,6 +292,7 @@ class TrainLoop:
         if not (is_due and 0 < done < trainer.total_steps):
             return
         if self._evaluating is None or self._evaluating.done():
+            self.emit(EvaluationStarted(global_steps=done))
             self._evaluating = tasks.create_task(self._evaluate(), name="evaluation")
             await asyncio.sleep(0)  # it takes its replicas before the next update begins
         else:

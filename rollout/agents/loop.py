@@ -10,6 +10,7 @@ import numpy as np
 
 from configs.runtime.dotted import find
 from configs.schema import Config
+from rollout.events.kinds import Emit, nobody
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult
@@ -49,6 +50,8 @@ class EpisodeTask:
     recorded: Mapping[int, PartialCompletion] = field(default_factory=dict)
     """What earlier attempts at the episode had, by turn. An agent loop needs it only for what an environment said:
     `generate` itself answers with what was sampled."""
+    emit: Emit = field(default=nobody, compare=False, repr=False)
+    """Takes events of the episode. In another process than the agent worker's nobody listens."""
 
     def recorded_observation(self, turn: int, token_ids: Sequence[int]) -> IntArray | None:
         """What an environment said before the turn in an earlier attempt, if all tokens until then were these."""

@@ -13,6 +13,7 @@ import numpy as np
 from rollout.agents.environment import Closable, Environment, Observation, Resettable, Step, Turn
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread, called
+from rollout.events.kinds import ToolEnded, ToolStarted
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import checked_metrics, described
 from rollout.sessions.messages import Message, ToolSpec
@@ -127,7 +128,9 @@ class MultiTurn:
             episode.end_token_ids = self.chat.end_token_ids
         try:
             environment = episode.environment = self.make_environment(episode.task.prompt)
-            first = await self._in_time("reset", environment.reset) if isinstance(environment, Resettable) else ""
+            first = (
+                await self._in_time(episode, "reset", environment.reset) if isinstance(environment, Resettable) else ""
+            )
             episode.prompt_ids, observation = await self._in_thread(self._opened, episode, first)
             recorded = episode.recorded_observation()
             observation = observation if recorded is None else recorded
@@ -149,7 +152,7 @@ class MultiTurn:
             assert episode.environment is not None
             recorded = episode.recorded_observation()
             episode.turn = await self._in_thread(self._turn, completion, recorded)
-            step = await self._in_time("step", episode.environment.step, episode.turn)
+            step = await self._in_time(episode, "step", episode.environment.step, episode.turn)
             if not isinstance(step, Step):
                 raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
             episode.measure(step)
@@ -174,15 +177,26 @@ class MultiTurn:
         if not isinstance(episode.environment, Closable):
             return
         try:
-            await self._in_time("close", episode.environment.close)
+            await self._in_time(episode, "close", episode.environment.close)
         except Exception as error:  # the episode is complete, and its reward holds
             logger.warning("an environment of prompt %d did not close", episode.task.prompt.ordinal, exc_info=error)
             episode.metrics["failed_closes"] = 1.0
 
-    async def _in_time(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_time(self, episode: "_Episode", name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """What a method of the environment returns."""
-        what = f"a {name} of the environment"
-        return await called(partial(method, *arguments), self.step_timeout_s, "step_timeout_s", what)
+        emit, which = episode.task.emit, episode.task.request_id
+        of: dict[str, Any] = {"ordinal": which.ordinal, "attempt": which.attempt, "episode": which.episode}
+        of |= {"is_evaluation": which.is_evaluation, "turn": episode.num_turns, "call": name}
+        emit(ToolStarted(**of))
+        error: BaseException | None = None
+        try:
+            what = f"a {name} of the environment"
+            return await called(partial(method, *arguments), self.step_timeout_s, "step_timeout_s", what)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            emit(ToolEnded(**of, error=error and repr(error)))
 
     def _fail(self, episode: "_Episode", error: Exception) -> None:
         logger.warning("the environment of prompt %d failed", episode.task.prompt.ordinal, exc_info=error)

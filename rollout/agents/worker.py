@@ -12,6 +12,8 @@ from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Ends, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
 from rollout.agents.relay import Relay
 from rollout.errors import EpisodesLostError, NoTokensError
+from rollout.events.kinds import EpisodeEnded, EpisodeStarted, RewardEnded, RewardStarted, finite
+from rollout.events.log import SILENT, EventLog
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId
 from rollout.rewards.base import RewardResult
@@ -80,6 +82,8 @@ class AgentWorker:
     scorer: RewardScorer
     replicas: dict[str, GenerateGroup]
     """Those that it generates on. More may be added."""
+    events: EventLog = SILENT
+    """What happens here, for the driver."""
     _waiting: dict[int, tuple[_UnderWay, asyncio.TimerHandle]] = field(default_factory=dict, init=False)
     """By ordinal: groups that have lost their replica, and when they are given up."""
 
@@ -110,7 +114,7 @@ class AgentWorker:
             episodes = self._episodes(prompt, sampling, group_size, attempt)
             relay = Relay(self.replicas[replica], attempt)
             group = _UnderWay(relay, on_open, len(episodes))
-            group.task = asyncio.create_task(self._run(episodes, relay, group.end))
+            group.task = asyncio.create_task(self._run(episodes, relay, group.end, replica))
         else:
             group.on_open = on_open
             group.relay.move(self.replicas[replica], attempt)
@@ -189,7 +193,7 @@ class AgentWorker:
         for prompt in prompts:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
             tasks += _tasks(prompt, first, [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)])
-        scored = await self._run(tasks, self.replicas[replica], lambda count: None)
+        scored = await self._run(tasks, self.replicas[replica], lambda count: None, replica)
         samples = map(_evaluated, scored)
         return [
             EvaluatedPrompt(
@@ -203,9 +207,12 @@ class AgentWorker:
         ]
 
     async def _run(
-        self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None]
+        self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None], replica: str
     ) -> list[_Scored]:
         """Run the episodes, and score each when it has ended. `end`: told of so many that have ended."""
+        tasks = [replace(task, emit=self.events.emit) for task in tasks]
+        for task in tasks:
+            self.events.emit(EpisodeStarted(**_of(task), replica=replica))
         scorer = self.scorer.of_group()
         calls = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
         try:
@@ -225,14 +232,20 @@ class AgentWorker:
         else:
             episodes = [await self.loop.run_episode(task, generate) for task in tasks]
         end(len(tasks))
+        for task, episode in zip(tasks, episodes, strict=True):
+            ended = EpisodeEnded(**_of(task), finish_reason=episode.finish_reason, num_tokens=episode.num_tokens)
+            self.events.emit(ended)
         generated = time.perf_counter()
         texts = [self._text(episode) for episode in episodes]
         ran = list(zip(tasks, episodes, texts, strict=True))
+        for task, episode, _ in ran:
+            if episode.result is None:
+                self.events.emit(RewardStarted(**_of(task)))
         results = iter(
             await scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
         )
         reward_s = time.perf_counter() - generated
-        return [
+        scored = [
             _Scored(
                 episode=episode,
                 text=text,
@@ -243,6 +256,9 @@ class AgentWorker:
             )
             for task, episode, text in ran
         ]
+        for task, one in zip(tasks, scored, strict=True):
+            self.events.emit(RewardEnded(**_of(task), reward=finite(one.result.reward), error=one.result.error))
+        return scored
 
     def _text(self, episode: Episode) -> str:
         """The responses of all its sequences, decoded, and last that with the policy's last words."""
@@ -279,6 +295,17 @@ class AgentWorker:
         if sampling.ignore_eos:
             return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.tokenizer.eos_token_id))
+
+
+def _of(task: EpisodeTask) -> dict[str, Any]:
+    """What names an episode in its events."""
+    which = task.request_id
+    return {
+        "ordinal": which.ordinal,
+        "attempt": which.attempt,
+        "episode": which.episode,
+        "is_evaluation": which.is_evaluation,
+    }
 
 
 def _settled(task: EpisodeTask, result: RewardResult) -> RewardResult:

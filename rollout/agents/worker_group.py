@@ -22,6 +22,8 @@ from rollout.agents.loop import AgentLoop, ShowsTools, is_harness, load_agent_lo
 from rollout.agents.open_episodes import OpenByAttempt
 from rollout.agents.worker import AgentWorker, OnOpen
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
+from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.log import EventBatch, EventLog
 from rollout.progress import Attempt
 from rollout.prompts import Row
 from rollout.replica.processes import end_descendants_with_this
@@ -33,6 +35,7 @@ W = TypeVar("W")
 STDERR = 2
 CLOSE_S = 10.0
 """At the end of a run: what an agent loop needs longer for is left behind."""
+EVENTS_EVERY_S = 1.0
 LOGGED_AFTER = 0.8
 """Part of rollout.agent_worker_timeout_s after which a worker that hangs writes into its log: before it is killed."""
 
@@ -71,7 +74,9 @@ class AgentWorkerActor:
             loop=agent_loop or _load_loop(config, tokenizer),
             scorer=load_scorer(config.rollout),
             replicas={},
+            events=(events := EventLog(is_on=config.trainer.events)),
         )
+        self._events = events
         self._open = OpenByAttempt()
         collect_rarely()
 
@@ -113,6 +118,9 @@ class AgentWorkerActor:
 
     async def drop(self, ordinal: int) -> None:
         self._worker.drop(ordinal)
+
+    async def events(self) -> EventBatch:
+        return self._events.take()
 
     @carries_errors
     async def evaluate(
@@ -199,8 +207,12 @@ class AgentWorkerGroup:
         replicas: Iterable[ReplicaClient],
         on_start: Callable[[str], Callable[[], None]],
         agent_loop: AgentLoop | None = None,
+        events: DriverEvents = NO_EVENTS,
     ):
-        """`on_start(name)`: what a worker's process runs first. `agent_loop`: in place of rollout.agent_loop's."""
+        """`on_start(name)`: what a worker's process runs first. `agent_loop`: in place of rollout.agent_loop's.
+        `events`: takes those of the workers."""
+        self._events = events
+        self._telling: dict[_Worker, asyncio.Task[None]] = {}
         options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
         self._class = ray.remote(**options)(AgentWorkerActor)
         self._arguments = {"config": config, "tokenizer_path": tokenizer_path, "agent_loop": agent_loop}
@@ -210,6 +222,8 @@ class AgentWorkerGroup:
         self._replicas = {replica.name: replica for replica in replicas}
         workers = [self._start(f"agent-worker-{index}") for index in range(config.rollout.num_agent_workers)]
         self._rotation = Rotation(workers, self._replace)
+        self._alone: set[_Worker] = set()
+        """Those of one prompt."""
         self._waiting: dict[int, _Worker] = {}
         """By ordinal: where the episodes of a group wait that has lost its replica."""
 
@@ -265,11 +279,36 @@ class AgentWorkerGroup:
         if waits_in is not None:
             waits_in.actor.drop.remote(prompt.ordinal)
         worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
+        self._alone.add(worker)
         try:
             async with _followed(worker, prompt.ordinal, attempt, group_size, on_open):
                 return await worker.run(call(worker.actor), [prompt])
         finally:
+            self._alone.discard(worker)
             ray.kill(worker.actor)
+
+    async def tell_events(self) -> None:
+        """Ask the workers for their events, until cancelled. One that is slow to answer holds up no other."""
+        while True:
+            await asyncio.sleep(EVENTS_EVERY_S)
+            await self.collect_events()
+
+    async def collect_events(self) -> None:
+        """What the workers have, as far as it comes within EVENTS_EVERY_S."""
+        for worker in {*self._rotation.serving, *self._alone}:
+            if worker not in self._telling and self._events.is_on:
+                task = self._telling[worker] = asyncio.create_task(self._take_events(worker))
+                task.add_done_callback(lambda _, worker=worker: self._telling.pop(worker))
+        if self._telling:
+            await asyncio.wait(list(self._telling.values()), timeout=EVENTS_EVERY_S)
+
+    async def _take_events(self, worker: _Worker) -> None:
+        try:
+            await worker.started()  # the first question shall measure its clock, and not how long it loads
+            asked = self._events.clock()
+            self._events.take(worker.name, await worker.result(worker.actor.events.remote()), asked)
+        except (AgentWorkerLostError, RayActorError) as error:  # its calls tell of that
+            logger.info("%s tells no events: %s", worker.name, error)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
@@ -287,6 +326,7 @@ class AgentWorkerGroup:
             raise
 
     def _start(self, name: str) -> _Worker:
+        self._events.begins_anew(name)
         actor = self._class.remote(**self._arguments, on_start=self._on_start(name))
         return _Worker(name, actor, self._worker_timeout_s)
 

@@ -113,6 +113,10 @@ class Engine(Protocol):
         """Usage by all requests, those of HTTP clients too."""
         ...
 
+    def kv_usage(self) -> float | None:
+        """Share of the KV cache in use, as far as the engine knows; None where it does not."""
+        ...
+
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests` (requests that began in the engine; one that began twice counts twice),
         `running_requests`, `waiting_requests`, and `restarted_requests` where a request can begin twice."""

@@ -9,11 +9,19 @@ class Usage:
         """Requests that run or wait now."""
         self.tokens = 0
         """Sampled since the start; for a request that was cancelled, as many as were known. Never falls."""
+        self.first_tokens: dict[str, float | None] = {}
+        """When the first token of a request came, on the event loop's clock, by the names that somebody put here. None:
+        it has not come."""
         self._busy_s = self._request_s = self._counted = 0.0
 
     def change(self, by: int) -> None:
         self._count()
         self.running += by
+
+    def began(self, name: str) -> None:
+        """The request has its first token. It counts where somebody asks for it, and once."""
+        if name in self.first_tokens and self.first_tokens[name] is None:
+            self.first_tokens[name] = asyncio.get_running_loop().time()
 
     @property
     def busy_s(self) -> float:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
 from rollout.errors import FleetPauseError
-from rollout.fleet.events import FleetEvent, FleetEventKind
+from rollout.events.kinds import FleetEvent, FleetEventKind
 from rollout.fleet.fleet import ReplicaFleet, now
 from rollout.fleet.member import FleetMember
 from rollout.replica.pause import PauseConflictError

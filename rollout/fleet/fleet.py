@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 from configs.runtime.deadline import within
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.events import FleetEvent, FleetEventKind, Report
+from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.kinds import FleetEvent, FleetEventKind, Report
 from rollout.fleet.lifecycle import CANNOT_DRAIN, FleetRefusalError, Lifecycle, ReplicaState
 from rollout.fleet.member import FleetMember
 from rollout.progress import Progress, ProgressReport
@@ -33,7 +34,7 @@ class ReplicaFleet:
         await fleet.admit(name, 7)            # its weights are verified: the router may choose it
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         replicas: Sequence[FleetMember],
         router: ReplicaRouter,
@@ -44,15 +45,18 @@ class ReplicaFleet:
         max_replacements: int = 0,
         progress: Progress | None = None,
         answer_timeout_s: float = 5.0,
+        events: DriverEvents = NO_EVENTS,
     ):
         """`report`: called whenever a replica leaves or comes. `serving`: version that the replicas
-        serve already; None routes nothing to them before their first update."""
+        serve already; None routes nothing to them before their first update. `events`: takes those of the replicas,
+        which come with their progress."""
         self.router = router
         self.progress = progress or Progress()
         self.answer_timeout_s = answer_timeout_s
         self.wanted: asyncio.Queue[str] = asyncio.Queue()
         """Names of replicas that are to be started."""
         self._min_replicas = min_replicas
+        self._events = events
         self.report = report
         self._max_replacements = self._replacements_left = max_replacements
         self.lives: dict[str, Lifecycle] = {}
@@ -268,10 +272,13 @@ class ReplicaFleet:
     async def take_progress(self, name: str) -> ProgressReport:
         """Ask the replica for its progress and store the answer. Raises NoProgressError when it cannot report."""
         async with self._asking[name]:  # what is known must not change between the question and the answer
+            asked = self._events.clock()
             try:
                 report = await self._replicas[name].progress(self.progress.known(name))
             except Exception as error:
                 raise NoProgressError(f"{name} reported no progress: {error!r}") from error
+            if report.events is not None:
+                self._events.take(name, report.events, asked)
             self.progress.take(name, report)
             return report
 

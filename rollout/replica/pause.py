@@ -142,13 +142,18 @@ class PauseControl:
 
     @asynccontextmanager
     async def update_window(
-        self, clear_cache: bool, before_abort: Callable[[list[str]], None] | None
+        self,
+        clear_cache: bool,
+        before_abort: Callable[[list[str]], None] | None,
+        on_held: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[UpdateWindow]:
         """The engine is frozen inside the window, and afterwards as before, unless the window is left torn.
-        `before_abort`: called with the names of the running requests, which are then aborted; None keeps them."""
+        `before_abort`: called with the names of the running requests, which are then aborted; None keeps them.
+        `on_held`: called when no new request gets in any more."""
         async with self._turn:
             window = UpdateWindow(torn=self.torn)
             await self._close()
+            on_held()
             try:
                 if before_abort is not None:
                     before_abort(self._engine.running)

@@ -1,24 +1,43 @@
 """A rollout replica: one engine, its state, and its counters. `replica_group.py` puts it into Ray."""
 
 import asyncio
+import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from configs.runtime.deadline import within
 from configs.schema import InFlightKv, PauseMode, WeightSyncConfig
 from rollout.engines.base import Engine, EngineDiedError
+from rollout.events.kinds import (
+    ReplicaFrozen,
+    ReplicaHeld,
+    ReplicaLoad,
+    ReplicaResumed,
+    ReplicaSwapped,
+    ReplicaVerified,
+    StageEnded,
+    StageStarted,
+    TurnEnded,
+    TurnStarted,
+)
+from rollout.events.log import SILENT, EventLog
 from rollout.progress import ProgressReport
 from rollout.replica.continuation import generate_in_parts
 from rollout.replica.pause import PauseControl
 from rollout.replica.progress_log import ProgressLog
 from rollout.replica.sampled_log import SampledLog
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest
+from rollout.types import EMPTY, Completion, GenerationRequest
 from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
 Swap = Callable[[], Awaitable[list[WeightTag]]]
+LOAD_EVERY_S = 0.9
+"""Seconds between two `ReplicaLoad`s at least: one with each report, if they come once a second."""
 
 
 class WeightVerificationError(RuntimeError):
@@ -34,8 +53,15 @@ class RolloutReplica:
         completions = await replica.generate_group(requests)
     """
 
-    def __init__(self, name: str, engine: Engine, config: WeightSyncConfig, sampled: SampledLog | None = None):
-        """`sampled`: where it records what its engine samples."""
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        config: WeightSyncConfig,
+        sampled: SampledLog | None = None,
+        events: EventLog = SILENT,
+    ):
+        """`sampled`: where it records what its engine samples. `events`: what happens here, for the driver."""
         self.name = name
         self.node = socket.gethostname()
         self._engine = engine
@@ -44,6 +70,8 @@ class RolloutReplica:
         self._interrupted: set[str] = set()  # names of requests that an update aborted, and that continue after it
         self._log = ProgressLog()
         self._sampled = sampled
+        self._events = events
+        self._load_told = -math.inf
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, which must come before any request."""
@@ -63,9 +91,11 @@ class RolloutReplica:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
         self._counters["trajectories"] += 1
         self._log.begin(request)
+        began = self._turn_starts(request)
         try:
             completion, parts = await generate_in_parts(request, self._generate_part, self._was_interrupted)
         except BaseException as error:
+            self._turn_ends(request, None, began)
             self._counters["aborted"] += 1
             if isinstance(error, EngineDiedError) and error.partial is not None:
                 self._log.lose(request.request_id, error.partial)
@@ -73,6 +103,7 @@ class RolloutReplica:
                 self._log.end(request.request_id, None)
             raise
         self._log.end(request.request_id, completion)
+        self._turn_ends(request, completion, began)
         self._counters.update(
             continued=parts - 1,  # -1 if `partial` was complete, but for its finish_reason
             aborted=completion.finish_reason == "abort",
@@ -80,6 +111,29 @@ class RolloutReplica:
             cached_tokens=completion.cached_tokens,
         )
         return completion
+
+    def _turn_starts(self, request: GenerationRequest) -> float:
+        """Returns the time."""
+        known = 0 if request.partial is None else request.partial.num_tokens
+        self._engine.usage.first_tokens[str(request.request_id)] = None
+        self._events.emit(
+            TurnStarted(**_turn(request.request_id), prompt_tokens=len(request.prompt_ids), known_tokens=known)
+        )
+        return asyncio.get_running_loop().time()
+
+    def _turn_ends(self, request: GenerationRequest, completion: Completion | None, began: float) -> None:
+        """`completion`: None where the turn failed."""
+        first = self._engine.usage.first_tokens.pop(str(request.request_id), None)
+        done = EMPTY if completion is None else completion
+        ended = TurnEnded(
+            **_turn(request.request_id),
+            num_tokens=done.num_tokens,
+            cached_tokens=done.cached_tokens,
+            finish_reason="error" if completion is None else done.finish_reason,
+            first_token_s=None if first is None else first - began,
+            borders=tuple((span.start, span.global_steps) for span in done.spans),
+        )
+        self._events.emit(ended)
 
     async def _generate_part(self, part: GenerationRequest, before: Completion | None) -> Completion:
         self._log.begin_part(part.request_id, before)
@@ -148,7 +202,15 @@ class RolloutReplica:
 
     async def stage(self, manifest: Manifest) -> None:
         self._require_ascending(manifest.global_steps)
-        await self._engine.stage(manifest)
+        self._events.emit(StageStarted(global_steps=manifest.global_steps))
+        error: BaseException | None = None
+        try:
+            await self._engine.stage(manifest)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._events.emit(StageEnded(global_steps=manifest.global_steps, error=error and repr(error)))
 
     async def commit(self, tag: WeightTag) -> CommitReport:
         """Pause, swap in what is staged, verify, resume. It runs to its end even if the caller goes away: the weights
@@ -180,16 +242,32 @@ class RolloutReplica:
         config = self._config
         clear_cache = config.in_flight_kv is InFlightKv.recompute
         before_abort = self._interrupted.update if config.pause_mode is PauseMode.abort else None
-        async with self._control.update_window(clear_cache, before_abort) as window:
+        held = partial(self._events.emit, ReplicaHeld(global_steps=global_steps))
+        async with self._told(global_steps), self._control.update_window(clear_cache, before_abort, held) as window:
+            self._events.emit(ReplicaFrozen(global_steps=global_steps))
             started = time.monotonic()
             window.torn = True
             async with within(config.swap_timeout_s, "weight_sync.swap_timeout_s", f"swap on {self.name}"):
                 tags = await swap()
+            self._events.emit(ReplicaSwapped(global_steps=global_steps))
             self._verify(tags, global_steps, checksum)
+            self._events.emit(ReplicaVerified(global_steps=global_steps))
             window.torn = False
             self.global_steps = global_steps
             swap_s = time.monotonic() - started
         return CommitReport(pause_s=window.frozen_s, swap_s=swap_s)
+
+    @asynccontextmanager
+    async def _told(self, global_steps: int) -> AsyncIterator[None]:
+        """Tells how the update inside has ended."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._events.emit(ReplicaResumed(global_steps=global_steps, error=error and repr(error)))
 
     def _verify(self, tags: list[WeightTag], global_steps: int, checksum: int | None) -> None:
         if len(tags) != self._engine.num_workers:
@@ -202,6 +280,7 @@ class RolloutReplica:
     async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
         """`known`: how many tokens of each request the caller has."""
         usage = self._engine.usage
+        self._tell_load()
         of_parts = self._log.known_parts(known)
         partials = self._engine.partials(of_parts)
         if self._sampled is not None:
@@ -213,7 +292,21 @@ class RolloutReplica:
             busy_s=usage.busy_s,
             request_s=usage.request_s,
             deltas=self._log.deltas(known, partials),
+            events=self._events.take(),
         )
+
+    def _tell_load(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._load_told < LOAD_EVERY_S:
+            return
+        self._load_told = now
+        load = ReplicaLoad(
+            running=len(self._engine.admission.inside),
+            waiting=len(self._engine.admission.waiting),
+            kv_usage=self._engine.kv_usage(),
+            tokens=self._engine.usage.tokens,
+        )
+        self._events.emit(load)
 
     async def wait_dead(self) -> BaseException:
         return await self._engine.wait_dead()
@@ -232,3 +325,14 @@ class RolloutReplica:
 
     def kill(self) -> None:
         self._engine.shutdown()
+
+
+def _turn(request_id: RequestId) -> dict[str, Any]:
+    """What names a request in its events."""
+    return {
+        "ordinal": request_id.ordinal,
+        "attempt": request_id.attempt,
+        "episode": request_id.episode,
+        "is_evaluation": request_id.is_evaluation,
+        "turn": request_id.turn,
+    }

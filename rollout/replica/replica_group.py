@@ -21,6 +21,7 @@ from configs.schema import WeightSyncConfig
 from configs.serve import ServeConfig
 from rollout.actor_group import ENV, ReplicaClient
 from rollout.engines.base import EngineSpec
+from rollout.events.log import EventLog
 from rollout.replica.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
@@ -64,9 +65,12 @@ def to_actor(
 class ReplicaActor:
     """A `RolloutReplica` with its engine, in a process of its own."""
 
-    def __init__(self, name: str, on_start: Callable[[], None], sampled: Path | None = None):
+    def __init__(
+        self, name: str, on_start: Callable[[], None], sampled: Path | None = None, *, tells_events: bool = False
+    ):
         """`sampled`: the file for the record of what it samples."""
         on_start()
+        self._events = EventLog(is_on=tells_events)
         self._name = name
         self._sampled = None if sampled is None else SampledLog(sampled)
 
@@ -78,7 +82,7 @@ class ReplicaActor:
         self._home = asyncio.get_running_loop()
         end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
         self._engine = VllmEngine(spec, self._name)
-        self._replica = RolloutReplica(self._name, self._engine, config, self._sampled)
+        self._replica = RolloutReplica(self._name, self._engine, config, self._sampled, self._events)
         keep_what_is_loaded()  # to walk vLLM again and again took a third of this event loop's time
         return self._replica.num_workers
 
@@ -173,17 +177,18 @@ def engine_env(spec: EngineSpec) -> dict[str, str]:
     return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
 
 
-def create_replica(
+def create_replica(  # noqa: PLR0913
     name: str,
     spec: EngineSpec,
     on_start: Callable[[str], Callable[[], None]],
     actor_class: type[ReplicaActor] = ReplicaActor,
     group: PlacementGroup | None = None,
     recorded_in: Path | None = None,
+    tells_events: bool = False,
 ) -> ReplicaHandle:
     """Create an actor, not yet started. `on_start(name)`: what its process runs first (where its output goes). `group`:
     reserved for it, of one bundle, and removed with it; None leaves it to Ray. `recorded_in`: the run folder for the
-    record of what it samples."""
+    record of what it samples. `tells_events`: whether its progress reports bring them."""
     num_gpus = spec.gpu_share * spec.tensor_parallel_size * spec.data_parallel_size
     options: dict[str, Any] = {
         "num_cpus": 1,
@@ -196,4 +201,4 @@ def create_replica(
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
     sampled = None if recorded_in is None else new_record(recorded_in, name)
     remote_class = ray.remote(**options)(actor_class)
-    return ReplicaHandle(name, remote_class.remote(name, on_start(name), sampled), group)  # pyright: ignore
+    return ReplicaHandle(name, remote_class.remote(name, on_start(name), sampled, tells_events=tells_events), group)  # pyright: ignore

@@ -176,6 +176,9 @@ class SimulatedEngine:
             if not sequence.done.done():
                 sequence.done.set_exception(error)
 
+    def kv_usage(self) -> float | None:
+        return None
+
     def gauges(self) -> dict[str, float]:
         return {
             "engine_requests": self._num_submitted,
@@ -195,8 +198,10 @@ class SimulatedEngine:
                 stepping = list(self._running.items())
                 await self._sleep(self._step_s)
                 self.usage.tokens += sum(not sequence.done.done() for _, sequence in stepping)
-                for _, sequence in stepping:
+                for name, sequence in stepping:
                     sequence.tokens.append(self._global_steps)
+                    if len(sequence.tokens) == 1:
+                        self.usage.began(name)
             for name, sequence in stepping:
                 if sequence.done.done():  # aborted or cancelled in this very step
                     continue

@@ -7,9 +7,10 @@ from configs.schema import Config
 from rollout.agents.loop import is_replayable
 from rollout.buffer import make_buffer
 from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
+from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.kinds import Emit, Report, nobody
 from rollout.failures import FailureBudget
 from rollout.fleet.control import FleetControl
-from rollout.fleet.events import Report
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
 from rollout.fleet.member import FleetMember
@@ -21,7 +22,9 @@ from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import Prompt, SamplingParams
 
 
-def make_fleet(config: Config, replicas: Sequence[FleetMember], report: Report) -> tuple[ReplicaFleet, FleetControl]:
+def make_fleet(
+    config: Config, replicas: Sequence[FleetMember], report: Report, events: DriverEvents = NO_EVENTS
+) -> tuple[ReplicaFleet, FleetControl]:
     """The fleet of a training run, whose replicas wait for their first weights."""
     rollout = config.rollout
     seats = rollout.max_num_seqs * rollout.data_parallel_size
@@ -34,6 +37,7 @@ def make_fleet(config: Config, replicas: Sequence[FleetMember], report: Report) 
         report,
         max_replacements=rollout.max_replacements,
         answer_timeout_s=rollout.answer_timeout_s,
+        events=events,
     )
     return fleet, FleetControl(fleet, config.weight_sync.pause_timeout_s)
 
@@ -73,11 +77,15 @@ def make_rollouter(
     fleet: ReplicaFleet,
     global_steps: int,
     updating: asyncio.Lock,
+    emit: Emit = nobody,
 ) -> Rollouter:
     """`global_steps`: optimizer steps taken before. `updating` is held while replicas change their version."""
+    buffer = make_buffer(config, global_steps)
+    buffer.emit = emit
     return Rollouter(
         stream=PromptStream(rows, config.seed),
-        buffer=make_buffer(config, global_steps),
+        buffer=buffer,
+        emit=emit,
         fleet=fleet,
         runner=runner,
         updating=updating,

@@ -1,6 +1,7 @@
 """A training run from its first process to its summary."""
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from configs.runtime.tasks import run_with_background
 from configs.schema import Config
 from rollout.evaluation.pinned import PinnedEvaluator
+from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.kinds import EvaluationStarted, RunStarted
 from rollout.fleet.app import fleet_app
 from rollout.fleet.pause_limit import PauseLimit
 from rollout.http.access import Access
@@ -30,7 +33,7 @@ from trainer.tracking.recorder import RunRecorder
 from weight_sync.transports.cleanup import release_all
 
 
-async def run(
+async def run(  # noqa: PLR0913
     config: Config,
     device: str,
     run_dir: Path,
@@ -38,6 +41,7 @@ async def run(
     console: Console,
     recorder: RunRecorder,
     resumed: Resumed | None = None,
+    events: DriverEvents = NO_EVENTS,
 ) -> dict[str, Any]:
     """Returns the summary. An error anywhere is raised here, after every process has ended."""
     rows = load_rows(config)  # malformed data is an error before anything starts
@@ -47,7 +51,7 @@ async def run(
     console.stage("starting Ray")
     async with cluster(config, device), AsyncExitStack() as stack:
         stack.callback(release_all, config.weight_sync, owner(run_dir))
-        started = await start(config, device, run_dir, rows=rows, console=console, resumed=resumed)
+        started = await start(config, device, run_dir, rows=rows, console=console, resumed=resumed, events=events)
         stack.push_async_callback(started.agents.close)
         console.watch(started.views)
         socket = stack.enter_context(linked_socket(run_dir / SOCKET_FILE))
@@ -58,16 +62,24 @@ async def run(
             await stack.enter_async_context(served(gateway_app(started.control, None), listener, config.serve, access))
             console.message(f"control routes: {url_of(listener)}")
             console.message(usage(token, config.serve, run_dir))
-        return await train(config, started, console=console, recorder=recorder, resumed=resumed)
+        return await train(config, started, console=console, recorder=recorder, resumed=resumed, events=events)
 
 
 async def train(
-    config: Config, started: StartedRun, *, console: Console, recorder: RunRecorder, resumed: Resumed | None = None
+    config: Config,
+    started: StartedRun,
+    *,
+    console: Console,
+    recorder: RunRecorder,
+    resumed: Resumed | None = None,
+    events: DriverEvents = NO_EVENTS,
 ) -> dict[str, Any]:
     """Trains on what is started, from the first step or from a checkpoint. Returns the summary."""
-    training = Training(config=config, started=started, console=console, recorder=recorder, resumed=resumed)
+    training = Training(
+        config=config, started=started, console=console, recorder=recorder, resumed=resumed, events=events
+    )
     limit = PauseLimit(control=started.control, max_pause_s=config.serve.max_pause_s)
-    background = [started.monitor.run(), started.operator.run(), limit.run()]
+    background = [started.monitor.run(), started.operator.run(), limit.run(), started.agents.tell_events()]
     await run_with_background(training.run(), background=background)
     return recorder.write_summary(await training.summary())
 
@@ -87,6 +99,7 @@ class Training:
     console: Console
     recorder: RunRecorder
     resumed: Resumed | None
+    events: DriverEvents = NO_EVENTS
 
     def __post_init__(self) -> None:
         config, started = self.config, self.started
@@ -98,6 +111,7 @@ class Training:
             fleet=started.fleet,
             global_steps=self.first_step,
             updating=started.manager.updating,
+            emit=self.events.emit,
         )
         self.evaluator = make_evaluator(
             config,
@@ -121,6 +135,7 @@ class Training:
             total_steps=config.trainer.total_steps,
             update_interval=config.weight_sync.interval,
             report=console.message,
+            emit=self.events.emit,
         )
         loop = TrainLoop(
             config=config,
@@ -138,11 +153,14 @@ class Training:
             fleet=started.control,
             recorder=recorder,
             checkpointer=checkpointer,
+            emit=self.events.emit,
         )
+        self._tell_started()
         console.stage("giving the replicas the weights")
         await started.manager.update_weights(self.first_step)
         if self.first_step == 0:
             console.stage("evaluating before the first step")
+            self.events.emit(EvaluationStarted(global_steps=0))
             recorder.record_evaluation(0, await self.evaluator.evaluate())
         is_evaluated = self.first_step == 0 or recorder.is_evaluated(self.first_step)
         console.stage("training")
@@ -152,7 +170,23 @@ class Training:
         for group in self.rollouter.left_over():
             recorder.record_discarded(group)
         console.stage("evaluating after the last step")
+        self.events.emit(EvaluationStarted(global_steps=config.trainer.total_steps))
         recorder.record_evaluation(config.trainer.total_steps, await self.evaluator.evaluate())
+        await asyncio.gather(started.fleet.collect_progress(), started.agents.collect_events())
+
+    def _tell_started(self) -> None:
+        config = self.config
+        begun = RunStarted(
+            global_steps=self.first_step,
+            total_steps=config.trainer.total_steps,
+            prompts_per_step=config.trainer.prompts_per_step,
+            group_size=config.algorithm.group_size,
+            max_staleness=config.rollout.max_staleness,
+            num_replicas=config.rollout.num_replicas,
+            num_ranks=config.trainer.num_ranks,
+            host=socket.gethostname(),
+        )
+        self.events.emit(begun)
 
     async def summary(self) -> dict[str, Any]:
         """What only the driver knows. Counters of engines are of this process, those of rollouts of the whole run."""

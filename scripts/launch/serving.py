@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +11,9 @@ from pathlib import Path
 
 from configs.runtime.deadline import within
 from configs.schema import Config
+from rollout.events.driver import DriverEvents, reporting
+from rollout.events.kinds import Report
 from rollout.fleet.control import FleetControl
-from rollout.fleet.events import EVENTS_FILE, FleetEventLog
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.access import Access
 from rollout.http.gateway import Proxy, gateway_app, upstream_client
@@ -27,6 +29,8 @@ from scripts.launch.models import boot_model, chat_template, engine_spec, policy
 from scripts.launch.placement import reserve
 from scripts.launch.recording import recorded_sessions, session_usage, session_words
 from trainer.tracking.console import Console, PlainConsole
+from trainer.tracking.events.writer import EventWriter
+from trainer.tracking.sinks import FailedWrites
 
 UNBOUNDED = sys.maxsize
 """Requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach them."""
@@ -38,6 +42,22 @@ async def serve_model(config: Config, device: str, run_dir: Path, token: Token |
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every request
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
+    failed = FailedWrites(console.message)
+    with EventWriter(run_dir=run_dir, max_mb=config.trainer.events_mb, failed=failed) as writer:
+        report = reporting(DriverEvents(writer.put, is_on=False), console.message)
+        await _serve(config, device, run_dir, token, listener=listener, console=console, report=report)
+
+
+async def _serve(
+    config: Config,
+    device: str,
+    run_dir: Path,
+    token: Token | None,
+    *,
+    listener: socket.socket,
+    console: Console,
+    report: Report,
+) -> None:
     async with cluster(config, device), upstream_client(token, config.serve.route_timeout_s) as client:
         model_path, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
@@ -47,7 +67,7 @@ async def serve_model(config: Config, device: str, run_dir: Path, token: Token |
             replicas,
             router,
             config.rollout.min_replicas,
-            FleetEventLog(run_dir / EVENTS_FILE, console.message),
+            report,
             serving=0,
             answer_timeout_s=config.rollout.answer_timeout_s,
         )

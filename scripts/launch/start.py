@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
@@ -17,8 +18,9 @@ from rollout.actor_group import placed
 from rollout.agents.loop import AgentLoop
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
+from rollout.events.driver import NO_EVENTS, DriverEvents, reporting
+from rollout.events.kinds import Emit, FleetEvent, FleetEventKind, Report, nobody
 from rollout.fleet.control import FleetControl
-from rollout.fleet.events import EVENTS_FILE, FleetEvent, FleetEventKind, FleetEventLog, Report
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.lifecycle import ReplicaState
 from rollout.fleet.monitor import FleetMonitor
@@ -72,7 +74,7 @@ class StartedRun:
         ]
 
 
-async def start(
+async def start(  # noqa: PLR0913
     config: Config,
     device: str,
     run_dir: Path,
@@ -82,6 +84,7 @@ async def start(
     actor_class: type[ReplicaActor] = ReplicaActor,
     agent_loop: AgentLoop | None = None,
     resumed: Resumed | None = None,
+    events: DriverEvents = NO_EVENTS,
 ) -> StartedRun:
     """Starts a run on the connected Ray cluster.
 
@@ -92,15 +95,15 @@ async def start(
     placement = await reserve(config, device)
     boot_path = await boot_model(config, run_dir)
     spec = engine_spec(config, device, boot_path)
-    recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None}
+    recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None, "tells_events": events.is_on}
     create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
     clients = [replica.client for replica in replicas]
-    agents = AgentWorkerGroup(
-        config=config, tokenizer_path=boot_path, replicas=clients, on_start=on_start, agent_loop=agent_loop
-    )
+    of_agents: dict[str, Any] = {"on_start": on_start, "agent_loop": agent_loop, "events": events}
+    agents = AgentWorkerGroup(config=config, tokenizer_path=boot_path, replicas=clients, **of_agents)
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    workers = make_workers(config, device, run_dir, store=store, report=console.message, placement=placement.trainer)
+    told = {"report": console.message, "emit": events.emit}
+    workers = make_workers(config, device, run_dir, store=store, placement=placement.trainer, **told)
 
     console.stage("starting replicas and train workers")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
@@ -110,11 +113,11 @@ async def start(
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
         train_rows, val_rows = await _encode(config, agents, rows, console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
-    events = FleetEventLog(run_dir / EVENTS_FILE, console.message)
-    fleet, control = make_fleet(config, replicas, events)
+    report = reporting(events, console.message)
+    fleet, control = make_fleet(config, replicas, report, events)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
     create_later = partial(_create_later, create=create, placement=placement)
-    start_one = partial(start_replica, create=create_later, config=config, spec=spec, agents=agents, report=events)
+    start_one = partial(start_replica, create=create_later, config=config, spec=spec, agents=agents, report=report)
     monitor, operator = make_monitor_and_operator(
         config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one
     )
@@ -204,6 +207,7 @@ def make_workers(
     store: CheckpointStore,
     report: Callable[[str], None],
     placement: PlacementGroup | None = None,
+    emit: Emit = nobody,
 ) -> RecoveringWorkers:
     """Train workers that restart from the newest checkpoint in `store` when one dies. `placement`: one bundle each."""
     group = TrainWorkerGroup(
@@ -213,8 +217,9 @@ def make_workers(
         on_start=output_to(run_dir),
         release=partial(release_all, config.weight_sync, owner(run_dir)),
         placement=placement,
+        emit=emit,
     )
-    return RecoveringWorkers(group=group, store=store, config=config, report=report)
+    return RecoveringWorkers(group=group, store=store, config=config, report=report, emit=emit)
 
 
 def owner(run_dir: Path) -> str:

@@ -40,7 +40,7 @@ class SimulatedActor(ReplicaActor):
         self._engine = SimulatedEngine(
             length_of=lambda request: request.sampling.max_tokens, step_s=self.step_s, max_num_seqs=spec.max_num_seqs
         )
-        self._replica = RolloutReplica(self._name, self._engine, config, self._sampled)
+        self._replica = RolloutReplica(self._name, self._engine, config, self._sampled, self._events)
         return 1
 
 

@@ -24,6 +24,9 @@ class Held:
 
 
 class Report:
+    replicas = ()
+    failures = 0
+
     def gauges(self) -> dict[str, float]:
         return {"weight_sync/pause_ms": 12.0}
 

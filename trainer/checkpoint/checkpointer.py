@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from configs.checkpoint import CheckpointConfig
 from configs.runtime.deadline import within
+from rollout.events.kinds import CheckpointFailed, CheckpointSaved, CheckpointStaged, Emit, nobody
 from trainer.checkpoint.store import MODEL_FOLDER, TRAIN_FOLDER, CheckpointError, CheckpointStore, snapshot_file
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Checkpointer:
     update_interval: int
     """weight_sync.interval. Only weights that go live can be a checkpoint."""
     report: Callable[[str], None]
+    emit: Emit = nobody
     _model_files: dict[str, bytes] | None = field(default=None, init=False)
     _staged: _Save | None = field(default=None, init=False)
     _committing: asyncio.Task[None] | None = field(default=None, init=False)
@@ -91,6 +93,7 @@ class Checkpointer:
             return await self._failed(global_steps, aside, error)
         files |= {f"{MODEL_FOLDER}/{name}": data for name, data in self._model_files.items()}
         self._staged = _Save(global_steps, aside, files, started)
+        self.emit(CheckpointStaged(global_steps=global_steps))
 
     def commit(self, files: Mapping[str, bytes]) -> None:
         """Write what is staged and publish the checkpoint, in the background. Do nothing if staging failed.
@@ -144,6 +147,13 @@ class Checkpointer:
             "checkpoint/seconds": time.perf_counter() - save.started,
             "checkpoint/megabytes": checkpoint.nbytes / 1e6,
         }
+        saved = CheckpointSaved(
+            global_steps=save.global_steps,
+            seconds=self._last["checkpoint/seconds"],
+            megabytes=self._last["checkpoint/megabytes"],
+            folder=f"{checkpoint.path.parent.name}/{checkpoint.path.name}",
+        )
+        self.emit(saved)
         keep_last, keep_every = self.config.keep_last, self.config.keep_every
         async with self.store.busy:
             await self._remove("an older checkpoint", self.store.prune, keep_last, keep_every, checkpoint)
@@ -160,6 +170,7 @@ class Checkpointer:
 
     async def _failed(self, global_steps: int, aside: Path | None, error: Exception) -> None:
         self._failures += 1
+        self.emit(CheckpointFailed(global_steps=global_steps, error=f"{type(error).__name__}: {error}"))
         self.report(f"the checkpoint of step {global_steps} failed: {error}; training goes on")
         if aside is not None:
             await self._remove(f"what is left of step {global_steps}", self.store.abandon, aside)

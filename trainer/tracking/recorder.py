@@ -2,13 +2,22 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollout.events.kinds import (
+    Emit,
+    EvaluationEnded,
+    GroupDiscarded,
+    Resumed,
+    StepRecorded,
+    StepSkipped,
+    nobody,
+)
 from rollout.types import DiscardedGroup, FloatArray, TrajectoryGroup
 from trainer.tracking.console import Console
 from trainer.tracking.flat_groups import FlatGroups
@@ -77,8 +86,12 @@ class RunRecorder:
         *,
         record_tokens: bool = False,
         sampler: Sampler | None = None,
+        emit: Emit = nobody,
+        num_dropped: Callable[[], int] = lambda: 0,
     ):
-        """`sampler`: what sinks show of a step's trajectories; None where none of them shows any."""
+        """`sampler`: what sinks show of a step's trajectories; None where none of them shows any. `emit`: takes the
+        events that name these files. `num_dropped`: how many events were not kept."""
+        self._emit, self._num_dropped = emit, num_dropped
         self._run_dir = run_dir
         self._record_tokens = record_tokens
         self._sampler = sampler
@@ -116,6 +129,7 @@ class RunRecorder:
             for step, path in step_files(self._run_dir / name):
                 if step > global_steps:
                     aside.move(path)
+        self._emit(Resumed(global_steps=global_steps))
 
     def is_evaluated(self, global_steps: int) -> bool:
         """Whether an evaluation of that version has been recorded, by this process or an earlier one."""
@@ -148,11 +162,13 @@ class RunRecorder:
             "timing_s/elapsed": counts.elapsed,
             "actor/skipped_steps": float(counts.skipped_steps),
             "tracking/failed_writes": float(self._failed.total),
+            "tracking/dropped_events": float(self._num_dropped()),
         }
         samples = None if self._sampler is None else self._sampler.take(global_steps, groups, advantages)
         self._tracker.log(global_steps, metrics | more, samples)
         self._console.step(global_steps, metrics | more)
         self._flat_groups.watch(global_steps, metrics)
+        self._emit(StepRecorded(global_steps=global_steps, file=f"{TRAJECTORIES}/step_{global_steps:06d}.jsonl"))
 
     def _write_trajectories(
         self, global_steps: int, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
@@ -173,6 +189,13 @@ class RunRecorder:
         path = self._run_dir / DISCARDED / f"step_{self.counts.steps + 1:06d}.jsonl"
         with self._failed.tolerated(DISCARDED):
             append_line(path, to_lines([discard_record(group, self.counts.steps)]))
+        discarded = GroupDiscarded(
+            ordinal=group.prompt.ordinal,
+            reason=group.reason.value,
+            file=str(path.relative_to(self._run_dir)),
+            global_steps=self.counts.steps + 1,
+        )
+        self._emit(discarded)
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
         """Record an evaluation of the weights tagged `global_steps`."""
@@ -197,6 +220,13 @@ class RunRecorder:
             },
         )
         self._console.evaluation(global_steps, evaluation.accuracy)
+        ended = EvaluationEnded(
+            global_steps=global_steps,
+            accuracy=evaluation.accuracy,
+            pinned=evaluation.pinned,
+            file=f"{EVALUATIONS}/step_{global_steps:06d}.jsonl",
+        )
+        self._emit(ended)
 
     def record_skipped_step(
         self,
@@ -217,6 +247,7 @@ class RunRecorder:
         ordinals = ", ".join(str(group.prompt.ordinal) for group in groups)
         sentence = f"step {global_steps} was skipped, {reason}; its batch is {path}, prompts {ordinals}"
         self._console.message(sentence)
+        self._emit(StepSkipped(global_steps=global_steps, reason=reason, file=str(path.relative_to(self._run_dir))))
         return self.counts.skipped_steps, sentence
 
     def write_summary(self, more: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +269,7 @@ class RunRecorder:
             "recorded_since": counts.recorded_since,
             **more,
             "failed_writes": dict(self._failed.counts),
+            "dropped_events": self._num_dropped(),
         }
         self.replace_summary(summary)
         return summary

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from configs.schema import Config
+from rollout.events.kinds import Emit, TrainersRestarted, nobody
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
@@ -61,8 +62,15 @@ class RecoveringWorkers:
     """
 
     def __init__(
-        self, *, group: "TrainWorkerGroup", store: CheckpointStore, config: Config, report: Callable[[str], None]
+        self,
+        *,
+        group: "TrainWorkerGroup",
+        store: CheckpointStore,
+        config: Config,
+        report: Callable[[str], None],
+        emit: Emit = nobody,
     ):
+        self._emit = emit
         self._group = group
         self._store = store
         self._report = report
@@ -157,7 +165,7 @@ class RecoveringWorkers:
                 reason = f"{lost}; all restarts of trainer.max_restarts={self._max_restarts} are used up"
                 raise TrainWorkersLostError(reason) from error
             self._restarts += 1
-            self._report(f"{lost}: the train workers start again ({self._restarts} of at most {self._max_restarts})")
+            self._tell(f"{lost}: the train workers start again ({self._restarts} of at most {self._max_restarts})")
             try:
                 return await self._restart()
             except TrainWorkersLostError:
@@ -181,10 +189,14 @@ class RecoveringWorkers:
         for step, batch in again:
             await self._group.train_step(batch, step)
         origin = "the first policy" if checkpoint is None else checkpoint.path.name
-        self._report(
+        self._tell(
             f"the train workers are back at step {self.global_steps}, {time.perf_counter() - started:.0f} s later: "
             f"from {origin}, with {len(again)} step(s) trained again"
         )
+
+    def _tell(self, text: str) -> None:
+        self._report(text)
+        self._emit(TrainersRestarted(text=text))
 
 
 class RecoveringUpdater:

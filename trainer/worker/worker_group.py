@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,7 @@ from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import Config
+from rollout.events.kinds import Emit, RankPublished, nobody
 from rollout.types import FloatArray
 from trainer.batch import StepBatch
 from trainer.checkpoint.store import CheckpointError
@@ -82,10 +84,12 @@ class TrainWorkerGroup:
         on_start: Callable[[str], Callable[[], None]],
         release: Callable[[], None] = lambda: None,
         placement: PlacementGroup | None = None,
+        emit: Emit = nobody,
     ):
         """`release` removes what dead workers have published. `placement` has a bundle for each rank, also for those
         that start again; None leaves the ranks to Ray."""
         self._trainer = config.trainer
+        self._emit = emit
         self._checkpoint_timeout_s = config.checkpoint.timeout_s
         self._release = release
         options: dict[str, Any] = {
@@ -188,7 +192,15 @@ class TrainWorkerGroup:
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Let every rank offer its rows."""
-        return merge(await self._on_all(lambda worker: worker.publish(order)))
+        started = time.perf_counter()
+
+        async def offered(rank: int, actor: Any) -> Manifest:
+            [part] = await _all([actor.call.remote(lambda worker: worker.publish(order))], rank)
+            seconds = time.perf_counter() - started
+            self._emit(RankPublished(global_steps=order.global_steps, rank=rank, seconds=seconds))
+            return part
+
+        return merge(await asyncio.gather(*(offered(rank, actor) for rank, actor in enumerate(self.actors))))
 
     async def send(self, manifest: Manifest) -> int:
         """Send the weights and return their checksum. If it fails on one rank or is cancelled, all sides stop."""
@@ -213,9 +225,9 @@ class TrainWorkerGroup:
             ray.kill(actor)
 
 
-async def _all(calls: Sequence[Any]) -> list[Any]:
-    """Return the answers by rank. Raise what was raised there."""
-    return await asyncio.gather(*(as_raised(call, f"train worker {rank}") for rank, call in enumerate(calls)))
+async def _all(calls: Sequence[Any], first: int = 0) -> list[Any]:
+    """Return the answers by rank. Raise what was raised there. `first`: the rank of the first call."""
+    return await asyncio.gather(*(as_raised(call, f"train worker {rank}") for rank, call in enumerate(calls, first)))
 
 
 def _reason(error: Exception) -> str:

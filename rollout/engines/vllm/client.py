@@ -61,7 +61,11 @@ class GatedLLM(AsyncLLM):
 
         def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             states = processor.request_states  # an aborted request has none
-            self.usage.tokens += sum(len(one.new_token_ids) for one in outputs if one.request_id in states)
+            for one in outputs:
+                if (state := states.get(one.request_id)) is not None:
+                    self.usage.tokens += len(one.new_token_ids)
+                    if state.is_prefilling and one.new_token_ids:
+                        self.usage.began(self._client_name(state))
             self.outputs_came.set()
             return process_outputs(outputs, *args, **kwargs)
 
@@ -170,6 +174,21 @@ class GatedLLM(AsyncLLM):
     def output_counts(self) -> dict[str, int]:
         """Tokens that each running request has sampled. Exact only while frozen."""
         return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
+
+    def _client_name(self, state: Any) -> str:
+        """`state`: vLLM's record of a request."""
+        name: str = state.external_req_id
+        return self.client_ids.get(name, name)
+
+    def kv_usage(self) -> float | None:
+        """Share of the KV cache that the tokens of running requests need. A prefix that several share counts as often
+        as they do, so it may be more than 1. None where the size of the cache is not known."""
+        cache = self.vllm_config.cache_config
+        if not cache.num_gpu_blocks:
+            return None
+        states: Any = self.output_processor.request_states.values()
+        tokens = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+        return tokens / (cache.num_gpu_blocks * cache.block_size)
 
     def running_states(self) -> dict[str, Any]:
         """vLLM's record of every running request, by the name that its client knows. One of its samples stands for

@@ -131,6 +131,9 @@ class VllmEngine:
     def usage(self) -> Usage:
         return self._llm.usage
 
+    def kv_usage(self) -> float | None:
+        return self._llm.kv_usage()
+
     def gauges(self) -> dict[str, float]:
         admission = self._llm.admission
         return {

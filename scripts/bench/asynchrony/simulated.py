@@ -6,12 +6,15 @@ figures repeat exactly.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import make_buffer
+from rollout.events.driver import NO_EVENTS, DriverEvents, Write
+from rollout.events.log import EventLog
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.prompts import PromptStream
 from rollout.replica.replica import RolloutReplica
@@ -54,33 +57,25 @@ def bench_simulated(num_steps: int) -> dict[str, float]:
 
 def run_job(job: Job, max_staleness: int) -> Outcome:
     """Run the whole job on a virtual clock. The same arguments give the same outcome."""
-    return run_virtual(_run(job, max_staleness))
+    return run_virtual(run_job_here(job, max_staleness))
 
 
-async def _run(job: Job, max_staleness: int) -> Outcome:
+async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = None, recorder: Any = None) -> Outcome:
+    """Run the job on the clock of the running event loop. `write`: takes its events. `recorder`: takes its steps."""
     clock = asyncio.get_running_loop().time
-    config = Config(
-        algorithm=AlgorithmConfig(group_size=job.group_size),
-        rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
-        trainer=TrainerConfig(
-            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=1e6
-        ),
-        weight_sync=WeightSyncConfig(),
-    )
-    replicas = [SimulatedReplica(f"replica-{index}", job) for index in range(job.num_replicas)]
+    events = NO_EVENTS if write is None else DriverEvents(write, clock)
+    logs = {f"replica-{index}": EventLog(clock, is_on=events.is_on) for index in range(job.num_replicas)}
+    of_agents = EventLog(clock, is_on=events.is_on)
+    config = _config(job, max_staleness)
+    replicas = [SimulatedReplica(name, job, log) for name, log in logs.items()]
     workers: Any = SimulatedTrainer(job.train_s)  # stands for the trainer's own workers
     buffer = make_buffer(config)
+    buffer.emit = events.emit
     router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append)
+    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append, events=events)
     row = Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")
     manager = CheckpointManager(workers, fleet, config.weight_sync)
-    agents = AgentWorker(
-        config=config,
-        tokenizer=NoTokenizer(),
-        loop=ForcedLengths({"": job.length_of}),
-        scorer=NO_REWARD,
-        replicas={replica.name: replica.generate_group for replica in replicas},
-    )
+    agents = _agent_worker(config, job, replicas, of_agents)
     rollouter = Rollouter(
         stream=PromptStream([row], seed=0),
         buffer=buffer,
@@ -90,6 +85,7 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         sampling=SamplingParams(),
         group_size=job.group_size,
         group_timeout_s=1e6,
+        emit=events.emit,
     )
     nothing: Any = Nothing()
     no_checkpoints: Any = NoCheckpoints()
@@ -100,14 +96,17 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
         manager=manager,
         held_out=nothing,
         fleet=nothing,
-        recorder=nothing,
+        recorder=recorder or nothing,
         checkpointer=no_checkpoints,
+        emit=events.emit,
     )
+
     await manager.update_weights(0)
     started, busy_before = clock(), [replica.busy_s for replica in replicas]
-    await run_with_background(loop.run(), background=[rollouter.run()])
+    await run_with_background(loop.run(), background=[rollouter.run(), _collect_events(fleet, events, of_agents)])
     seconds = clock() - started
     busy_s = sum(replica.busy_s for replica in replicas) - sum(busy_before)
+    await _collect_once(fleet, events, of_agents)
     tokens = sum(map(sum, group_lengths(job)))
     return Outcome(
         seconds=seconds,
@@ -118,10 +117,44 @@ async def _run(job: Job, max_staleness: int) -> Outcome:
     )
 
 
+def _agent_worker(config: Config, job: Job, replicas: Sequence["SimulatedReplica"], events: EventLog) -> AgentWorker:
+    return AgentWorker(
+        config=config,
+        tokenizer=NoTokenizer(),
+        loop=ForcedLengths({"": job.length_of}),
+        scorer=NO_REWARD,
+        events=events,
+        replicas={replica.name: replica.generate_group for replica in replicas},
+    )
+
+
+async def _collect_events(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
+    """As the fleet's monitor and the group of agent workers do, once a second."""
+    while True:
+        await asyncio.sleep(1.0)
+        await _collect_once(fleet, events, of_agents)
+
+
+async def _collect_once(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
+    await fleet.collect_progress()
+    events.take("agent-worker-0", of_agents.take(), events.clock())
+
+
+def _config(job: Job, max_staleness: int) -> Config:
+    return Config(
+        algorithm=AlgorithmConfig(group_size=job.group_size),
+        rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
+        trainer=TrainerConfig(
+            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=1e6
+        ),
+        weight_sync=WeightSyncConfig(),
+    )
+
+
 class SimulatedReplica(RolloutReplica):
     """A replica that measures how long its engine was stepping."""
 
-    def __init__(self, name: str, job: Job):
+    def __init__(self, name: str, job: Job, events: EventLog):
         self._token_s = job.token_s
         self.busy_s = 0.0
         engine = SimulatedEngine(
@@ -131,7 +164,7 @@ class SimulatedReplica(RolloutReplica):
             swap_s=job.swap_s,
             sleep=self._sleep,
         )
-        super().__init__(name, engine, WeightSyncConfig())
+        super().__init__(name, engine, WeightSyncConfig(), events=events)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from scripts.timeline import TRACE_FILE, write_trace
 from tests.support.whole_runs import SIZES, START_DEADLINE_S, Run, check_training, started, trained
+from trainer.tracking.events.reader import EventReader
+from trainer.tracking.events.view import RunView
 from trainer.tracking.metric_list import describe, metric_list
 from trainer.tracking.sinks import read_metrics
 
+CLOCK_ERROR_S = 0.05
 STEPS, EVALUATED = 40, 20
 """Enough steps after the evaluation that its replica is back long before the last prompts are given out."""
 
@@ -49,6 +53,36 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
             assert record["staleness/max"] <= 2
             assert record["actor/grad_norm"] >= 0
         check_metric_list(metrics, steps)
+        check_events(run)
+
+
+def check_events(run: Run) -> None:
+    """Every trajectory, step and update is there, on one clock, with the versions of the records."""
+    reader, view = EventReader(run.run_dir), RunView()
+    for stamped in reader:
+        view.add(stamped)
+    assert (reader.num_damaged, reader.num_unknown, view.num_dropped) == (0, 0, 0)
+    assert view.ended is not None and view.ended.exit_code == 0 and sorted(view.steps) == list(range(STEPS + 1))
+    lines = [line for step in trained(run) for line in step]
+    versions = sorted(sorted({version for _, _, version in line["sequences"][0]["versions"]}) for line in lines)
+    turns = [turn for group in view.groups.values() for one in group.trajectories.values() for turn in one.turns]
+    assert sorted([version for _, version in turn.borders] for turn in turns) == versions
+    assert {turn.replica for turn in turns} == {"replica-0", "replica-1"}
+    assert all(turn.first_token is not None and turn.end is not None for turn in turns)
+    for group in view.groups.values():
+        assert group.claimed is not None and group.ready is not None and group.trained is not None
+        for turn in (turn for one in group.trajectories.values() for turn in one.turns):
+            assert turn.end is not None and turn.start < turn.end
+            assert group.claimed - CLOCK_ERROR_S < turn.start and turn.end < group.ready + CLOCK_ERROR_S
+    for number in range(1, STEPS + 1):
+        step = view.steps[number]
+        assert step.recorded is not None and step.published[0][1] > 0 and len(step.ordinals) == 4
+        pauses = [updates[number].pause_s for updates in view.updates.values() if number in updates]
+        assert pauses and all(pause is not None and pause > 0 for pause in pauses)
+    loads = [sample.load.kv_usage for samples in view.loads.values() for sample in samples]
+    assert loads and all(usage is not None and 0 <= usage < 8 for usage in loads)
+    assert view.evaluations[EVALUATED].file == f"evaluations/step_{EVALUATED:06d}.jsonl"
+    assert write_trace(run.run_dir, run.run_dir / TRACE_FILE) > 3 * len(lines)
 
 
 def check_metric_list(records: list[dict[str, float]], steps: list[dict[str, float]]) -> None:

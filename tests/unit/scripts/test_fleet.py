@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from rollout.events.driver import DriverEvents, reporting
+from rollout.events.kinds import FleetEvent, FleetEventKind, UpdateStarted
 from rollout.fleet.app import fleet_app
-from rollout.fleet.events import EVENTS_FILE, FleetEvent, FleetEventKind, FleetEventLog
 from rollout.http.server import linked_socket, served
 from scripts import fleet
 from tests.support.fakes import settle
 from tests.support.fleets import OperatedFleet
+from tests.support.happenings import make_writer
+from trainer.tracking.events.lines import EVENTS_FILE
 
 Call = Callable[..., Awaitable[str]]
 
@@ -113,13 +116,19 @@ def test_a_run_that_ends_before_it_answers_is_told(tmp_path: Path) -> None:
 def test_the_history_is_told_also_after_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line that was cut off costs no other."""
     shown: list[str] = []
-    log = FleetEventLog(tmp_path / EVENTS_FILE, shown.append)
-    log(FleetEvent(FleetEventKind.GIVEN_UP, "replica-0", "replica-0 is given up: out of memory"))
-    with log.path.open("a") as file:
-        file.write('{"time": "20')
-    log(FleetEvent(FleetEventKind.PAUSED, None, "paused (keep) by alice"))
-    with log.path.open("ab") as file:
-        file.write(b'{"time": "\xc3')
+
+    def happens(event: FleetEvent) -> None:
+        with make_writer(tmp_path) as writer:
+            events = DriverEvents(writer.put)
+            events.emit(UpdateStarted(global_steps=1))
+            reporting(events, shown.append)(event)
+
+    happens(FleetEvent(FleetEventKind.GIVEN_UP, "replica-0", "replica-0 is given up: out of memory"))
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"kind":"fle')
+    happens(FleetEvent(FleetEventKind.PAUSED, None, "paused (keep) by alice"))
+    with (tmp_path / EVENTS_FILE).open("ab") as file:
+        file.write(b'{"kind":"\xc3\n')
     assert shown == ["replica-0 is given up: out of memory", "paused (keep) by alice"]
     fleet.main(["--run", str(tmp_path), "status", "--history"])
     head, lost, paused, cut = capsys.readouterr().out.splitlines()
@@ -127,12 +136,6 @@ def test_the_history_is_told_also_after_the_run(tmp_path: Path, capsys: pytest.C
     assert head.split() == ["time", "(UTC)", "event", "what"]
     assert re.fullmatch(time + "given up  replica-0 is given up: out of memory", lost)
     assert re.fullmatch(time + r"paused    paused \(keep\) by alice", paused)
-    assert cut == "2 lines of fleet.jsonl are cut off"
-    with pytest.raises(SystemExit, match="^fleet error: --run .*none: nothing has happened"):
+    assert cut == "2 lines of events.jsonl are cut off"
+    with pytest.raises(SystemExit, match="^fleet error: --run .*none: no events.jsonl there: nothing has happened"):
         fleet.main(["--run", str(tmp_path / "none"), "status", "--history"])
-
-
-def test_an_event_that_cannot_be_written_is_shown_and_does_not_end_the_run(tmp_path: Path) -> None:
-    shown: list[str] = []
-    FleetEventLog(tmp_path / "none" / EVENTS_FILE, shown.append)(FleetEvent(FleetEventKind.PAUSED, None, "paused"))
-    assert shown[0] == "paused" and shown[1].startswith("fleet.jsonl cannot be written: ")

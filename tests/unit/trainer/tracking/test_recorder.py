@@ -59,6 +59,7 @@ def test_summary_has_every_key(tmp_path: Path) -> None:
         "pause_ms_p99": 30.0,
         "skipped_steps": 0,
         "failed_writes": {},
+        "dropped_events": 0,
         "recorded_since": 0,
         "restarted": 0,
     }

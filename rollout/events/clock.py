@@ -1,0 +1,64 @@
+"""One clock for all processes: the driver's.
+
+The driver's clock is its machine's wall clock, read once, plus the seconds of its monotonic clock since: it never
+jumps. Every other process stamps its events with its own monotonic clock. The driver measures how far that is from its
+own whenever it takes events: it asks at time a, the answer carries the process's clock m, and comes at time b. The
+process read m somewhere between a and b, so that `(a + b) / 2 - m` is the offset, wrong by half the round trip at most.
+The measurement with the shortest round trip counts. As two clocks drift apart, it is worth less from second to second,
+and a newer one takes its place.
+"""
+
+import time
+from dataclasses import dataclass
+
+DRIFT = 1e-4
+"""Seconds per second by which two monotonic clocks may drift apart: twice what crystals in servers do."""
+
+
+class DriverClock:
+    """Seconds since the epoch, monotonic."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._offset
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """The driver's clock minus that of a process."""
+
+    seconds: float
+    error_s: float
+    """At most so far off when it was measured."""
+    measured: float
+    """When, on the driver's clock."""
+
+    def error_at(self, now: float) -> float:
+        return self.error_s + DRIFT * (now - self.measured)
+
+
+class RemoteClock:
+    """The clock of another process, as the driver knows it.
+
+    Example:
+        clock = RemoteClock()
+        clock.measure(asked=100.0, remote=7.0, answered=100.2)  # offset 93.1, wrong by 0.1 at most
+        clock.to_driver(6.5)  # 99.6
+    """
+
+    def __init__(self) -> None:
+        self.offset: Offset | None = None
+
+    def measure(self, *, asked: float, remote: float, answered: float) -> bool:
+        """`asked`, `answered`: on the driver's clock. Returns whether this is the measurement that counts now."""
+        found = Offset((asked + answered) / 2 - remote, (answered - asked) / 2, answered)
+        if self.offset is not None and self.offset.error_at(answered) <= found.error_s:
+            return False
+        self.offset = found
+        return True
+
+    def to_driver(self, remote: float) -> float:
+        assert self.offset is not None, "measure comes first"
+        return remote + self.offset.seconds

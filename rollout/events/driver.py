@@ -1,0 +1,82 @@
+"""The driver's side of events: its own, and those of all other processes, on one clock."""
+
+from collections.abc import Callable, Sequence
+
+from rollout.events.clock import DriverClock, RemoteClock
+from rollout.events.kinds import ClockMeasured, Event, EventsDropped, FleetEvent, Report, Stamped
+from rollout.events.log import EventBatch
+
+DRIVER = "driver"
+Write = Callable[[Sequence[Stamped]], None]
+"""Returns at once and raises nothing."""
+
+
+class DriverEvents:
+    """Stamps the events of the driver, and those that other processes hand over, and gives them to a writer.
+
+    Example:
+        events = DriverEvents(writer.put)
+        events.emit(UpdateStarted(global_steps=7))
+        asked = events.clock()
+        report = await replica.progress(known)
+        events.take("replica-0", report.events, asked)
+    """
+
+    def __init__(self, write: Write, clock: Callable[[], float] | None = None, *, is_on: bool = True):
+        """`is_on`: False takes no frequent events (trainer.events=false)."""
+        self._write = write
+        self.clock = clock or DriverClock()
+        self.is_on = is_on
+        self._clocks: dict[str, RemoteClock] = {}
+        self._next: dict[str, int] = {}  # number of the event of each process that comes next
+        self._num_lost = 0
+
+    def emit(self, event: Event) -> None:
+        if self.is_on or not event.is_frequent:
+            self._write([Stamped(self.clock(), DRIVER, event)])
+
+    def take(self, process: str, batch: EventBatch, asked: float) -> None:
+        """`asked`: when the question was sent whose answer has just come, on the driver's clock."""
+        if not self.is_on:
+            return
+        answered = self.clock()
+        clock = self._clocks.setdefault(process, RemoteClock())
+        stamped: list[Stamped] = []
+        if clock.measure(asked=asked, remote=batch.now, answered=answered) and clock.offset is not None:
+            measured = ClockMeasured(
+                process=process, offset_s=clock.offset.seconds, error_s=round(clock.offset.error_s, 6)
+            )
+            stamped.append(Stamped(answered, DRIVER, measured))
+        lost = batch.first - self._next.get(process, 0)
+        if lost > 0:
+            self._num_lost += lost
+            dropped = EventsDropped(count=lost, total=self._num_lost, why="process")
+            stamped.append(Stamped(answered, DRIVER, dropped))
+        self._next[process] = batch.first + len(batch.events)
+        pairs = zip(batch.times, batch.events, strict=True)
+        stamped += [Stamped(clock.to_driver(time), process, event) for time, event in pairs]
+        self._write(stamped)
+
+    @property
+    def num_lost(self) -> int:
+        """Events that were lost on the way from other processes."""
+        return self._num_lost
+
+    def begins_anew(self, process: str) -> None:
+        """Another process has the name from here on: its clock and its numbers are others."""
+        self._clocks.pop(process, None)
+        self._next.pop(process, None)
+
+
+def reporting(events: DriverEvents, show: Callable[[str], None]) -> Report:
+    """Of a fleet: each of its events goes to the others, and its sentence to `show`."""
+
+    def report(event: FleetEvent) -> None:
+        show(event.text)
+        events.emit(event)
+
+    return report
+
+
+NO_EVENTS = DriverEvents(lambda stamped: None, is_on=False)
+"""For whom nobody listens to."""

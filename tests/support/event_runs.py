@@ -1,0 +1,48 @@
+"""Simulated runs with events: the real scheduler on a virtual clock."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.events.kinds import Stamped, StepRecorded
+from scripts.bench.asynchrony.limits import Job
+from scripts.bench.asynchrony.outcome import Outcome
+from scripts.bench.asynchrony.simulated import run_job_here
+from scripts.bench.common import LogNormalLengths
+from scripts.bench.stand_ins import Nothing
+from scripts.bench.virtual_clock import run_virtual
+
+JOB = Job(
+    length_of=LogNormalLengths(mean=20, sigma=0.8, cap=120), num_steps=6, prompts_per_step=3, group_size=3, train_s=1.0
+)
+
+
+@dataclass
+class Trained(Nothing):
+    """Keeps what each step was trained on: (prompt, token ids, version spans). `write`: takes its events."""
+
+    write: Callable[[Sequence[Stamped]], None] | None = None
+
+    steps: list[list[tuple[int, bytes, Any]]] = field(default_factory=list)
+
+    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None:
+        rows = [
+            (group.prompt.ordinal, sequence.token_ids.tobytes(), sequence.spans)
+            for group in groups
+            for trajectory in group.trajectories
+            for sequence in trajectory.sequences
+        ]
+        self.steps.append(rows)
+        if self.write is not None:
+            event = StepRecorded(global_steps=global_steps, file=f"trajectories/step_{global_steps:06d}.jsonl")
+            self.write([Stamped(asyncio.get_running_loop().time(), "driver", event)])
+
+
+def simulated(job: Job = JOB, *, tells: bool = True) -> tuple[list[Stamped], Trained, Outcome]:
+    """Events of a run, what it trained, and how long it took."""
+    stamped: list[Stamped] = []
+    write = stamped.extend if tells else None
+    trained = Trained(write)
+    outcome = run_virtual(run_job_here(job, 2, write=write, recorder=trained))
+    return stamped, trained, outcome

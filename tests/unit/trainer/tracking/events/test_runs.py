@@ -1,0 +1,110 @@
+"""Events of simulated runs: they change nothing, and the screens can be folded from them."""
+
+import pytest
+
+from rollout.events.kinds import KINDS, GroupTrained, ReplicaLoad, Resumed, StepPartEnded, TurnEnded, TurnStarted
+from tests.support.event_runs import JOB, simulated
+from tests.support.happenings import at, recorded, turn
+from trainer.tracking.events.slices import Lanes, VersionSlice, version_slices
+from trainer.tracking.events.view import RunView
+
+
+def test_a_run_trains_the_same_tokens_with_and_without_events() -> None:
+    events, trained, outcome = simulated()
+    silent, trained_before, outcome_before = simulated(tells=False)
+    assert trained.steps == trained_before.steps and len(trained.steps) == JOB.num_steps
+    assert outcome == outcome_before
+    assert silent == [] and len(events) > 10 * JOB.num_trajectories
+
+
+def test_every_trajectory_is_there_with_its_turn_its_reward_and_its_step() -> None:
+    events, trained, _ = simulated()
+    view = RunView()
+    for stamped in events:
+        view.add(stamped)
+    in_steps = {group.ordinal: group for group in view.groups.values() if group.trained_step is not None}
+    assert {(o, g.trained_step) for o, g in in_steps.items()} == {
+        (ordinal, number) for number, rows in enumerate(trained.steps, 1) for ordinal, _, _ in rows
+    }
+    for group in in_steps.values():
+        assert group.claimed is not None and group.ready is not None and group.trained is not None
+        assert group.claimed <= group.ready <= group.trained and len(group.trajectories) == JOB.group_size
+        for one in group.trajectories.values():
+            [its_turn] = one.turns
+            assert its_turn.end is not None and its_turn.first_token is not None and one.episode_span is not None
+            assert group.claimed <= its_turn.start < its_turn.first_token <= its_turn.end <= group.ready
+            assert one.reward_span is not None and one.reward_span.end is not None and one.reward == 0.0
+    of_turns = sorted(t.borders for g in in_steps.values() for one in g.trajectories.values() for t in one.turns)
+    spans = [spans for rows in trained.steps for _, _, spans in rows]
+    assert of_turns == sorted(tuple((span.start, span.global_steps) for span in some) for some in spans)
+    assert any(len(borders) > 1 for borders in of_turns)  # a trajectory of two versions
+
+
+def test_every_step_and_update_is_whole() -> None:
+    events, _, _ = simulated()
+    view = RunView()
+    for stamped in events:
+        view.add(stamped)
+    for number in range(1, JOB.num_steps + 1):
+        step = view.steps[number]
+        assert {"wait", "assemble", "train", "update"} == {name for name, _ in step.parts}
+        assert all(span.end is not None for _, span in step.parts) and len(step.ordinals) == JOB.prompts_per_step
+        for replica in ("replica-0", "replica-1"):
+            update = view.updates[replica][number]
+            times = [update.stage_started, update.stage_ended, update.held, update.frozen]
+            times += [update.swapped, update.verified, update.resumed]
+            assert None not in times and times == sorted(times, key=lambda time: time or 0.0)
+            assert update.pause_s == pytest.approx(JOB.swap_s)
+    assert all(load.load.kv_usage is None and load.load.running >= 0 for load in view.loads["replica-0"])
+    assert len(view.loads["replica-0"]) >= 2
+
+
+def test_events_of_a_process_are_in_the_order_of_time() -> None:
+    events, _, _ = simulated()
+    for who in {stamped.who for stamped in events}:
+        times = [stamped.time for stamped in events if stamped.who == who]
+        assert times == sorted(times)
+    kinds = {type(stamped.event) for stamped in events}
+    assert {TurnStarted, TurnEnded, GroupTrained, ReplicaLoad, StepPartEnded} <= kinds <= set(KINDS.values())
+
+
+def test_a_resume_takes_back_steps_and_what_they_trained() -> None:
+    view = RunView()
+    trained = [at(step, GroupTrained(global_steps=step, ordinal=step)) for step in (1, 2)]
+    for stamped in [recorded(1), recorded(2), *trained, at(9, Resumed(global_steps=1))]:
+        view.add(stamped)
+    assert set(view.steps) == {1}
+    assert [view.groups[ordinal].trained_step for ordinal in (1, 2)] == [1, None]
+
+
+def test_what_is_old_can_be_forgotten() -> None:
+    events, _, _ = simulated()
+    view = RunView()
+    for stamped in events:
+        view.add(stamped)
+    trained = {group.trained_step for group in view.groups.values()}
+    view.forget_before(3)
+    assert {1, 2, 3} <= trained and {group.trained_step for group in view.groups.values()} == trained - {1, 2}
+    assert min(view.steps) == 3 and min(view.updates["replica-0"]) == 3
+
+
+def test_a_turn_is_cut_where_its_replica_swapped() -> None:
+    cut = version_slices(0.0, 9.0, [(0, 4), (12, 5)], [(3.0, 5), (20.0, 6)])
+    assert cut == [VersionSlice(0.0, 3.0, 4), VersionSlice(3.0, 9.0, 5)]
+    assert version_slices(0.0, 9.0, [(0, 4), (12, 5)], []) == [VersionSlice(0.0, 9.0, 5)]
+    assert version_slices(0.0, 9.0, [], [(3.0, 5)]) == []
+
+
+def test_what_runs_at_the_same_time_has_lanes_of_its_own() -> None:
+    lanes = Lanes()
+    assert [lanes.take(), lanes.take(), lanes.take()] == [0, 1, 2]
+    lanes.give_back(1)
+    lanes.give_back(0)
+    assert [lanes.take(), lanes.take(), lanes.take()] == [0, 1, 3] and lanes.num_used == 4
+
+
+def test_a_turn_that_goes_on_has_no_end() -> None:
+    view = RunView()
+    view.add(turn(0, 1.0, 2.0, [(0, 1)], "replica-0")[0])
+    [open_turn] = view.groups[0].trajectories[0].turns
+    assert (open_turn.start, open_turn.end, open_turn.replica) == (1.0, None, "replica-0")

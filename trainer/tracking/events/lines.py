@@ -1,0 +1,109 @@
+"""The lines of events.jsonl: one JSON object per event, in UTF-8.
+
+Example: {"kind":"replica_frozen","t":1764000000.25,"who":"replica-0","global_steps":7}
+"""
+
+import dataclasses
+from functools import lru_cache
+from pathlib import Path
+from re import compile as pattern
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout.events.kinds import KINDS, Event, Stamped, kind_name
+
+EVENTS_FILE = "events.jsonl"
+"""The first file of a run folder; the next ones are events.2.jsonl, events.3.jsonl and so on."""
+_NAME = pattern(r"events(?:\.(\d+))?\.jsonl")
+_HEAD = b'{"kind":"'
+_encode = msgspec.json.Encoder().encode
+
+
+class DamagedLineError(ValueError):
+    """No event, but a line that was cut off or altered."""
+
+
+class UnknownKindError(ValueError):
+    """An event of a kind that this version does not know."""
+
+
+class _Place(msgspec.Struct):
+    t: float
+    who: str
+
+
+_place = msgspec.json.Decoder(_Place).decode
+
+
+class EventFile(NamedTuple):
+    number: int
+    path: Path
+
+
+def event_path(run_dir: Path, number: int) -> Path:
+    return run_dir / (EVENTS_FILE if number == 1 else f"events.{number}.jsonl")
+
+
+def event_files(run_dir: Path) -> list[EventFile]:
+    """Those that are there, the oldest first."""
+    found = [(name, path) for path in run_dir.glob("events*.jsonl") if (name := _NAME.fullmatch(path.name))]
+    return sorted(EventFile(int(name[1] or 1), path) for name, path in found)
+
+
+def to_line(stamped: Stamped) -> bytes:
+    try:
+        body = _encode(stamped.event)
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold
+        body = _encode(_escaped(stamped.event))
+    rest = body[1:] if len(body) == 2 else b"," + body[1:]
+    return _heads(type(stamped.event)) + b'%.6f,"who":%s' % (stamped.time, _encode(stamped.who)) + rest + b"\n"
+
+
+def from_line(line: bytes) -> Stamped:
+    """`line`: with or without its end. Raises DamagedLineError and UnknownKindError."""
+    name = line[len(_HEAD) : line.find(b'"', len(_HEAD))]
+    if not line.startswith(_HEAD):
+        raise DamagedLineError(f"{line[:40]!r}")
+    try:
+        decode = _decoders(name)
+    except KeyError:
+        _checked(line)
+        raise UnknownKindError(name.decode(errors="backslashreplace")) from None
+    try:
+        place = _place(line)
+        return Stamped(place.t, place.who, decode(line))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedLineError(str(error)) from None
+
+
+def is_frequent(line: bytes) -> bool:
+    """By the beginning of the line alone; True for what is no event."""
+    kind = KINDS.get(line[len(_HEAD) : line.find(b'"', len(_HEAD))].decode(errors="replace"))
+    return kind is None or kind.is_frequent
+
+
+def _checked(line: bytes) -> None:
+    try:
+        _place(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedLineError(str(error)) from None
+
+
+@lru_cache(maxsize=128)
+def _heads(kind: type[Event]) -> bytes:
+    return _HEAD + kind_name(kind).encode() + b'","t":'
+
+
+@lru_cache(maxsize=128)
+def _decoders(name: bytes) -> Any:
+    return msgspec.json.Decoder(KINDS[name.decode(errors="replace")]).decode
+
+
+def _escaped(event: Event) -> Event:
+    texts = {
+        field.name: value.encode(errors="backslashreplace").decode()
+        for field in dataclasses.fields(event)
+        if isinstance(value := getattr(event, field.name), str)
+    }
+    return dataclasses.replace(event, **texts)

@@ -50,7 +50,8 @@ def demonstrations(
 ) -> list[tuple[str, str]]:
     """`num` pairs of a question and an answer, drawn with replacement from the part `train`, for a tiny model's warm-up
     (data.demonstrations): first right answers, which teach to solve the problems, then mostly hasty ones, which leave
-    something for reinforcement learning to improve. Raises as `rows` does."""
+    something for reinforcement learning to improve. An answer begins with a space, as words within a question do: to a
+    tokenizer they are other words without it. Raises as `rows` does."""
     problems, rng = rows("train", tasks=tasks, sizes=sizes, data_seed=data_seed), random.Random(seed)
     answers = {task: {row["answer"]: None for row in problems if row["data_source"] == task} for task in tasks}
 
@@ -58,7 +59,7 @@ def demonstrations(
         is_right = place < RIGHT_SHARE * num or rng.random() > HASTINESS
         return row["answer"] if is_right else _hasty(row["question"], list(answers[row["data_source"]]))
 
-    return [(row["question"], answer(place, row)) for place, row in enumerate(rng.choices(problems, k=num))]
+    return [(row["question"], f" {answer(place, row)}") for place, row in enumerate(rng.choices(problems, k=num))]
 
 
 def _hasty(question: str, answers: Sequence[str]) -> str:

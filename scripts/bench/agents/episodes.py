@@ -237,9 +237,9 @@ class _Gauge:
 class _OneToken:
     """A tokenizer to which every text is one token."""
 
-    eos_token_id = 0
+    eos_token_id, is_fast = 0, False
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": [7]}
 
     def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:

@@ -28,7 +28,7 @@ def searches(steps: list[Metrics], before: Metrics) -> None:
 
 
 def answers_in_a_word(steps: list[Metrics], before: Metrics) -> None:
-    assert "val/chain_sum/avg@1" in before
+    assert "val/needle_haystack/avg@1" in before
     assert all(0 <= record["critic/rewards/mean"] <= 1 for record in steps)
 
 
@@ -40,7 +40,7 @@ def answers_in_a_word(steps: list[Metrics], before: Metrics) -> None:
         ("agent", "chat", 60, calls_the_calculator),
         ("search_world", "chat", 80, searches),
         pytest.param(
-            *("reasoning_gym", "small", 60, answers_in_a_word),
+            *("reasoning_gym", "chat", 60, answers_in_a_word),
             marks=pytest.mark.skipif(not HAS_REASONING_GYM, reason="needs the extra reasoning-gym"),
         ),
     ],

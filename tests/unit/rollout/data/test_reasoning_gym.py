@@ -97,7 +97,7 @@ def test_a_row_of_other_data_has_no_such_reward() -> None:
 def test_demonstrations_are_right_at_first_and_then_hasty() -> None:
     train = {row["question"]: row["answer"] for row in rows("train", tasks=TASKS, sizes=SIZES)}
     shown = demonstrations(400, 0, tasks=TASKS, sizes=SIZES)
-    is_right = [train[question] == answer for question, answer in shown]
+    is_right = [f" {train[question]}" == answer for question, answer in shown]
     assert len(shown) == 400 and all(is_right[:320]) and 0.2 < sum(is_right[320:]) / 80 < 0.7
     assert shown != demonstrations(400, 1, tasks=TASKS, sizes=SIZES)
 

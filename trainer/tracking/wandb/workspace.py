@@ -106,7 +106,7 @@ def _section(section: ViewSection, ws: Any) -> Any:
 
 
 def _panel(chart: Chart) -> Any:
-    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.reports.v2.interface as wr
 
     if not isinstance(chart, LineChart):
         return wr.MediaBrowser(title=chart.title, media_keys=[chart.key])
@@ -120,7 +120,7 @@ def report(entity: str, project: str) -> Any:
 
     Raises what `ensure_workspace` raises: it asks wandb for the project.
     """
-    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.reports.v2.interface as wr
     from wandb_workspaces import expr
 
     runsets = [

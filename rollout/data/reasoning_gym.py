@@ -63,10 +63,11 @@ def demonstrations(
 
 
 def _hasty(question: str, answers: Sequence[str]) -> str:
-    """The word of the question that comes first of those that answer any problem of the task; without one, the first
-    answer of all."""
-    found = {place: answer for answer in answers if (place := question.find(answer)) >= 0}
-    return found[min(found)] if found else answers[0]
+    """The word of the question that comes last of those that answer any problem of the task; without one, the first
+    answer of all. Example: _hasty("... (Answer Yes or No)", ["Yes", "No"]) == "No"
+    """
+    found = {place: answer for answer in answers if (place := question.rfind(answer)) >= 0}
+    return found[max(found)] if found else answers[0]
 
 
 def dataset(task: str, config: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import httpx
 from rollout.http.token import TOKEN_FILE
 from tests.support.whole_runs import Run, started
 
-START_DEADLINE_S = 240
+START_DEADLINE_S = 400
 DEADLINE_S = 120
 AT_ONCE_S = 20
 """Deadline of what would never come if it waited for a resume. A busy machine may leave a process without a core for

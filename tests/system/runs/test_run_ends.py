@@ -61,6 +61,7 @@ def steps(run: Run) -> int:
     return run.output.read_text().count("\nstep ")
 
 
+@pytest.mark.slow
 def test_control_routes_pause_the_run_and_ctrl_c_ends_everything_and_keeps_what_was_logged(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -77,6 +77,7 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     assert max(len(completion.spans) for completion in completions) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_control_calls_and_updates_under_load(engine_spec: EngineSpec, tiny_model: Path) -> None:
     replica = create_replica("replica-0", engine_spec, no_redirect)

@@ -41,7 +41,7 @@ class Recorded(Trained):
 
 
 def simulated_run(run_dir: Path, *, tells: bool = True) -> Path:
-    """A folder of eight steps of three groups of three on two replicas. `tells`: it has events. Its prompts are HOSTILE."""
+    """A folder of eight steps of three groups of three on two replicas; prompts are HOSTILE. `tells`: it has events."""
     run_dir.mkdir(parents=True)
     stamped: list[Stamped] = []
     run_virtual(run_job_here(JOB, 2, write=stamped.extend, recorder=Recorded(run_dir, stamped)))

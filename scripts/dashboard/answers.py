@@ -120,7 +120,7 @@ class Answers:
         rule, text = advise(gather(rows, self._flat_config(run), loads))
         return {"rule": rule, "text": text, "steps": LATEST_STEPS}
 
-    def staleness(self, run: str, step: int) -> dict[str, Any]:
+    def staleness(self, run: str, step: int = 0) -> dict[str, Any]:
         """Sampled tokens of a step by staleness in versions; of the latest step with `step` 0."""
         steps = self.steps_of(run)
         step = self._step(steps, step)
@@ -147,8 +147,16 @@ class Answers:
         }
 
     def groups(
-        self, run: str, step: int, sort: str, descending: bool, which: str, text: str, offset: int
+        self,
+        run: str,
+        step: int = 0,
+        sort: str = "ordinal",
+        descending: bool = False,
+        which: str = "all",
+        text: str = "",
+        offset: int = 0,
     ) -> dict[str, Any]:
+        """A page of the table of a step's groups; of the latest step with `step` 0."""
         steps = self.steps_of(run)
         step = self._step(steps, step)
         if not step:
@@ -167,7 +175,7 @@ class Answers:
             raise DashboardError(f"step={step}, ordinal={ordinal}: no such group")
         return {"ordinal": ordinal, "step": step, "rows": [trajectory_row(one) for one in entries[:MOST_PAGE]]}
 
-    def discarded(self, run: str, offset: int) -> dict[str, Any]:
+    def discarded(self, run: str, offset: int = 0) -> dict[str, Any]:
         """Groups that were not trained, of 20 files at a time, the latest first."""
         total, rows = self.steps_of(run).discarded(slice(max(0, offset), max(0, offset) + 20))
         return {"total": total, "offset": offset, "rows": rows[:MOST_PAGE]}

@@ -8,6 +8,7 @@ import hmac
 import json
 import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -94,73 +95,27 @@ def dashboard_app(answers: Answers) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, answers: Answers) -> None:
+    """A route for each that `Answers.routes` names, with its arguments as the query."""
     lock = threading.Lock()
 
-    def one_by_one(answer: Callable[[], Any]) -> Response:
+    def one_by_one(answer: Callable[..., Any]) -> Callable[..., Response]:
         """Each is made in a thread of its own; they share what was read."""
-        with lock:
-            return json_answer(answer())
+
+        @wraps(answer)
+        def locked(**query: Any) -> Response:
+            with lock:
+                return json_answer(answer(**query))
+
+        return locked
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return one_by_one(lambda: answers.runs())
+        return json_answer(answers.runs())
 
     @app.get("/api/metrics")
     def metrics(run: str, keys: list[str] = Query([]), offset: int = 0, identity: str = "") -> Response:  # noqa: B008
-        return one_by_one(lambda: answers.metrics(run, keys, offset, identity))
+        return one_by_one(answers.metrics)(run=run, keys=keys, offset=offset, identity=identity)
 
-    @app.get("/api/advice")
-    def advice(run: str) -> Response:
-        return one_by_one(lambda: answers.advice(run))
-
-    @app.get("/api/staleness")
-    def staleness(run: str, step: int = 0) -> Response:
-        return one_by_one(lambda: answers.staleness(run, step))
-
-    @app.get("/api/steps")
-    def steps(run: str) -> Response:
-        return one_by_one(lambda: answers.steps(run))
-
-    @app.get("/api/groups")
-    def groups(
-        run: str,
-        step: int = 0,
-        sort: str = "ordinal",
-        descending: bool = False,
-        which: str = "all",
-        text: str = "",
-        offset: int = 0,
-    ) -> Response:
-        return one_by_one(lambda: answers.groups(run, step, sort, descending, which, text, offset))
-
-    @app.get("/api/group")
-    def group(run: str, step: int, ordinal: int) -> Response:
-        return one_by_one(lambda: answers.group(run, step, ordinal))
-
-    @app.get("/api/discarded")
-    def discarded(run: str, offset: int = 0) -> Response:
-        return one_by_one(lambda: answers.discarded(run, offset))
-
-    @app.get("/api/trajectory")
-    def trajectory(run: str, step: int, ordinal: int, index: int, start: int = 0) -> Response:
-        return one_by_one(lambda: answers.trajectory(run, step, ordinal, index, start))
-
-    @app.get("/api/timeline")
-    def timeline(run: str, first: int, last: int) -> Response:
-        return one_by_one(lambda: answers.timeline(run, first, last))
-
-    @app.get("/api/anatomy")
-    def anatomy(run: str, step: int) -> Response:
-        return one_by_one(lambda: answers.anatomy(run, step))
-
-    @app.get("/api/fleet")
-    def fleet(run: str) -> Response:
-        return one_by_one(lambda: answers.fleet(run))
-
-    @app.get("/api/config")
-    def config(run: str) -> Response:
-        return one_by_one(lambda: answers.config(run))
-
-    @app.get("/api/log")
-    def log(run: str, name: str, end: int = -1) -> Response:
-        return one_by_one(lambda: answers.log(run, name, end))
+    for name, answer in answers.routes().items():
+        if name != "metrics":  # the only one that takes a list
+            app.get(f"/api/{name}", response_model=None)(one_by_one(answer))

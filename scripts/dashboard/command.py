@@ -3,6 +3,7 @@
     run=FOLDER          a folder of a run, of one that goes on too; give it twice to compare two [the newest in runs/]
     port=0              where to listen on 127.0.0.1; 0 takes a free port
     --export FILE.html  write the run into one file that needs no server, and stop
+    --with-parent       end when standard input ends, as `dashboard=true` of a run wants it
 
 It only reads files, in a process of its own: a run never waits for it, and one that was killed or copied opens like
 one that goes on. It prints its address; who has not got the token in it gets nothing. Ctrl-C ends it.
@@ -12,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from scripts.dashboard.runs import DashboardError, checked_run, newest_run
 
 HOST = "127.0.0.1"
 RUNS = Path("runs")
+WITH_PARENT = "--with-parent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class Options:
     runs: tuple[Path, ...]
     port: int = 0
     export: Path | None = None
+    with_parent: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_report(options.runs, options.export)
         else:
             asyncio.run(serve_dashboard(options))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stdout.write("stopped\n")
     except (DashboardError, ConfigError, OSError) as error:
         sys.exit(f"dashboard error: {error}")
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parsed(words: Sequence[str]) -> Options:
     """Raises DashboardError, which names the key, the value and what is allowed."""
     runs: list[Path] = []
-    port, export, left = 0, None, list(words)
+    port, export, left = 0, None, [word for word in words if word != WITH_PARENT]
     while left:
         word = left.pop(0)
         key, equals, value = word.partition("=")
@@ -68,7 +72,7 @@ def parsed(words: Sequence[str]) -> Options:
             port = int(value)
         else:
             raise DashboardError(f"{word}: must be run=FOLDER, port=NUMBER or --export FILE.html")
-    return Options(runs=tuple(runs) or (newest_run(RUNS),), port=port, export=export)
+    return Options(runs=tuple(runs) or (newest_run(RUNS),), port=port, export=export, with_parent=WITH_PARENT in words)
 
 
 def write_report(runs: Sequence[Path], output: Path) -> None:
@@ -91,7 +95,21 @@ async def serve_dashboard(options: Options) -> None:
         raise ConfigError(str(error).replace("serve.", "")) from error
     token = secrets.token_urlsafe(24)
     limits = ServeConfig(host=HOST, port=options.port)
+    if options.with_parent:
+        _end_with_standard_input()
     sys.stdout.write(f"dashboard of {options.runs[0]}: {url_of(listener)}/{token}/\n")
     sys.stdout.flush()
     app = TokenInPath(dashboard_app(Answers(list(options.runs))), token)
     await serve(app, listener, limits, Access.of(limits, None, on_loopback=True))
+
+
+def _end_with_standard_input() -> None:
+    """Cancel this task when the other end of standard input is closed."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        loop.call_soon_threadsafe(task.cancel)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -13,6 +15,7 @@ from rollout.http.access import Access
 from rollout.http.guard import Guard
 from scripts.dashboard.answers import Answers
 from scripts.dashboard.app import STATIC, TokenInPath, dashboard_app
+from scripts.dashboard.beside import dashboard_beside
 from scripts.dashboard.command import parsed
 from scripts.dashboard.export import report
 from scripts.dashboard.runs import DashboardError, named, newest_run
@@ -197,3 +200,26 @@ def test_the_newest_run_is_the_one_that_was_written_last(tmp_path: Path) -> None
     os.utime(tmp_path / "sweep/0/config.yaml", (2e9, 2e9))
     assert newest_run(tmp_path) == tmp_path / "sweep/0"
     assert list(named([tmp_path / "sweep/1"])) == ["1", "0"]
+
+
+def test_the_page_beside_a_run_ends_with_it(runs: list[Path]) -> None:
+    said: list[str] = []
+    with dashboard_beside(True, runs[0], said.append):
+        address = said[0].rpartition(" ")[2]
+        until = time.monotonic() + 20
+        while True:
+            try:
+                answer = httpx.get(f"{address}api/steps", params={"run": "new"})
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < until
+        assert answer.json()["trained"]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
+
+
+def test_a_page_that_cannot_start_costs_the_run_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    with dashboard_beside(True, tmp_path, said.append), dashboard_beside(False, tmp_path, said.append):
+        said.append("it trains")
+    assert said[0].startswith("dashboard error: run=") and said[1:] == ["it trains"]

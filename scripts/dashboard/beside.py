@@ -22,9 +22,11 @@ def dashboard_beside(is_wanted: bool, run_dir: Path, say: Callable[[str], None])
         yield
         return
     command = [sys.executable, "-m", "scripts.dashboard", f"run={run_dir}", "--with-parent"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(command, start_new_session=True, **pipes)  # Ctrl-C is the run's
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is the run's
+            command, start_new_session=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+        )
     except OSError as error:
         say(f"dashboard=true: it cannot be started: {error}")
         yield

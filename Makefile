@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install train evaluate serve retriever test test-slow unit gpu-check lint docs clean distclean FORCE
+.PHONY: help install train evaluate serve dashboard retriever test test-slow unit gpu-check lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ evaluate: $(STAMP)  ## evaluate a model: make evaluate ARGS="runs/latest"
 
 serve: $(STAMP)  ## serve a model over HTTP, as OpenAI does, until Ctrl-C
 	@$(PY) -m scripts.serve $(ARGS)
+
+dashboard: $(STAMP)  ## show the newest run in a browser, live: make dashboard ARGS="run=FOLDER"
+	@$(PY) -m scripts.dashboard $(ARGS)
 
 retriever: $(STAMP)  ## serve the documents of a corpus to search: make retriever ARGS="corpus=FOLDER"
 	@$(PY) -m scripts.retriever $(ARGS)

@@ -89,6 +89,8 @@ class Config:
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False
     """Print one line per step, also on a terminal."""
+    dashboard: bool = False
+    """Training runs only: serve a page that shows the run, in a process beside it, and print its address."""
     resume: str = "never"
     """Checkpoint to continue from: never; auto (the newest good one of the run folder, which hydra.run.dir must name);
     a run folder (its newest good one); or a checkpoint folder."""

@@ -141,6 +141,7 @@ def _trained(
     recorder: "RunRecorder",
     events: "DriverEvents",
 ) -> Ended:
+    from scripts.dashboard.beside import dashboard_beside
     from scripts.launch.ending import CommandLine
     from scripts.launch.resume import read
     from scripts.launch.run import run
@@ -150,7 +151,8 @@ def _trained(
     if resumed is None and config.resume == "auto":
         recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
     running = run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed, events=events)
-    summary = run_async(running)
+    with dashboard_beside(config.dashboard, run_dir, console.message):
+        summary = run_async(running)
     code = conclude(CommandLine.of(run_dir), summary, recorder, console, _offline_project(config))
     error = "" if code != UNPROVEN else f"the audit: python -m scripts.audit {run_dir}"
     return Ended(exit_code=code, accuracy=summary["accuracy_after"], error=error)

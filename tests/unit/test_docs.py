@@ -147,8 +147,9 @@ def test_commands_exist(page: Path) -> None:
 
 
 def overrides(words: list[str]) -> list[str]:
-    """The keys of the config that a command is given. `make retriever` has arguments of its own."""
-    if words[:2] == ["make", "retriever"]:
+    """The keys of the config that a command is given. `make retriever` and `make dashboard` have arguments of their
+    own."""
+    if words[:2] in (["make", "retriever"], ["make", "dashboard"]) or "scripts.dashboard" in words:
         return []
     if words[0] != "make":
         return [word for word in words if re.match(r"[a-z].*=", word)]

@@ -1,0 +1,121 @@
+"""The page over HTTP: its files and its routes, on a loopback address. The first part of the path is a token.
+
+Everything that comes out of a run folder leaves as JSON in ASCII, and the page sets it as text. A strict policy for
+content forbids scripts, styles and connections from elsewhere.
+"""
+
+import hmac
+import json
+import threading
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Query, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from scripts.dashboard.answers import Answers
+from scripts.dashboard.runs import DashboardError
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class TokenInPath:
+    """ASGI middleware that answers only what begins with the token, and puts HEADERS on every answer."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"unexpected scope {scope['type']}")
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        given, slash, rest = scope["path"].removeprefix("/").partition("/")
+        if not slash or not hmac.compare_digest(given.encode(), self._token.encode()):
+            answer = PlainTextResponse("this needs the address that the dashboard has printed", 404)
+            return await answer(scope, receive, send_guarded)
+        path = "/" + rest
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, send_guarded)
+
+
+def to_json(data: Any) -> str:
+    """ASCII, so that no character of a run, half of a surrogate pair included, breaks it; < is escaped for HTML."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def json_answer(data: Any, status: int = 200) -> Response:
+    return Response(to_json(data), status, media_type="application/json")
+
+
+def dashboard_app(answers: Answers) -> FastAPI:
+    """The routes without the token. Routes are no coroutines: they read files, in threads."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(DashboardError)
+    async def refuse(request: Request, error: DashboardError) -> Response:
+        return json_answer({"error": str(error)}, 404)
+
+    @app.exception_handler(OSError)
+    async def unreadable(request: Request, error: OSError) -> Response:
+        return json_answer({"error": f"cannot be read: {error}"}, 404)
+
+    @app.get("/")
+    def index() -> Response:
+        return static("index.html")
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
+        if name not in files:
+            raise DashboardError(f"{name}: no such file")
+        return Response(files[name].read_bytes(), media_type=TYPES[files[name].suffix])
+
+    _add_routes(app, answers)
+    return app
+
+
+def _add_routes(app: FastAPI, answers: Answers) -> None:
+    """A route for each that `Answers.routes` names, with its arguments as the query."""
+    lock = threading.Lock()
+
+    def one_by_one(answer: Callable[..., Any]) -> Callable[..., Response]:
+        """Each is made in a thread of its own; they share what was read."""
+
+        @wraps(answer)
+        def locked(**query: Any) -> Response:
+            with lock:
+                return json_answer(answer(**query))
+
+        return locked
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return json_answer(answers.runs())
+
+    @app.get("/api/metrics")
+    def metrics(run: str, keys: list[str] = Query([]), offset: int = 0, identity: str = "") -> Response:  # noqa: B008
+        return one_by_one(answers.metrics)(run=run, keys=keys, offset=offset, identity=identity)
+
+    for name, answer in answers.routes().items():
+        if name != "metrics":  # the only one that takes a list
+            app.get(f"/api/{name}", response_model=None)(one_by_one(answer))

@@ -1,0 +1,44 @@
+"use strict";
+// Two runs over each other, by step or by time.
+
+const COMPARED = ["critic/rewards/mean", "eval/accuracy", "perf/throughput/trained", "perf/trainer_idle", "perf/replica_idle",
+  "staleness/max", "weight_sync/pause_ms", "response_length/mean", "actor/entropy"];
+
+screens.compare = {
+  title: "Compare",
+  async open(main, params) {
+    const names = runNames.filter((name) => name !== currentRun());
+    if (!names.length) return clear(main, h("h1", null, "Compare"), card(null, "there is no other run beside this one: name two with run=A run=B"));
+    const other = params.get("with") || names[0];
+    const x = params.get("x") || "step";
+    const more = params.get("key") || "";
+    const keys = [...new Set([...pulseKeys, ...(more ? [more] : [])])];
+    const [ours, theirs] = [new Metrics(currentRun(), keys), new Metrics(other, keys)];
+    const charts = h("div", {class: "grid"});
+    const go = (change) => { location.hash = to("compare", {with: other, x, ...(more ? {key: more} : {}), ...change}); };
+    const select = h("select", {"aria-label": "the other run", onchange: () => go({with: select.value})}, names.map((name) => h("option", {value: name}, name)));
+    const axis = h("select", {"aria-label": "over", onchange: () => go({x: axis.value})},
+      h("option", {value: "step"}, "over steps"), h("option", {value: "timing_s/elapsed"}, "over seconds"));
+    const key = h("input", {list: "names", value: more, placeholder: "one more metric", "aria-label": "one more metric", onchange: () => go({key: key.value})});
+    const list = h("datalist", {id: "names"});
+    const draw = () => {
+      clear(list, [...ours.names].map((name) => h("option", {value: name})));
+      clear(charts, [...(more ? [more] : []), ...COMPARED].map((name) => lines(name, [
+        {name: currentRun(), points: ours.points(name, x), colour: "--s0", dots: name === "eval/accuracy"},
+        {name: other, points: theirs.points(name, x), colour: "--s1", dots: name === "eval/accuracy"}],
+      {zero: false, xName: x === "step" ? "step" : "second"})));
+    };
+    await Promise.all([ours.read(), theirs.read()]);
+    clear(main, h("h1", null, "Compare"), h("div", {class: "controls"}, `${currentRun()} with`, select, axis, key, list),
+      card("At their last step", comparison(ours, theirs, other)), charts);
+    select.value = other;
+    axis.value = x;
+    draw();
+    return {async refresh() { if ((await Promise.all([ours.read(), theirs.read()])).some(Boolean)) draw(); }};
+  },
+};
+
+function comparison(ours, theirs, other) {
+  return table(["metric", currentRun(), other], [["steps", ours.steps.size, theirs.steps.size],
+    ...COMPARED.map((name) => [name, short(ours.last(name)), short(theirs.last(name))])]);
+}

@@ -1,0 +1,197 @@
+"use strict";
+// What all screens share: elements, answers of the server, numbers as text, colours of versions.
+// Text of a run is only ever set as text: `h` knows no other way.
+
+const screens = {}; // name -> {title, open(main, params)}; open may return {refresh(), close()}
+const EVERY_MS = 2000;
+const embedded = readEmbedded(); // answers by key, in an exported report; null where a server answers
+
+function readEmbedded() {
+  const element = document.getElementById("answers");
+  return element ? JSON.parse(element.textContent) : null;
+}
+
+/** An element: h("td", {class: "text", onclick: f}, "text", child). Strings become text. */
+function h(tag, props, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(props || {})) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(element.style, value);
+    else if (name === "value" || name === "checked" || name === "disabled") element[name] = value;
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  fill(element, children);
+  return element;
+}
+
+function fill(element, children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return element;
+}
+
+function clear(element, ...children) {
+  element.textContent = "";
+  return fill(element, children);
+}
+
+/** The answer of a route. Throws an Error with the server's words. */
+async function get(route, params) {
+  if (embedded) {
+    const key = [route, ...Object.entries(params || {}).map(([name, value]) => `${name}=${value}`).sort()].join("|");
+    if (!(key in embedded)) throw new Error("not in this report: open the run itself with `make dashboard`");
+    return embedded[key];
+  }
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(params || {})) {
+    for (const one of Array.isArray(value) ? value : [value]) query.append(name, one);
+  }
+  const answer = await fetch(`api/${route}?${query}`);
+  const data = await answer.json();
+  if (!answer.ok) throw new Error(data.error || JSON.stringify(data.detail || data));
+  return data;
+}
+
+/** metrics.jsonl of a run, kept up to date: `read()` fetches what has come since. */
+class Metrics {
+  constructor(run, keys) {
+    this.run = run;
+    this.keys = keys;
+    this.restart();
+  }
+
+  restart() {
+    this.steps = new Map(); // step -> {key: value}
+    this.names = new Set();
+    this.offset = 0;
+    this.identity = "";
+  }
+
+  /** True where something new has come. */
+  async read() {
+    let isNew = false;
+    for (;;) {
+      const page = await get("metrics", {run: this.run, keys: this.keys, offset: this.offset, identity: this.identity});
+      if (page.is_new) this.restart();
+      for (const [step, time, ...values] of page.rows) {
+        const row = this.steps.get(step) || {step};
+        row.time = time;
+        this.keys.forEach((key, i) => { if (values[i] !== null) row[key] = values[i]; });
+        this.steps.set(step, row);
+      }
+      page.names.forEach((name) => this.names.add(name));
+      isNew = isNew || page.rows.length > 0 || page.is_new;
+      this.offset = page.offset;
+      this.identity = page.identity;
+      if (!page.has_more || embedded) return isNew;
+    }
+  }
+
+  get rows() {
+    return [...this.steps.values()].sort((a, b) => a.step - b.step);
+  }
+
+  /** [[x, value]] of one metric; x is another metric's value, or the step. */
+  points(key, x = "step") {
+    return this.rows.filter((row) => row[key] !== undefined && row[x] !== undefined).map((row) => [row[x], row[key]]);
+  }
+
+  last(key) {
+    const points = this.points(key);
+    return points.length ? points[points.length - 1][1] : null;
+  }
+}
+
+// -- numbers as text --
+
+function short(value) {
+  if (value === null || value === undefined) return "-";
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
+  if (Number.isInteger(value)) return String(value);
+  return value.toFixed(size >= 100 ? 0 : size >= 1 ? 2 : 3);
+}
+
+const percent = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(0)}%`);
+const seconds = (value) => (value === null || value === undefined ? "-" : value < 1 ? `${(1000 * value).toFixed(0)} ms` : `${value.toFixed(2)} s`);
+const clock = (time) => (time === null || time === undefined ? "-" : new Date(1000 * time).toLocaleString());
+
+// -- colours --
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** Versions that follow one another are far apart on the wheel, and a version has one colour everywhere. */
+const hue = (version) => Math.round((version * 137.508 + 210) % 360);
+const barColour = (version, tone) => (version === null ? css("--muted") : `hsl(${hue(version)} ${tone})`);
+const tokenColour = (version) => `hsl(${hue(version)} ${css("--token")})`;
+
+function versionLegend(versions) {
+  const tone = css("--bar");
+  const shown = versions.slice(0, 24);
+  return h("div", {class: "legend", "aria-label": "colours of versions"},
+    shown.map((version) => h("span", null, h("i", {style: {background: barColour(version, tone)}}), `v${version}`)),
+    versions.length > shown.length ? h("span", null, `and ${versions.length - shown.length} more`) : null);
+}
+
+// -- pieces of screens --
+
+function card(title, ...children) {
+  return h("section", {class: "card"}, title ? h("h2", null, title) : null, children);
+}
+
+function problem(error) {
+  return h("section", {class: "card error", role: "alert"}, error.message);
+}
+
+function table(heads, rows, empty = "nothing") {
+  if (!rows.length) return h("p", {class: "muted"}, empty);
+  const head = heads.map((one) => h("th", {scope: "col"}, one));
+  return h("div", {class: "scroll"}, h("table", null, h("thead", null, h("tr", null, head)),
+    h("tbody", null, rows.map((row) => (row instanceof Node ? row : h("tr", null, row.map((cell) => h("td", null, cell))))))));
+}
+
+/** The address of a screen, of the run that is shown. */
+function to(screen, params) {
+  return `#${screen}?${new URLSearchParams({run: currentRun(), ...params})}`;
+}
+
+function currentRun() {
+  return document.getElementById("run").value;
+}
+
+function say(text) {
+  document.getElementById("status").textContent = text;
+}
+
+function showTip(text, x, y) {
+  const tip = document.getElementById("tip");
+  tip.hidden = text === null;
+  if (text === null) return;
+  tip.textContent = text;
+  tip.style.left = `${Math.max(4, Math.min(x + 14, window.innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - tip.offsetHeight - 8))}px`;
+}
+
+/** A canvas of this height that is drawn again when its width or the theme changes. draw(context, width, height). */
+function canvas(height, label, draw) {
+  const element = h("canvas", {role: "img", "aria-label": label, style: {height: `${height}px`}});
+  const redraw = () => {
+    const width = element.clientWidth;
+    if (!width) return;
+    const ratio = window.devicePixelRatio || 1;
+    element.width = Math.round(width * ratio);
+    element.height = Math.round(element.clientHeight * ratio);
+    const context = element.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, width, element.clientHeight);
+    draw(context, width, element.clientHeight);
+  };
+  new ResizeObserver(redraw).observe(element);
+  element.redraw = redraw;
+  return element;
+}

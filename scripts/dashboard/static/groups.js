@@ -1,0 +1,80 @@
+"use strict";
+// The groups of a step as a table that can be sorted and filtered; a group's trajectories side by side.
+
+const COLUMNS = {ordinal: "prompt", reward: "reward", std: "deviation", tokens: "tokens, mean", longest: "longest",
+  failed: "failed", versions: "versions", seconds: "slowest"};
+const WHICH = {all: "all groups", failed: "with failures", equal: "with equal rewards", mixed: "with different rewards",
+  spanning: "with spanning trajectories"};
+
+screens.groups = {
+  title: "Groups",
+  async open(main, params) {
+    const known = await get("steps", {run: currentRun()});
+    if (!known.trained.length) {
+      clear(main, h("h1", null, "Groups"), card(null, "no step has been recorded yet"), await discardedCard());
+      return null;
+    }
+    const asked = {step: Number(params.get("step") || known.trained[known.trained.length - 1]), sort: params.get("sort") || "ordinal",
+      descending: params.get("descending") === "true", which: params.get("which") || "all", text: params.get("text") || "",
+      offset: Number(params.get("offset") || 0)};
+    const data = await get("groups", {run: currentRun(), ...asked});
+    const ordinal = params.get("ordinal");
+    const group = ordinal === null ? null : await get("group", {run: currentRun(), step: asked.step, ordinal: Number(ordinal)});
+    clear(main, h("h1", null, `Groups of step ${asked.step}`), groupControls(asked, known.trained),
+      group ? groupCard(group) : null,
+      card(null, groupTable(data, asked), pager(data, asked),
+        data.damaged ? h("p", {class: "bad"}, `${data.damaged} lines of the file are damaged`) : null),
+      await discardedCard());
+    return null;
+  },
+};
+
+function groupControls(asked, numbers) {
+  const go = (change) => { location.hash = to("groups", {...asked, offset: 0, ...change}); };
+  const step = h("input", {type: "number", value: asked.step, min: numbers[0], max: numbers[numbers.length - 1], "aria-label": "step",
+    onchange: () => go({step: step.value})});
+  const which = h("select", {"aria-label": "which groups", onchange: () => go({which: which.value})},
+    Object.entries(WHICH).map(([value, name]) => h("option", {value}, name)));
+  which.value = asked.which;
+  const text = h("input", {type: "search", value: asked.text, placeholder: "prompt, number or source", "aria-label": "filter",
+    onchange: () => go({text: text.value})});
+  const beside = (by) => numbers[numbers.indexOf(asked.step) + by];
+  const walk = (by, name) => h("button", {disabled: beside(by) === undefined, onclick: () => go({step: beside(by)})}, name);
+  return h("div", {class: "controls"}, walk(-1, "earlier"), "step", step, walk(1, "later"), which, text);
+}
+
+function groupTable(data, asked) {
+  const head = Object.entries(COLUMNS).map(([name, shown]) => h("button", {
+    "aria-label": `sort by ${shown}`,
+    onclick: () => { location.hash = to("groups", {...asked, sort: name, offset: 0, descending: asked.sort === name ? !asked.descending : name !== "ordinal"}); },
+  }, shown + (asked.sort === name ? (asked.descending ? " ↓" : " ↑") : "")));
+  return table([...head, "source", "begins"], data.rows.map((row) => [
+    h("a", {href: to("groups", {...asked, ordinal: row.ordinal})}, row.ordinal), short(row.reward), short(row.std), short(row.tokens),
+    short(row.longest), row.failed ? h("span", {class: "bad"}, row.failed) : 0, versionRange(row.versions), seconds(row.seconds),
+    row.source, row.prompt.slice(0, 80)]), "no group is like that");
+}
+
+const versionRange = (pair) => (pair === null ? "-" : pair[0] === pair[1] ? `v${pair[0]}` : `v${pair[0]} to v${pair[1]}`);
+
+function pager(data, asked) {
+  const go = (offset) => { location.hash = to("groups", {...asked, offset}); };
+  return h("div", {class: "controls"}, h("button", {disabled: data.offset === 0, onclick: () => go(Math.max(0, data.offset - data.page))}, "previous"),
+    `${data.total ? data.offset + 1 : 0} to ${data.offset + data.rows.length} of ${data.total}`,
+    h("button", {disabled: data.offset + data.rows.length >= data.total, onclick: () => go(data.offset + data.page)}, "next"));
+}
+
+function groupCard(group) {
+  return card(`Prompt ${group.ordinal}: its ${group.rows.length} trajectories`, table(
+    ["episode", "reward", "advantage", "tokens", "versions", "sequences", "ends with", "seconds", "replica", "error"],
+    group.rows.map((row) => [h("a", {href: to("trajectory", {step: group.step, ordinal: row.ordinal, index: row.index})}, `open ${row.index}`),
+      short(row.reward), short(row.advantage), row.tokens, row.versions.map((version) => `v${version}`).join(" "), row.sequences,
+      row.finish, seconds(row.seconds), row.replica, row.error ? h("span", {class: "bad"}, row.error) : ""])));
+}
+
+async function discardedCard() {
+  const data = await get("discarded", {run: currentRun(), offset: 0});
+  if (!data.rows.length) return null;
+  return card(`Groups that were not trained (of ${Math.min(20, data.total)} of ${data.total} files, the latest)`,
+    table(["prompt", "while step", "reason", "trajectories", "error", "time"],
+      data.rows.map((row) => [row.ordinal, row.step, row.reason, row.size, row.error || "", clock(row.time)])));
+}

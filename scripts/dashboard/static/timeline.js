@@ -1,0 +1,269 @@
+"use strict";
+// A lane per replica and rank; trajectories coloured by the version that sampled them; updates across all lanes.
+
+const STEPS_SHOWN = 3;
+
+screens.timeline = {
+  title: "Timeline",
+  async open(main, params) {
+    const known = await steps();
+    const numbers = known.with_events;
+    if (!numbers.length) {
+      clear(main, h("h1", null, "Timeline"), card(null, h("p", null, known.has_events
+        ? `the events are being read: ${percent(known.events_seen)}` : "this run has no events.jsonl: it was run before there were events, or another version wrote it")));
+      return known.has_events && !embedded ? {refresh: () => screens.timeline.open(main, params)} : null;
+    }
+    const newest = numbers[numbers.length - 1];
+    const follows = params.get("last") === null;
+    const last = follows ? newest : Math.min(newest, Number(params.get("last")));
+    const first = params.get("first") === null
+      ? numbers[Math.max(0, numbers.indexOf(last) - STEPS_SHOWN + 1)] : Number(params.get("first"));
+    const data = await get("timeline", {run: currentRun(), first, last});
+    const picture = new Timeline(data);
+    clear(main, h("h1", null, `Timeline, steps ${first} to ${last}`), stepChooser("timeline", numbers, first, last),
+      h("section", {class: "card"}, picture.element, picture.legend()),
+      data.is_cut ? h("p", {class: "muted"}, `there is more than one picture holds (${data.left_out} turns left out): choose fewer steps`) : null,
+      h("p", {class: "muted"}, "Wheel or + and - zoom, drag or arrow keys move, 0 shows all, a click opens the trajectory. "
+        + "A bar is a turn at a replica, its colours are the versions that sampled it; a band across all lanes is a weight update, "
+        + "a hairline in a replica is the pause of its swap."));
+    picture.element.redraw();
+    let shown = newest;
+    return {
+      async refresh() {
+        if (!follows || picture.isMoved) return;
+        const now = (await steps()).with_events;
+        if (now[now.length - 1] !== shown) { shown = now[now.length - 1]; reopen(); }
+      },
+    };
+  },
+};
+
+/** What steps there are, once the events have been read to their end, or for as long as a person waits. */
+async function steps() {
+  for (let tries = 0; ; tries++) {
+    const known = await get("steps", {run: currentRun()});
+    if (known.events_seen >= 1 || embedded || tries > 40) return known;
+    say(`reading events: ${percent(known.events_seen)}`);
+  }
+}
+
+function stepChooser(screen, numbers, first, last) {
+  const go = (a, b) => { location.hash = to(screen, {first: a, last: b}); };
+  const width = numbers.indexOf(last) - numbers.indexOf(first);
+  const at = (index) => numbers[Math.max(0, Math.min(numbers.length - 1, index))];
+  const move = (by) => { const end = Math.max(width, numbers.indexOf(last) + by); go(at(end - width), at(end)); };
+  const from = h("input", {type: "number", value: first, min: numbers[0], max: at(1e9), "aria-label": "first step"});
+  const until = h("input", {type: "number", value: last, min: numbers[0], max: at(1e9), "aria-label": "last step"});
+  const show = () => { if (Number(from.value) <= Number(until.value)) go(from.value, until.value); };
+  return h("div", {class: "controls"}, h("button", {onclick: () => move(-width - 1), disabled: first === numbers[0]}, "earlier"),
+    "steps", from, "to", until, h("button", {onclick: show}, "show"),
+    h("button", {onclick: () => move(width + 1), disabled: last === at(1e9)}, "later"),
+    h("button", {onclick: () => { location.hash = to(screen, {}); }}, "newest"));
+}
+
+class Timeline {
+  constructor(data) {
+    this.data = data;
+    this.isMoved = false;
+    this.versions = new Set();
+    this.rows = []; // {y, height, kind, name, replica}
+    this.layOut();
+    this.from = this.start = Math.min(0, ...this.turns.map((turn) => turn.start).filter((at) => at > -data.length));
+    this.until = this.end = Math.max(data.length, this.from + 1e-3);
+    const label = `timeline of steps ${data.first} to ${data.last}: ${this.turns.length} turns on ${Object.keys(data.replicas).length} replicas, `
+      + `${data.borders.length} weight updates, versions ${[...this.versions].sort((a, b) => a - b).join(", ")}`;
+    this.element = canvas(this.height, label, (context, width) => this.draw(context, width));
+    this.element.tabIndex = 0;
+    this.listen();
+  }
+
+  layOut() {
+    const {data} = this;
+    let y = 24;
+    const row = (kind, name, height, more) => { this.rows.push({kind, name, y, height, ...more}); y += height + 6; };
+    row("steps", "trainer", 18);
+    if (data.evaluations.length) row("evaluations", "evaluation", 10);
+    for (const rank of Object.keys(data.ranks)) row("rank", `rank ${rank}`, 10, {items: data.ranks[rank]});
+    const lanes = Object.values(data.replicas).reduce((sum, one) => sum + one.lanes, 0);
+    const tall = Math.max(2, Math.min(14, Math.floor(520 / Math.max(lanes, 1))));
+    this.turns = [];
+    for (const [name, replica] of Object.entries(data.replicas)) {
+      row("replica", name, Math.max(14, replica.lanes * tall), {replica});
+      const {y: top} = this.rows[this.rows.length - 1];
+      for (const [lane, start, end, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation] of replica.turns) {
+        cuts.forEach((cut) => this.versions.add(cut[2]));
+        this.turns.push({y: top + lane * tall, height: Math.max(1, tall - 1), start, end: end === null ? data.length : end,
+          goesOn: end === null, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation, name});
+      }
+    }
+    this.height = y + 6;
+  }
+
+  x(time) { return 92 + ((time - this.from) / (this.until - this.from)) * (this.width - 100); }
+  time(x) { return this.from + ((x - 92) / (this.width - 100)) * (this.until - this.from); }
+
+  draw(context, width) {
+    this.width = width;
+    const tone = css("--bar"), ink = css("--ink"), muted = css("--muted"), line = css("--line");
+    context.font = "11px system-ui, sans-serif";
+    this.drawTimes(context, muted, line);
+    context.save();
+    context.beginPath();
+    context.rect(92, 0, width - 92, this.height);
+    context.clip();
+    context.globalAlpha = 0.22;
+    for (const [version, start, end] of this.data.borders) {
+      context.fillStyle = barColour(version, tone);
+      context.fillRect(this.x(start), 18, Math.max(1, this.x(end === null ? this.data.length : end) - this.x(start)), this.height);
+    }
+    context.globalAlpha = 1;
+    for (const turn of this.turns) this.drawTurn(context, turn, tone, muted);
+    for (const row of this.rows) this.drawRow(context, row, tone, ink, muted);
+    context.restore();
+    context.fillStyle = ink;
+    for (const row of this.rows) context.fillText(row.name, 4, row.y + Math.min(row.height, 14) - 2, 84);
+  }
+
+  drawTimes(context, muted, line) {
+    context.strokeStyle = line;
+    context.fillStyle = muted;
+    for (const at of ticks(this.from, this.until, 8)) {
+      const x = Math.round(this.x(at)) + 0.5;
+      if (x < 92) continue;
+      context.beginPath();
+      context.moveTo(x, 16);
+      context.lineTo(x, this.height);
+      context.stroke();
+      context.fillText(`${short(at)} s`, x + 2, 12);
+    }
+  }
+
+  drawTurn(context, turn, tone, muted) {
+    if (turn.end < this.from || turn.start > this.until) return;
+    if (!turn.cuts.length) {
+      context.fillStyle = muted;
+      context.globalAlpha = 0.5;
+      context.fillRect(this.x(turn.start), turn.y, Math.max(0.5, this.x(turn.end) - this.x(turn.start)), turn.height);
+      context.globalAlpha = 1;
+    }
+    for (const [start, end, version] of turn.cuts) {
+      context.fillStyle = barColour(version, tone);
+      context.fillRect(this.x(start), turn.y, Math.max(0.5, this.x(end) - this.x(start) - 0.4), turn.height);
+    }
+  }
+
+  drawRow(context, row, tone, ink, muted) {
+    const part = (start, end, colour, text) => {
+      const x = this.x(start), w = Math.max(1, this.x(end === null ? this.data.length : end) - x);
+      context.fillStyle = colour;
+      context.fillRect(x, row.y, w, row.height);
+      if (w > 34 && row.height > 12) { context.fillStyle = ink; context.fillText(text, x + 3, row.y + 13, w - 6); }
+    };
+    if (row.kind === "steps") {
+      const colours = {wait: css("--line"), train: css("--token") && `hsl(215 ${css("--token")})`};
+      for (const [step, name, start, end] of this.data.steps) part(start, end, colours[name] || `hsl(160 ${css("--token")})`, `${step} ${name}`);
+    } else if (row.kind === "rank") {
+      for (const [version, start, end] of row.items) part(start, end, barColour(version, tone), "");
+    } else if (row.kind === "evaluations") {
+      for (const [version, start, end] of this.data.evaluations) part(start, end, barColour(version, tone), "");
+    } else {
+      for (const update of row.replica.updates) this.drawUpdate(context, row, update, ink, muted);
+    }
+  }
+
+  drawUpdate(context, row, update, ink, muted) {
+    if (update.stage_started !== null) { // staging, while it generates
+      const end = update.stage_ended === null ? this.data.length : update.stage_ended;
+      context.fillStyle = muted;
+      context.fillRect(this.x(update.stage_started), row.y - 4, Math.max(1, this.x(end) - this.x(update.stage_started)), 2);
+    }
+    if (update.frozen === null) return;
+    const end = update.resumed === null ? update.frozen : update.resumed;
+    context.fillStyle = update.error ? css("--bad") : ink;
+    context.fillRect(this.x(update.frozen), row.y - 5, Math.max(1, this.x(end) - this.x(update.frozen)), row.height + 6);
+  }
+
+  legend() {
+    return versionLegend([...this.versions].sort((a, b) => a - b));
+  }
+
+  // -- what a person does --
+
+  zoom(factor, around) {
+    const from = around - (around - this.from) * factor, until = around + (this.until - around) * factor;
+    if (until - from < 1e-4) return;
+    this.show(from, until);
+  }
+
+  show(from, until) {
+    const length = Math.min(until - from, this.end - this.start);
+    this.from = Math.max(this.start, Math.min(from, this.end - length));
+    this.until = this.from + length;
+    this.isMoved = this.from !== this.start || this.until !== this.end;
+    this.element.redraw();
+  }
+
+  move(share) {
+    const by = share * (this.until - this.from);
+    this.show(this.from + by, this.until + by);
+  }
+
+  under(x, y) {
+    const at = this.time(x), reach = 2 * (this.time(x + 1) - at);
+    return this.turns.find((turn) => y >= turn.y && y < turn.y + turn.height + 1 && turn.start - reach <= at && at <= turn.end + reach);
+  }
+
+  describe(x, y) {
+    const turn = this.under(x, y);
+    if (turn) {
+      return [`${turn.isEvaluation ? "evaluation, " : ""}prompt ${turn.ordinal}, episode ${turn.episode}, turn ${turn.turn} on ${turn.name}`,
+        `${seconds(turn.end - turn.start)}${turn.goesOn ? ", goes on" : `, ${turn.tokens} tokens`}`,
+        `sampled by ${turn.cuts.map((cut) => `v${cut[2]}`).join(", ") || "none yet"}`,
+        turn.reward === null ? "" : `reward ${short(turn.reward)}`,
+        turn.step === null ? "" : `trained in step ${turn.step}: click to open`].filter(Boolean).join("\n");
+    }
+    const row = this.rows.find((one) => y >= one.y - 6 && y <= one.y + one.height);
+    const at = this.time(x), near = 4 * (this.time(x + 1) - at);
+    if (row && row.kind === "steps") {
+      const found = this.data.steps.find(([, , start, end]) => start <= at && at <= (end === null ? this.data.length : end));
+      if (found) return `step ${found[0]}: ${found[1]}, ${found[3] === null ? "goes on" : seconds(found[3] - found[2])}`;
+    }
+    if (row && row.kind === "replica") {
+      const pause = row.replica.updates.find((one) => one.frozen !== null && Math.abs(one.frozen - at) < near);
+      if (pause) return `${row.name}: v${pause.version}, frozen ${pause.resumed === null ? "still" : seconds(pause.resumed - pause.frozen)}${pause.error ? `\n${pause.error}` : ""}`;
+    }
+    const update = this.data.borders.find(([, start, end]) => start - near <= at && at <= (end === null ? this.data.length : end) + near);
+    return update ? `update to v${update[0]}: ${update[2] === null ? "goes on" : seconds(update[2] - update[1])}` : null;
+  }
+
+  listen() {
+    const {element} = this;
+    let dragged = null;
+    element.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.time(event.offsetX));
+    }, {passive: false});
+    element.addEventListener("pointerdown", (event) => {
+      dragged = {x: event.offsetX, from: this.from, until: this.until, far: 0};
+      element.setPointerCapture(event.pointerId);
+    });
+    element.addEventListener("pointermove", (event) => {
+      if (!dragged) return showTip(this.describe(event.offsetX, event.offsetY), event.clientX, event.clientY);
+      const by = ((dragged.x - event.offsetX) / (this.width - 100)) * (dragged.until - dragged.from);
+      dragged.far = Math.max(dragged.far, Math.abs(dragged.x - event.offsetX));
+      return this.show(dragged.from + by, dragged.until + by);
+    });
+    element.addEventListener("pointerup", (event) => {
+      const turn = dragged && dragged.far < 4 ? this.under(event.offsetX, event.offsetY) : null;
+      dragged = null;
+      if (turn && turn.step !== null) location.hash = to("trajectory", {step: turn.step, ordinal: turn.ordinal, index: turn.episode});
+    });
+    element.addEventListener("pointerleave", () => showTip(null));
+    element.addEventListener("keydown", (event) => {
+      const middle = (this.from + this.until) / 2;
+      const act = {ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), "+": () => this.zoom(0.7, middle),
+        "=": () => this.zoom(0.7, middle), "-": () => this.zoom(1.4, middle), 0: () => this.show(this.start, this.end)}[event.key];
+      if (act) { event.preventDefault(); event.stopPropagation(); act(); }
+    });
+  }
+}

@@ -1,0 +1,58 @@
+"""scripts/dashboard/advice.py: the first rule that applies speaks, with its numbers and the key to turn."""
+
+from typing import Any
+
+import pytest
+
+from configs.load import key_docs
+from scripts.dashboard.advice import RULES, advise, gather
+
+CALM = {"timing_s/step": 2.0, "perf/trainer_idle": 0.05, "perf/replica_idle": 0.06, "rollout/free_slots": 3.0}
+CONFIG = {"rollout.max_staleness": 2, "rollout.max_num_seqs": 64, "rollout.num_replicas": 3}
+WAITS = {"perf/trainer_idle": 0.38}
+CASES: list[tuple[str, dict[str, float], list[dict[str, Any]], str]] = [
+    ("skipped", {"actor/skipped_steps": 2.0}, [], "2 of the last 5 steps broke"),
+    ("failed_rewards", {"rollout/failed_rewards": 4.0}, [], "4 rewards failed"),
+    ("failed_groups", {"rollout/failed_groups": 1.0}, [], "1 groups were given up"),
+    ("replicas_lost", {"rollout/replicas_lost": 1.0}, [], "1 replicas were lost"),
+    (
+        "slots",
+        WAITS | {"perf/replica_idle": 0.5, "rollout/free_slots": 0.0},
+        [],
+        "waits 38% for rollouts while replicas are idle 50% and no slot is free: raise rollout.max_staleness (now 2)",
+    ),
+    ("seats", WAITS, [{"waiting": 12, "kv_usage": 0.41}], "12 requests queue at a replica with its KV cache 41% full"),
+    ("replicas", WAITS, [{"waiting": 12, "kv_usage": 0.97}], "add replicas (rollout.num_replicas, now 3)"),
+    ("ranks", {"perf/replica_idle": 0.6}, [], "idle 60% and the trainer waits 5%"),
+    ("pauses", {"weight_sync/pause_ms": 400.0}, [], "freeze replicas 400 ms in each step of 2.00 s (20%)"),
+    ("equal_rewards", {"rollout/zero_variance_groups": 0.62}, [], "62% of the groups have equal rewards"),
+    ("cut", {"response_length/clip_ratio": 0.5}, [], "50% of the responses are cut off"),
+    ("off_policy", {"actor/ess": 0.2}, [], "effective sample size is 20%"),
+    ("balanced", {}, [], "the trainer waits 5% for rollouts, replicas are idle 6%"),
+]
+
+
+@pytest.mark.parametrize(("rule", "metrics", "loads", "words"), CASES, ids=[case[0] for case in CASES])
+def test_each_rule_speaks_with_its_numbers(
+    rule: str, metrics: dict[str, float], loads: list[dict[str, Any]], words: str
+) -> None:
+    name, text = advise(gather([CALM | metrics] * 5, CONFIG, loads))
+    assert name == rule and words in text
+
+
+def test_every_rule_has_a_case_and_names_keys_that_exist() -> None:
+    assert [rule.name for rule in RULES] == [case[0] for case in CASES]
+    texts = " ".join(advise(gather([CALM | metrics] * 5, CONFIG, loads))[1] for _, metrics, loads, _ in CASES)
+    named = {word.strip("(),.:") for word in texts.replace("=", " ").split() if "." in word.strip("(),.:")}
+    keys = {word for word in named if word.partition(".")[0] in {"rollout", "trainer", "algorithm", "weight_sync"}}
+    assert len(keys) > 6 and keys <= set(key_docs())
+
+
+def test_a_total_that_grew_before_the_latest_steps_is_no_news() -> None:
+    rows = [CALM | {"rollout/failed_rewards": 4.0}] * 30
+    assert advise(gather(rows, CONFIG))[0] == "balanced"
+    assert advise(gather(rows + [CALM | {"rollout/failed_rewards": 6.0}], CONFIG))[1].startswith("2 rewards failed")
+
+
+def test_a_run_without_steps_gets_no_advice() -> None:
+    assert advise(gather([{"eval/accuracy": 0.1}], {}))[0] == "nothing"

@@ -1,0 +1,112 @@
+"""scripts/dashboard/happened.py, lanes.py and anatomy.py: a window of events shows what all of them show."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout.events.kinds import StepPart, StepPartEnded, StepPartStarted
+from scripts.dashboard import happened
+from scripts.dashboard.anatomy import anatomy
+from scripts.dashboard.happened import Happenings
+from scripts.dashboard.lanes import timeline
+from scripts.dashboard.runs import DashboardError
+from tests.support.dashboards import JOB, simulated_run
+from tests.support.happenings import at, make_writer
+from trainer.tracking.events.reader import EventReader
+from trainer.tracking.events.view import RunView
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated_run(tmp_path_factory.mktemp("runs") / "a")
+
+
+@pytest.fixture
+def seen(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Happenings:
+    """With marks every 4 kB, so that there are many, and processes that are a second late."""
+    monkeypatch.setattr(happened, "MARK_BYTES", 4096)
+    monkeypatch.setattr(happened, "LATE_S", 1.5)
+    happenings = Happenings(run_dir)
+    while happenings.look() < 1:
+        pass
+    return happenings
+
+
+def whole(run_dir: Path) -> RunView:
+    view = RunView()
+    for stamped in EventReader(run_dir):
+        view.add(stamped)
+    return view
+
+
+def test_the_pass_holds_what_is_rare_and_nothing_else(seen: Happenings, run_dir: Path) -> None:
+    every = whole(run_dir)
+    assert seen.view.steps == every.steps and len(seen.view.steps) == JOB.num_steps
+    assert seen.view.updates == every.updates and seen.view.fleet == every.fleet
+    assert not seen.view.groups and len(every.groups) > 20
+    assert len(seen._scan.marks) > 5
+
+
+def test_a_window_has_the_groups_of_its_steps_whole(seen: Happenings, run_dir: Path) -> None:
+    every, view = whole(run_dir), seen.of_steps(1, 2).view
+    ordinals = [*every.steps[1].ordinals, *every.steps[2].ordinals]
+    assert len(ordinals) == 2 * JOB.prompts_per_step
+    assert all(view.groups[ordinal].trajectories == every.groups[ordinal].trajectories for ordinal in ordinals)
+    assert len(view.groups) < len(every.groups)
+
+
+def test_steps_that_are_not_there_are_refused_by_name(seen: Happenings, tmp_path: Path) -> None:
+    with pytest.raises(DashboardError, match=r"steps=7:99: not in the events; 1 to 8 are there"):
+        seen.of_steps(7, 99)
+    with pytest.raises(DashboardError, match="there is none"):
+        Happenings(tmp_path).of_steps(1, 1)
+
+
+def test_a_live_run_grows_and_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    def step(number: int) -> list[object]:
+        of = {"global_steps": number, "part": StepPart.train}
+        return [at(number, StepPartStarted(**of)), at(number + 0.5, StepPartEnded(**of))]
+
+    happenings = Happenings(tmp_path)
+    assert happenings.look() == 1 and not happenings.is_there
+    with make_writer(tmp_path) as writer:
+        writer.put(step(1))
+    happenings.look()
+    with make_writer(tmp_path) as writer:
+        writer.put(step(2))
+    happenings.look()
+    assert sorted(happenings.view.steps) == [1, 2]
+    path = tmp_path / "events.jsonl"
+    thinned = path.read_bytes().splitlines(keepends=True)[2:]
+    (tmp_path / "aside").write_bytes(b"".join(thinned))
+    (tmp_path / "aside").replace(path)
+    happenings.look()
+    assert sorted(happenings.view.steps) == [2]
+
+
+def test_lanes_do_not_overlap_and_turns_are_cut_by_version(seen: Happenings) -> None:
+    picture = timeline(seen.of_steps(6, 8))
+    turns = [turn for replica in picture["replicas"].values() for turn in replica["turns"]]
+    assert len(turns) >= 9
+    for replica in picture["replicas"].values():
+        lanes: dict[int, float] = {}
+        for lane, start, end, *_ in replica["turns"]:
+            assert start >= lanes.get(lane, float("-inf")) and lane < replica["lanes"]
+            lanes[lane] = end
+    spanning = [turn for turn in turns if len(turn[3]) > 1]
+    assert spanning and all(cuts == sorted(cuts) for cuts in (turn[3] for turn in spanning))
+    assert {step for step, *_ in picture["steps"]} >= {6, 7, 8}
+    assert all(start <= end for _, start, end in picture["borders"])
+    assert all(
+        one["frozen"] <= one["swapped"] <= one["resumed"] for r in picture["replicas"].values() for one in r["updates"]
+    )
+
+
+def test_the_anatomy_marks_the_trajectory_that_ended_last(seen: Happenings, run_dir: Path) -> None:
+    window, every = seen.of_steps(1, 1), whole(run_dir)
+    picture = anatomy(window, 1)
+    last = max((every.groups[ordinal] for ordinal in every.steps[1].ordinals), key=lambda group: group.ready or 0)
+    ends = {episode: one.episode_span.end for episode, one in last.trajectories.items() if one.episode_span}
+    assert picture["critical"] == [last.ordinal, max(ends, key=lambda episode: ends[episode] or 0)]
+    assert f"The last group to be ready was of prompt {last.ordinal}" in picture["why"]
+    assert picture["groups"][0]["ordinal"] == last.ordinal and picture["total"] == 3

@@ -13,7 +13,7 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.request_ids import RequestId
 from rollout.rewards.places import Called
 from rollout.rewards.scoring import RewardScorer
-from rollout.types import Completion, GenerationRequest, Prompt, TokenSequence, VersionSpan
+from rollout.types import Completion, FloatArray, GenerationRequest, Prompt, TokenSequence, VersionSpan
 from scripts.bench.simulated_run import NEVER_S
 from scripts.predict.profile import Profile
 
@@ -39,10 +39,10 @@ class Draws:
 
     def episode(self, which: RequestId) -> Drawn:
         profile = self.profile
-        of_group = np.random.default_rng([self.seed, which.is_evaluation, which.ordinal])
+        of_group = _of_group(self.seed, which.is_evaluation, which.ordinal)
         own = np.random.default_rng([self.seed, which.is_evaluation, which.ordinal, 1 + which.episode, which.attempt])
         shared, alone = sqrt(profile.alike), sqrt(1 - profile.alike)
-        z_turns, z_tokens = shared * of_group.standard_normal(2) + alone * own.standard_normal(2)
+        z_turns, z_tokens = shared * of_group + alone * own.standard_normal(2)
         count = max(1, round(self._cut(profile.turns.at_normal(z_turns), profile.turns.at(self.longest))))
         z = (z_tokens, *own.standard_normal(count - 1))
         limit = profile.turn_tokens.at(self.longest)
@@ -52,12 +52,19 @@ class Draws:
         return Drawn(tokens, uncached, tool_s)
 
     def reward_s(self, ordinal: int) -> float:
+        if len(self.profile.reward_s.values) == 1:
+            return self.profile.reward_s.values[0]
         rng = np.random.default_rng([self.seed, 2, ordinal])
         return self.profile.reward_s.at(float(rng.random()))
 
     @staticmethod
     def _cut(value: float, limit: float) -> float:
         return min(value, limit)
+
+
+@lru_cache(maxsize=4096)
+def _of_group(seed: int, is_evaluation: bool, ordinal: int) -> FloatArray:
+    return np.random.default_rng([seed, is_evaluation, ordinal]).standard_normal(2)
 
 
 @lru_cache(maxsize=4096)

@@ -129,6 +129,7 @@ class ProfiledTrainer(SimulatedTrainer):
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
         profile, clock = self.profile, asyncio.get_running_loop().time
         computed = profile.computed_per_sampled * self.sampled_tokens
+        await asyncio.sleep(profile.driver_s)
         began = clock()
         self._machine.training(True)
         try:
@@ -206,7 +207,6 @@ class Meter:
                         tokens[staleness(span.global_steps, global_steps, self.interval)] += span.end - span.start
         self._tokens.append(tokens)
         self.trainer.sampled_tokens = tokens.total()
-        await asyncio.sleep(self.trainer.profile.driver_s)
         return batch
 
     async def advance(self, global_steps: int) -> None:

@@ -59,16 +59,18 @@ def from_events(view: RunView) -> EngineTimes | None:
     for turn in turns_of(view):
         by_replica[turn.replica].append(turn)
     trains = union(*training(view))
-    step_s = 0.0
-    for _ in range(2):  # the second time with requests counted from the step that gives their first token
-        found = [_measured(view, name, turns, trains, step_s) for name, turns in sorted(by_replica.items())]
+    step = (1.0, 0.0)
+    for number in range(3):  # what the steps took decides how many there were at which batch
+        found = [
+            _measured(view, name, turns, trains, step, is_first=number == 0) for name, turns in sorted(by_replica.items())
+        ]
         columns, seconds, shares = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         columns, seconds, shares = _some(columns, seconds, shares)
         if not len(seconds):
             return None
         fitted, factor = slowed(columns, seconds, shares) if _tells(shares) else (nonnegative(columns, seconds)[0], 1.0)
         batches = columns[:, 1] / columns[:, 0]
-        step_s = float(fitted[0] + fitted[1] * batches.mean())
+        step = (float(fitted[0]), float(fitted[1]))
     return EngineTimes(
         step_s=float(fitted[0]),
         step_s_per_request=float(fitted[1]),
@@ -80,16 +82,20 @@ def from_events(view: RunView) -> EngineTimes | None:
 
 
 def _measured(
-    view: RunView, replica: str, turns: Sequence[TurnView], trains: Load, step_s: float
+    view: RunView, replica: str, turns: Sequence[TurnView], trains: Load, step: tuple[float, float], *, is_first: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Of the turns on one replica: [n, 3] columns of the fit, [n] seconds, [n] shares with training."""
+    """Of the turns on one replica: [n, 3] columns of the fit, [n] seconds, [n] shares with training.
+
+    `step`: what it takes without and for each request, by the fit before. A request counts from the step on that gives
+    its first token."""
     firsts = np.array([turn.first_token for turn in turns], float)
     ends = np.array([turn.end for turn in turns], float)
     steps = np.array([turn.num_tokens - 1 for turn in turns], float)
     uncached = np.array([turn.prompt_tokens - turn.cached_tokens for turn in turns], float)
     updates = [one for one in view.updates.get(replica, {}).values() if one.frozen is not None and one.resumed]
     paused = Load([one.frozen or 0.0 for one in updates], [one.resumed or 0.0 for one in updates])
-    batches = Load(firsts - step_s, ends).mean(firsts, ends)
+    one_step_s = 0.0 if is_first else step[0] + step[1] * Load(firsts, ends).mean(firsts - 1e-6, firsts + 1e-6)
+    batches = Load(firsts - one_step_s, ends).mean_over_steps(firsts, ends, *step)
     order = np.argsort(firsts)
     sums = np.concatenate([[0.0], np.cumsum(uncached[order])])
     prefilled = (

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-LEAST = 1.02
+LEAST = 1.05
 """What is slowed by less is not slowed."""
 
 
@@ -22,19 +22,28 @@ class Load:
         steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
         order = np.argsort(times, kind="stable")
         self._times, self._counts = times[order], np.cumsum(steps[order])
-        widths = np.diff(self._times)
-        self._sums = np.concatenate([[0.0], np.cumsum(self._counts[:-1] * widths)]) if len(times) else np.zeros(0)
 
     def sum(self, starts: Any, ends: Any) -> Floats:
         """Open intervals times seconds, between each start and end."""
+        return self._integral(self._counts, starts, ends)
+
+    def _integral(self, heights: Floats, starts: Any, ends: Any) -> Floats:
+        """`heights`: between one time and the next."""
         if not len(self._times):
             return np.zeros(len(np.asarray(starts)))
-        return np.interp(ends, self._times, self._sums) - np.interp(starts, self._times, self._sums)
+        sums = np.concatenate([[0.0], np.cumsum(heights[:-1] * np.diff(self._times))])
+        return np.interp(ends, self._times, sums) - np.interp(starts, self._times, sums)
 
     def mean(self, starts: Any, ends: Any) -> Floats:
         """Open intervals, on average between each start and end."""
         seconds = np.maximum(np.asarray(ends, float) - np.asarray(starts, float), 1e-12)
         return self.sum(starts, ends) / seconds
+
+    def mean_over_steps(self, starts: Any, ends: Any, base: float, per_open: float) -> Floats:
+        """The same, where time goes in steps that take base + per_open * count: a long step counts once."""
+        pace = 1 / np.maximum(base + per_open * self._counts, 1e-12)
+        steps = np.maximum(self._integral(pace, starts, ends), 1e-12)
+        return self._integral(self._counts * pace, starts, ends) / steps
 
 
 def union(starts: Sequence[float], ends: Sequence[float]) -> Load:

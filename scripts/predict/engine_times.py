@@ -62,7 +62,8 @@ def from_events(view: RunView) -> EngineTimes | None:
     step = (1.0, 0.0)
     for number in range(3):  # what the steps took decides how many there were at which batch
         found = [
-            _measured(view, name, turns, trains, step, is_first=number == 0) for name, turns in sorted(by_replica.items())
+            _measured(view, name, turns, trains, step, is_first=number == 0)
+            for name, turns in sorted(by_replica.items())
         ]
         columns, seconds, shares = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         columns, seconds, shares = _some(columns, seconds, shares)

@@ -110,7 +110,9 @@ def _trainer(run: RunFiles, engine: EngineTimes, assumed: list[str]) -> TrainerT
 def _beside(run: RunFiles, steps: Sequence[int]) -> Any:
     """[n] of each step's training, the share with a replica that generates; None if nobody knows."""
     if run.view is None:
-        of_step = {int(step["step"]): 1 - step["perf/replica_idle"] for step in run.steps if "perf/replica_idle" in step}
+        of_step = {
+            int(step["step"]): 1 - step["perf/replica_idle"] for step in run.steps if "perf/replica_idle" in step
+        }
         return np.array([of_step[step] for step in steps]) if all(step in of_step for step in steps) else None
     turns = turns_of(run.view)
     busy = union([turn.start for turn in turns], [turn.end or turn.start for turn in turns])
@@ -208,7 +210,9 @@ def _updates(run: RunFiles) -> dict[str, float]:
               for name in ("publish", "stage", "swap")}  # fmt: skip
         parts = ("wait_batch", "update_weights", "checkpoint")
         rest = [
-            step["timing_s/step"] - step["perf/trainer_busy_s"] - sum(step.get(f"timing_s/{part}", 0.0) for part in parts)
+            step["timing_s/step"]
+            - step["perf/trainer_busy_s"]
+            - sum(step.get(f"timing_s/{part}", 0.0) for part in parts)
             for step in run.steps
         ]
         checkpoints = [step["timing_s/checkpoint"] for step in run.steps if "timing_s/checkpoint" in step]

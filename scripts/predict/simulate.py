@@ -252,4 +252,3 @@ def weighted_median(counts: Counter[int]) -> float:
         if below >= half:
             return float(value)
     return 0.0
-

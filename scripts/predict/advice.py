@@ -56,8 +56,8 @@ def advice_of_metrics(steps: Sequence[Mapping[str, float]], max_staleness: int) 
     waits, idle = f"{shares.waits:.0%}", f"{shares.replica_idle:.0%}"
     if shares.waits >= WAITS and shares.replica_idle >= WAITS:
         return (
-            f"The trainer waits {waits} of the time for rollouts while replicas have no request {idle} of it: they wait "
-            f"for one another; raise rollout.max_staleness (now {max_staleness})."
+            f"The trainer waits {waits} of the time for rollouts while replicas have no request {idle} of it: they "
+            f"wait for one another; raise rollout.max_staleness (now {max_staleness})."
         )
     if shares.waits >= WAITS:
         return (
@@ -66,13 +66,13 @@ def advice_of_metrics(steps: Sequence[Mapping[str, float]], max_staleness: int) 
         )
     if shares.updates >= WAITS:
         return (
-            f"The trainer waits {shares.updates:.0%} of the time for weight updates: raise weight_sync.interval, or use "
-            "a faster weight_sync.transport."
+            f"The trainer waits {shares.updates:.0%} of the time for weight updates: raise weight_sync.interval, or "
+            "use a faster weight_sync.transport."
         )
     if shares.replica_idle >= WAITS:
         return (
-            f"Replicas have no request {idle} of the time and the trainer trains {shares.trains:.0%} of it: training is "
-            "the limit; another rank would help, another replica would not."
+            f"Replicas have no request {idle} of the time and the trainer trains {shares.trains:.0%} of it: training "
+            "is the limit; another rank would help, another replica would not."
         )
     return f"Balanced: the trainer waits {waits} of the time for rollouts, replicas have no request {idle} of it."
 

@@ -1,7 +1,7 @@
 """What a step waits for, by counterfactual: the same run without it, and the difference.
 
-What overlaps with something as long costs nothing, however long it takes; a stopwatch on it would blame it all the same.
-So the parts need not add up to the wait: what two of them cause together, neither costs alone.
+What overlaps with something as long costs nothing, however long it takes; a stopwatch on it would blame it all the
+same. So the parts need not add up to the wait: what two of them cause together, neither costs alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,9 +69,7 @@ def _differs(name: str, world: World) -> bool:
     """Whether the run has any of it."""
     profile = world.profile
     if name == "stragglers":
-        return profile.turn_tokens.at(1.0) > profile.turn_tokens.at(LONGEST) or profile.turns.at(
-            1.0
-        ) > profile.turns.at(LONGEST)
+        return any(one.at(1.0) > one.at(LONGEST) for one in (profile.turn_tokens, profile.turns))
     if name == "evaluations":
         return profile.evaluation_requests > 0
     return name != "checkpoints" or profile.checkpoint_s > 0

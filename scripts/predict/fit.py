@@ -228,6 +228,8 @@ def _updates(run: RunFiles) -> dict[str, float]:
     for one in updates:
         if one.stage_started is not None:
             staged[one.global_steps].append(one.stage_started)
+    staging = [one.stage_ended - one.stage_started for one in updates if one.stage_started and one.stage_ended]
+    paused = [one.resumed - one.frozen for one in updates if one.frozen and one.resumed]
     published = [
         min(staged[number]) - step.update.start for number, step in view.steps.items() if step.update and staged[number]
     ]
@@ -240,8 +242,8 @@ def _updates(run: RunFiles) -> dict[str, float]:
             driver.append(sum(s for name, s in parts if name in ("assemble", "score", "train")) - busy[number])
     return {
         "publish_s": _median(published),
-        "stage_s": _median([one.stage_ended - one.stage_started for one in updates if one.stage_started and one.stage_ended]),
-        "swap_s": _median([one.resumed - one.frozen for one in updates if one.frozen and one.resumed]),
+        "stage_s": _median(staging),
+        "swap_s": _median(paused),
         "driver_s": max(0.0, _median(driver)),
         "checkpoint_s": _median(checkpoints),
     }  # fmt: skip

@@ -66,8 +66,11 @@ def parse(words: Sequence[str]) -> Arguments:
         elif key.startswith("profile."):
             of_profile[key.removeprefix("profile.")] = _yaml(text)
         elif key in FIELDS:
-            values = tuple(_value(one) for one in text.split(","))
-            (axes if len(values) > 1 else fixed)[FIELDS[key]] = values if len(values) > 1 else values[0]
+            first, *others = [_value(one) for one in text.split(",")]
+            if others:
+                axes[FIELDS[key]] = (first, *others)
+            else:
+                fixed[FIELDS[key]] = first
         else:
             allowed = ", ".join([*OWN, *FIELDS, "profile.FIELD"])
             raise PredictError(f"{key}: is no key; there are {allowed}")

@@ -13,8 +13,9 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.request_ids import RequestId
 from rollout.rewards.places import Called
 from rollout.rewards.scoring import RewardScorer
-from rollout.types import Completion, FloatArray, GenerationRequest, Prompt, TokenSequence, VersionSpan
+from rollout.types import Completion, GenerationRequest, Prompt, TokenSequence, VersionSpan
 from scripts.bench.simulated_run import NEVER_S
+from scripts.predict.intervals import Floats
 from scripts.predict.profile import Profile
 
 
@@ -63,7 +64,7 @@ class Draws:
 
 
 @lru_cache(maxsize=4096)
-def _of_group(seed: int, is_evaluation: bool, ordinal: int) -> FloatArray:
+def _of_group(seed: int, is_evaluation: bool, ordinal: int) -> Floats:
     return np.random.default_rng([seed, is_evaluation, ordinal]).standard_normal(2)
 
 

@@ -204,7 +204,7 @@ def _gaps(view: RunView) -> list[float]:
 # -- updates, checkpoints, the driver ----------------------------------------------------------------------------------
 
 
-def _updates(run: RunFiles) -> dict[str, float]:
+def _updates(run: RunFiles) -> dict[str, Any]:
     if run.view is None:
         ms = {name: [step[f"weight_sync/{name}_ms"] for step in run.steps if f"weight_sync/{name}_ms" in step]
               for name in ("publish", "stage", "swap")}  # fmt: skip

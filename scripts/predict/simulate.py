@@ -140,7 +140,7 @@ class ProfiledTrainer(SimulatedTrainer):
         busy_s = clock() - began
         self.busy_s += busy_s
         self.global_steps = global_steps + 1
-        metrics = {"perf/trainer_busy_s": Max(busy_s), "perf/padded_tokens": Last(computed)}
+        metrics: dict[str, Metric] = {"perf/trainer_busy_s": Max(busy_s), "perf/padded_tokens": Last(computed)}
         return metrics | {"actor/skipped_steps": Last(0.0)}
 
     async def publish(self, order: PublishOrder) -> Manifest:

@@ -6,7 +6,6 @@ figures repeat exactly.
 """
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
@@ -76,29 +75,6 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
         replica_idle=1 - busy_s / (seconds * job.num_replicas),
         seats_used=tokens * job.token_s / (seconds * job.num_replicas * job.max_num_seqs),
     )
-
-
-def _agent_worker(config: Config, job: Job, replicas: Sequence["SimulatedReplica"], events: EventLog) -> AgentWorker:
-    return AgentWorker(
-        config=config,
-        tokenizer=NoTokenizer(),
-        loop=ForcedLengths({"": job.length_of}),
-        scorer=NO_REWARD,
-        events=events,
-        replicas={replica.name: replica.generate_group for replica in replicas},
-    )
-
-
-async def _collect_events(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
-    """As the fleet's monitor and the group of agent workers do, once a second."""
-    while True:
-        await asyncio.sleep(1.0)
-        await _collect_once(fleet, events, of_agents)
-
-
-async def _collect_once(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
-    await fleet.collect_progress()
-    events.take("agent-worker-0", of_agents.take(), events.clock())
 
 
 def _config(job: Job, max_staleness: int) -> Config:

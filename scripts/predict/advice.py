@@ -83,8 +83,10 @@ def advice(samples_per_s: float, trainer_idle: float, replica_idle: float, optio
         f"{samples_per_s:.1f} samples/s, the trainer idle {trainer_idle:.0%}, replicas without a request "
         f"{replica_idle:.0%} of the time"
     )
-    best = max(options, key=lambda option: option.samples_per_s, default=None)
-    if best is None or best.samples_per_s < samples_per_s * (1 + GAIN):
+    if not options:
+        return f"Predicted {now}."
+    best = max(options, key=lambda option: option.samples_per_s)
+    if best.samples_per_s < samples_per_s * (1 + GAIN):
         return f"Predicted {now}: no change that was tried gives {GAIN:.0%} more."
     gain = best.samples_per_s / samples_per_s - 1
     return f"Predicted {now}: {best.change} gives {best.samples_per_s:.1f} samples/s, {gain:+.0%}."

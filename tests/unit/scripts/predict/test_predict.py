@@ -177,3 +177,4 @@ def test_advice_proposes_the_best_change_if_it_is_worth_it() -> None:
     better, same = Option(change="one more rank", samples_per_s=15.0), Option(change="x", samples_per_s=10.2)
     assert "one more rank gives 15.0 samples/s, +50%" in advice(10.0, 0.1, 0.4, [same, better])
     assert "no change" in advice(10.0, 0.1, 0.4, [same])
+    assert "no change" not in advice(10.0, 0.1, 0.4, [])

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install train evaluate serve dashboard retriever test test-slow unit gpu-check lint docs clean distclean FORCE
+.PHONY: help install train evaluate serve dashboard retriever predict test test-slow unit gpu-check lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ dashboard: $(STAMP)  ## show the newest run in a browser, live: make dashboard A
 
 retriever: $(STAMP)  ## serve the documents of a corpus to search: make retriever ARGS="corpus=FOLDER"
 	@$(PY) -m scripts.retriever $(ARGS)
+
+predict: $(STAMP)  ## predict other configurations of a run, and say what to change: make predict ARGS="run=runs/latest"
+	@$(PY) -m scripts.predict $(ARGS)
 
 test: $(STAMP)  ## unit and system tests
 	@$(PYTEST) tests/unit tests/system -n 2 --dist loadfile -m "not slow" $(ARGS)

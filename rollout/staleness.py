@@ -147,6 +147,8 @@ class SlotLedger:
         Under `wait` the trainer waits for a group whose last step would pass, which keeps the bound. Under `mask` and
         `drop` it takes the ready groups that are nearest to their last step.
         """
+        if len(self._ready) < self.window.groups_per_step:
+            return None
         if self.policy is StalePolicy.wait:
             chosen = self._select_feasible(step)
         else:

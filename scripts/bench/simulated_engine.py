@@ -31,7 +31,9 @@ def simulated_manifest(global_steps: int) -> Manifest:
 
 
 @dataclass(slots=True, eq=False)
-class _Sequence:
+class SimulatedSequence:
+    """A running request."""
+
     length: int
     finish_reason: str
     done: asyncio.Future[Completion]
@@ -54,7 +56,7 @@ class SimulatedEngine:
         self._swap_s = swap_s
         self._sleep = sleep
         self.admission = Admission(max_num_seqs)
-        self._running: dict[str, _Sequence] = {}
+        self._running: dict[str, SimulatedSequence] = {}
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._between_steps = asyncio.Lock()
@@ -97,10 +99,10 @@ class SimulatedEngine:
             self._running.pop(name, None)
             self.admission.leave(name)
 
-    def _start(self, request: GenerationRequest) -> _Sequence:
+    def _start(self, request: GenerationRequest) -> SimulatedSequence:
         length, limit = self._length_of(request), request.sampling.max_tokens
         finish_reason = "length" if length > limit else "stop"
-        sequence = _Sequence(min(length, limit), finish_reason, asyncio.get_running_loop().create_future())
+        sequence = SimulatedSequence(min(length, limit), finish_reason, asyncio.get_running_loop().create_future())
         self._running[str(request.request_id)] = sequence
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._step_until_idle())

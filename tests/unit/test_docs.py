@@ -29,6 +29,7 @@ from rollout.rewards.scoring import load_scorer
 from rollout.sessions.harness import FunctionHarness
 from rollout.types import SamplingParams
 from scripts.docs import TABLES, fresh
+from scripts.predict.command import parse as predict_arguments
 from scripts.retriever import arguments
 from tests.support.compose import changed, resolve
 from tests.support.episodes import episodes_of
@@ -147,9 +148,9 @@ def test_commands_exist(page: Path) -> None:
 
 
 def overrides(words: list[str]) -> list[str]:
-    """The keys of the config that a command is given. `make retriever` and `make dashboard` have arguments of their
-    own."""
-    if words[:2] in (["make", "retriever"], ["make", "dashboard"]) or "scripts.dashboard" in words:
+    """The keys of the config that a command is given. Some commands have arguments of their own."""
+    own = ("retriever", "dashboard", "predict")
+    if words[0] == "make" and words[1] in own or any(f"scripts.{name}" in words for name in own):
         return []
     if words[0] != "make":
         return [word for word in words if re.match(r"[a-z].*=", word)]
@@ -167,6 +168,17 @@ def test_commands_that_serve_a_retriever_are_understood() -> None:
     calls = [words for page in PAGES for words in commands(page) if words[:2] == ["make", "retriever"]]
     given = [shlex.split(word.removeprefix("ARGS=")) for words in calls for word in words[2:]]
     assert given and all("corpus" in arguments(words) for words in given)
+
+
+def test_commands_that_predict_are_understood() -> None:
+    calls = [
+        words
+        for page in PAGES
+        for words in commands(page)
+        if words[:2] == ["make", "predict"] or "scripts.predict" in words
+    ]
+    given = [shlex.split(words[2].removeprefix("ARGS=")) if words[0] == "make" else words[3:] for words in calls]
+    assert given and all(predict_arguments(words) for words in given)
 
 
 def training(words: list[str]) -> list[str] | None:

@@ -6,29 +6,19 @@ figures repeat exactly.
 """
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
-from configs.runtime.tasks import run_with_background
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
-from rollout.agents.worker import AgentWorker
-from rollout.buffer import make_buffer
 from rollout.events.driver import NO_EVENTS, DriverEvents, Write
 from rollout.events.log import EventLog
-from rollout.fleet.fleet import ReplicaFleet
-from rollout.prompts import PromptStream
 from rollout.replica.replica import RolloutReplica
-from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter, max_inflight
-from rollout.types import Prompt, SamplingParams
 from scripts.bench.asynchrony.limits import Job, group_lengths, limit_ratio
 from scripts.bench.asynchrony.outcome import DEFAULT_STALENESS, HEADER, Outcome
 from scripts.bench.common import ForcedLengths, LogNormalLengths, show_table
 from scripts.bench.simulated_engine import SimulatedEngine
-from scripts.bench.stand_ins import NO_REWARD, NoCheckpoints, Nothing, NoTokenizer, SimulatedTrainer
+from scripts.bench.simulated_run import NEVER_S, SimulatedRun
+from scripts.bench.stand_ins import Nothing, SimulatedTrainer
 from scripts.bench.virtual_clock import run_virtual
-from trainer.loop import TrainLoop
-from weight_sync.checkpoint_manager import CheckpointManager
 
 
 def bench_simulated(num_steps: int) -> dict[str, float]:
@@ -65,48 +55,18 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
     clock = asyncio.get_running_loop().time
     events = NO_EVENTS if write is None else DriverEvents(write, clock)
     logs = {f"replica-{index}": EventLog(clock, is_on=events.is_on) for index in range(job.num_replicas)}
-    of_agents = EventLog(clock, is_on=events.is_on)
-    config = _config(job, max_staleness)
     replicas = [SimulatedReplica(name, job, log) for name, log in logs.items()]
-    workers: Any = SimulatedTrainer(job.train_s)  # stands for the trainer's own workers
-    buffer = make_buffer(config)
-    buffer.emit = events.emit
-    router = ReplicaRouter([replica.name for replica in replicas], max_inflight(job.max_num_seqs, job.group_size))
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=[].append, events=events)
-    row = Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")
-    manager = CheckpointManager(workers, fleet, config.weight_sync)
-    agents = _agent_worker(config, job, replicas, of_agents)
-    rollouter = Rollouter(
-        stream=PromptStream([row], seed=0),
-        buffer=buffer,
-        fleet=fleet,
-        runner=agents,
-        updating=manager.updating,
-        sampling=SamplingParams(),
-        group_size=job.group_size,
-        group_timeout_s=1e6,
-        emit=events.emit,
+    run = SimulatedRun(
+        config=_config(job, max_staleness),
+        replicas=replicas,
+        workers=SimulatedTrainer(job.train_s),
+        loop=ForcedLengths({"": job.length_of}),
+        recorder=recorder or Nothing(),
+        events=events,
+        of_agents=EventLog(clock, is_on=events.is_on),
     )
-    nothing: Any = Nothing()
-    no_checkpoints: Any = NoCheckpoints()
-    loop = TrainLoop(
-        config=config,
-        buffer=buffer,
-        workers=workers,
-        manager=manager,
-        held_out=nothing,
-        fleet=nothing,
-        recorder=recorder or nothing,
-        checkpointer=no_checkpoints,
-        emit=events.emit,
-    )
-
-    await manager.update_weights(0)
-    started, busy_before = clock(), [replica.busy_s for replica in replicas]
-    await run_with_background(loop.run(), background=[rollouter.run(), _collect_events(fleet, events, of_agents)])
-    seconds = clock() - started
-    busy_s = sum(replica.busy_s for replica in replicas) - sum(busy_before)
-    await _collect_once(fleet, events, of_agents)
+    seconds = await run.train()
+    busy_s = sum(replica.busy_s for replica in replicas)
     tokens = sum(map(sum, group_lengths(job)))
     return Outcome(
         seconds=seconds,
@@ -117,35 +77,17 @@ async def run_job_here(job: Job, max_staleness: int, *, write: Write | None = No
     )
 
 
-def _agent_worker(config: Config, job: Job, replicas: Sequence["SimulatedReplica"], events: EventLog) -> AgentWorker:
-    return AgentWorker(
-        config=config,
-        tokenizer=NoTokenizer(),
-        loop=ForcedLengths({"": job.length_of}),
-        scorer=NO_REWARD,
-        events=events,
-        replicas={replica.name: replica.generate_group for replica in replicas},
-    )
-
-
-async def _collect_events(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
-    """As the fleet's monitor and the group of agent workers do, once a second."""
-    while True:
-        await asyncio.sleep(1.0)
-        await _collect_once(fleet, events, of_agents)
-
-
-async def _collect_once(fleet: ReplicaFleet, events: DriverEvents, of_agents: EventLog) -> None:
-    await fleet.collect_progress()
-    events.take("agent-worker-0", of_agents.take(), events.clock())
-
-
 def _config(job: Job, max_staleness: int) -> Config:
     return Config(
         algorithm=AlgorithmConfig(group_size=job.group_size),
-        rollout=RolloutConfig(num_replicas=job.num_replicas, max_staleness=max_staleness),
+        rollout=RolloutConfig(
+            num_replicas=job.num_replicas,
+            max_num_seqs=job.max_num_seqs,
+            max_staleness=max_staleness,
+            group_timeout_s=NEVER_S,
+        ),
         trainer=TrainerConfig(
-            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=1e6
+            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=NEVER_S
         ),
         weight_sync=WeightSyncConfig(),
     )

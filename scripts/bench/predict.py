@@ -1,0 +1,129 @@
+"""How well the predictor predicts: whole runs on real vLLM, Ray and FSDP2, against predictions of a run that is none of
+them.
+
+python -m scripts.bench.predict [--steps 24] [--only NAME ...] [--folder FOLDER]
+
+A run of the calibration's configuration is trained, a profile is fitted to its files, and the held-out configurations
+are predicted from it before they are trained. Responses are those of the untrained tiny model, and the learning rate
+is next to nothing, so that lengths stay what they were. Runs that a folder already has are not trained again.
+
+The last line of the output is JSON:
+
+    within_10_percent   held-out configurations whose samples/s were predicted within 10% of what was measured
+    held_out            how many there were
+    worst               largest relative error of a held-out configuration
+    calibration         relative error of the calibration's own run, which proves nothing
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scripts.bench.common import show_table, write_json, write_line
+from scripts.predict.files import RunFiles, read_run
+from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.profile import Profile, to_json
+from scripts.predict.setup import Setup
+from scripts.predict.simulate import Prediction, simulate
+
+COMMON = (
+    *("model.warmup_steps=0", "data.num_train=2048", "data.num_val=1", "rollout.max_response_tokens=192"),
+    *("trainer.lr=1e-9", "trainer.eval_every=0", "checkpoint.every=0", "wandb.mode=disabled", "plain_console=true"),
+    *("rollout.max_num_seqs=64", "trainer.prompts_per_step=8", "trainer.events=true"),
+)
+CALIBRATION = ("rollout.max_staleness=2",)
+HELD_OUT: dict[str, tuple[str, ...]] = {
+    "synchronous": ("rollout.max_staleness=0",),
+    "one step off": ("rollout.max_staleness=1",),
+    "staleness 6": ("rollout.max_staleness=6",),
+    "two replicas": ("rollout.num_replicas=2", "rollout.kv_cache_mb=128"),
+    "16 seats": ("rollout.max_num_seqs=16",),
+    "groups of 16": ("algorithm.group_size=16",),
+    "updates every other step": ("weight_sync.interval=2",),
+    "24 prompts a step": ("trainer.prompts_per_step=24",),
+}
+BAR = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    name: str
+    predicted: float
+    """Samples per second."""
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run, an even number")
+    parser.add_argument("--only", nargs="+", choices=HELD_OUT, default=list(HELD_OUT), help="held-out configurations")
+    parser.add_argument("--folder", type=Path, help="of the runs [runs/bench_predict-TIME]")
+    options = parser.parse_args()
+    folder = options.folder or Path("runs") / f"bench_predict-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    bench(folder.resolve(), options.steps, options.only)
+
+
+def bench(folder: Path, steps: int, names: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    run = trained(folder / "calibration", steps, CALIBRATION)
+    profile = fit(run)
+    (folder / "profile.json").write_text(to_json(profile))
+    calibration = compared("calibration", predicted(profile, run, ()), run)
+    found: list[Compared] = []
+    for name in names:
+        prediction = predicted(profile, run, HELD_OUT[name])  # before there is anything to compare it with
+        found.append(compared(name, prediction, trained(folder / name.replace(" ", "_"), steps, HELD_OUT[name])))
+        write_line(f"{name}: {found[-1].error:+.1%}")
+    show(calibration, found, steps)
+
+
+def trained(run_dir: Path, steps: int, overrides: tuple[str, ...]) -> RunFiles:
+    """Train in a process of its own. Raises CalledProcessError."""
+    if not (run_dir / "summary.json").is_file():
+        last = (f"trainer.total_steps={steps}", f"hydra.run.dir={run_dir}")
+        command = [sys.executable, "-m", "scripts.train", *COMMON, *overrides, *last]
+        with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return read_run(run_dir)
+
+
+def predicted(profile: Profile, run: RunFiles, overrides: tuple[str, ...]) -> Prediction:
+    """Of a whole run: empty at its beginning, as it is."""
+    config = {section: dict(values) for section, values in run.config.items() if isinstance(values, dict)}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, name = key.partition(".")
+        config[section][name] = int(value)
+    setup = replace(Setup.of_mapping(config), steps=len(run.steps))
+    return simulate(profile, setup, whole=True)
+
+
+def compared(name: str, prediction: Prediction, run: RunFiles) -> Compared:
+    setup = prediction.setup
+    measured = setup.steps * setup.samples_per_step / measured_seconds(run)
+    return Compared(name=name, predicted=prediction.samples_per_s, measured=measured)
+
+
+def show(calibration: Compared, found: list[Compared], steps: int) -> None:
+    rows = [
+        [one.name, f"{one.measured:.1f}", f"{one.predicted:.1f}", f"{one.error:+.1%}"] for one in (calibration, *found)
+    ]
+    show_table(f"samples/s of runs of {steps} steps", ["configuration", "measured", "predicted", "error"], rows)
+    figures = {
+        "within_10_percent": sum(abs(one.error) <= BAR for one in found),
+        "held_out": len(found),
+        "worst": max(abs(one.error) for one in found),
+        "calibration": calibration.error,
+    }
+    write_json(figures)
+
+
+if __name__ == "__main__":
+    main()

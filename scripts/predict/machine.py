@@ -1,0 +1,84 @@
+"""What engines and trainer share: cores, where there are not enough for all."""
+
+import asyncio
+from collections.abc import Callable
+
+from scripts.predict.profile import Profile
+
+
+class Machine:
+    """Who works now, and how much slower everybody is for it. Without shared cores nobody slows anybody."""
+
+    def __init__(self, profile: Profile):
+        self._profile = profile
+        self._engines = 0
+        self._training = False
+        self._waiting: set[Callable[[], None]] = set()
+
+    def engine_slowdown(self) -> float:
+        """Of the engine that asks, which works."""
+        profile = self._profile
+        others = 1 + max(0, self._engines - 1) * (profile.engine_slows_engine - 1)
+        return others * (profile.training_slows_engine if self._training else 1.0)
+
+    def training_slowdown(self) -> float:
+        return self._profile.engine_slows_training if self._engines else 1.0
+
+    def engine_works(self, works: bool) -> None:
+        self._engines += 1 if works else -1
+        self._tell()
+
+    def training(self, trains: bool) -> None:
+        self._training = trains
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._profile.shares_cores:
+            for wake in list(self._waiting):
+                wake()
+
+    async def sleep(self, seconds: float, asked: "Waker | None" = None) -> bool:
+        """Returns whether somebody woke it before its time: `asked`, or a change of who works."""
+        waker = asked or Waker()
+        self._waiting.add(waker.wake)
+        try:
+            return await waker.sleep(seconds)
+        finally:
+            self._waiting.discard(waker.wake)
+
+    async def work(self, seconds: float, slowdown: Callable[[], float]) -> None:
+        """Work that takes so long where nothing else works."""
+        clock = asyncio.get_running_loop().time
+        left = seconds
+        while left > 1e-12:
+            factor, began = slowdown(), clock()
+            if not await self.sleep(left * factor):
+                return
+            left -= (clock() - began) / factor
+
+
+class Waker:
+    """A sleep that can be ended."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[bool] | None = None
+
+    async def sleep(self, seconds: float) -> bool:
+        """Returns whether it was woken."""
+        loop = asyncio.get_running_loop()
+        future = self._future = loop.create_future()
+        timer = loop.call_later(seconds, self._end, future, False)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            self._future = None
+
+    def wake(self) -> None:
+        if self._future is not None:
+            self._end(self._future, True)
+
+    @staticmethod
+    def _end(future: asyncio.Future[bool], woken: bool) -> None:
+        if not future.done():
+            future.set_result(woken)

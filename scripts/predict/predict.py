@@ -1,0 +1,71 @@
+"""Everything that the command does: fit, simulate, compare, advise."""
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from scripts.bench.common import write_line
+from scripts.predict.advice import Option, advice
+from scripts.predict.command import Arguments
+from scripts.predict.counterfactual import costs
+from scripts.predict.files import RunFiles, read_run
+from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.profile import Profile, read_profile, to_json
+from scripts.predict.report import as_figures, of_choices, show_choices, show_costs, show_marginal, show_profile
+from scripts.predict.setup import Setup
+from scripts.predict.simulate import simulate
+from scripts.predict.sweep import Choice, around, marginal, of_axes, sweep
+
+
+def predict(arguments: Arguments) -> dict[str, Any]:
+    """Show the tables. Returns the figures of the last line."""
+    began = time.perf_counter()
+    run = None if arguments.run is None else read_run(arguments.run)
+    profile = arguments.changed(_profile(arguments, run))
+    if arguments.save is not None:
+        arguments.save.write_text(to_json(profile))
+    show_profile(profile)
+    figures = {} if run is None else _compared(run, profile)
+    base = arguments.setup(None if run is None else Setup.of_mapping(run.config))
+    changes = of_axes(base, arguments.axes) if arguments.axes else around(base)
+    now = simulate(profile, base)
+    choices = [Choice({}, now)]
+    if "sweep" in arguments.parts:
+        choices += sweep(profile, base, changes)
+    per_step = f"{base.prompts_per_step} x {base.group_size} samples"
+    show_choices(f"{base.num_replicas} replicas, {base.num_ranks} ranks, {per_step} a step", choices)
+    figures |= {"setup": asdict(base), "now": as_figures(now), "choices": of_choices(choices[1:])}
+    options = [Option(change=choice.name, samples_per_s=choice.prediction.samples_per_s) for choice in choices[1:]]
+    if "marginal" in arguments.parts:
+        more = marginal(profile, now)
+        show_marginal(more)
+        figures["one_more"] = {"replica": round(more.replica, 4), "rank": round(more.rank, 4)}
+        options += [
+            Option(change="one more replica", samples_per_s=more.base + more.replica),
+            Option(change="one more rank", samples_per_s=more.base + more.rank),
+        ]
+    if "costs" in arguments.parts:
+        found = costs(profile, now)
+        show_costs(found)
+        figures["costs_s"] = {cost.of: round(cost.step_s, 4) for cost in found}
+    sentence = advice(now.samples_per_s, now.trainer_idle, now.replica_idle, options)
+    write_line(sentence + "\n")
+    return figures | {"advice": sentence, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def _profile(arguments: Arguments, run: RunFiles | None) -> Profile | None:
+    if run is not None:
+        return fit(run)
+    return None if arguments.profile is None else read_profile(arguments.profile)
+
+
+def _compared(run: RunFiles, profile: Profile) -> dict[str, Any]:
+    """The run's own steps: what it measured, and what is predicted for them."""
+    setup = replace(Setup.of_mapping(run.config), steps=len(run.steps))
+    measured = run.samples_per_s or setup.steps * setup.samples_per_step / measured_seconds(run)
+    predicted = simulate(profile, setup, whole=True).samples_per_s
+    write_line(
+        f"its {setup.steps} steps: {measured:.4g} samples/s measured, {predicted:.4g} simulated "
+        f"({predicted / measured - 1:+.1%})\n"
+    )
+    return {"measured": round(measured, 4), "simulated": round(predicted, 4)}

@@ -1,0 +1,254 @@
+"""Simulates a configuration: the real scheduling on a virtual clock, with the times of a profile."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from configs.schema import Config
+from rollout.buffer import TrajectoryBuffer
+from rollout.events.driver import NO_EVENTS, DriverEvents, Write
+from rollout.events.log import EventLog
+from rollout.replica.replica import RolloutReplica
+from rollout.types import Prompt, TrainBatch, staleness
+from scripts.bench.simulated_run import SimulatedRun
+from scripts.bench.stand_ins import Nothing, SimulatedTrainer
+from scripts.bench.virtual_clock import run_virtual
+from scripts.predict.engine import ProfiledEngine
+from scripts.predict.episodes import ByThemselves, DrawnReward, Draws, Together
+from scripts.predict.machine import Machine
+from scripts.predict.profile import Profile
+from scripts.predict.setup import Setup
+from trainer.batch import StepBatch
+from trainer.checkpoint.checkpointer import is_first_update_after
+from trainer.metrics import Last, Max, Metric
+from weight_sync.protocol import Manifest, PublishOrder
+
+COLLECT_S = 60.0
+"""Between two questions to the replicas for their progress, on the virtual clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    setup: Setup
+    seconds: float
+    """Of the steps that are counted."""
+    samples_per_s: float
+    """Trajectories trained per second."""
+    tokens_per_s: float
+    """Sampled tokens trained per second."""
+    trainer_idle: float
+    """Share of the time without an optimizer step."""
+    replica_idle: float
+    """Share of the time in which a replica has no request, the mean over replicas."""
+    staleness_p50: float
+    """In versions, of the trained tokens."""
+    staleness_max: int
+    wait_s: tuple[float, ...]
+    """What the trainer waited for the batch of each step."""
+    step_s: tuple[float, ...]
+
+
+def simulate(
+    profile: Profile,
+    setup: Setup,
+    *,
+    whole: bool = False,
+    seed: int = 0,
+    longest: float = 1.0,
+    write: Write | None = None,
+    recorder: Any = None,
+) -> Prediction:
+    """`setup.steps` steps of a run that goes on for ever. The same arguments give the same prediction.
+
+    `whole`: a run that has these steps only, with its empty beginning and its end, as short runs are. `longest`: cuts
+    lengths off at this quantile. `write`: takes the events, `recorder` the steps.
+    """
+    lead = 0 if whole else (setup.max_staleness + 1) * setup.interval
+    simulated = _Simulated(profile, replace(setup, steps=setup.steps + 2 * lead), Draws(profile, seed, longest), write)
+    return run_virtual(simulated.run(setup, lead, recorder))
+
+
+@dataclass
+class _Simulated:
+    profile: Profile
+    setup: Setup
+    """With the steps before and after those that are counted."""
+    draws: Draws
+    write: Write | None
+
+    async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
+        profile, setup, clock = self.profile, self.setup, asyncio.get_running_loop().time
+        config, machine = setup.config(), Machine(profile)
+        events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
+        engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
+        trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
+        meter = Meter(trainer, engines, setup.interval)
+        run = SimulatedRun(
+            config=config,
+            replicas=[_replica(index, engine, config, events) for index, engine in enumerate(engines)],
+            workers=trainer,
+            loop=ByThemselves(self.draws) if profile.has_tools else Together(self.draws),
+            scorer=DrawnReward(self.draws).scorer(),
+            recorder=recorder or Nothing(),
+            checkpointer=ProfiledCheckpoints(profile, setup),
+            held_out=_held_out(profile, setup),
+            events=events,
+            of_agents=EventLog(clock, is_on=events.is_on),
+            collect_s=1.0 if events.is_on else COLLECT_S,
+            as_source=meter.of,
+        )
+        await run.train()
+        meter.mark()
+        return meter.prediction(counted, lead)
+
+
+def _replica(index: int, engine: ProfiledEngine, config: Config, events: DriverEvents) -> RolloutReplica:
+    log = EventLog(asyncio.get_running_loop().time, is_on=events.is_on)
+    return RolloutReplica(f"replica-{index}", engine, config.weight_sync, events=log)
+
+
+def _held_out(profile: Profile, setup: Setup) -> Sequence[Prompt]:
+    count = profile.evaluation_requests if setup.eval_every else 0
+    return [Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="") for index in range(count)]
+
+
+class ProfiledTrainer(SimulatedTrainer):
+    """Trains for as long as the profile says for the tokens of the batch."""
+
+    def __init__(self, profile: Profile, machine: Machine, num_ranks: int):
+        super().__init__(profile.train_s)
+        self.profile = profile
+        self._machine = machine
+        self._num_ranks = num_ranks
+        self.sampled_tokens = 0
+        """Of the batch that comes next."""
+        self.busy_s = 0.0
+
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+        profile, clock = self.profile, asyncio.get_running_loop().time
+        computed = profile.computed_per_sampled * self.sampled_tokens
+        await asyncio.sleep(profile.driver_s)
+        began = clock()
+        self._machine.training(True)
+        try:
+            seconds = profile.train_s + profile.train_s_per_token * computed / self._num_ranks
+            await self._machine.work(seconds, self._machine.training_slowdown)
+        finally:
+            self._machine.training(False)
+        busy_s = clock() - began
+        self.busy_s += busy_s
+        self.global_steps = global_steps + 1
+        metrics: dict[str, Metric] = {"perf/trainer_busy_s": Max(busy_s), "perf/padded_tokens": Last(computed)}
+        return metrics | {"actor/skipped_steps": Last(0.0)}
+
+    async def publish(self, order: PublishOrder) -> Manifest:
+        await asyncio.sleep(self.profile.publish_s)
+        return await super().publish(order)
+
+
+@dataclass
+class ProfiledCheckpoints:
+    """Checkpoints whose copy takes its time; they are written in the background."""
+
+    profile: Profile
+    setup: Setup
+
+    def is_due(self, global_steps: int) -> bool:
+        every, is_last = self.setup.checkpoint_every, global_steps == self.setup.steps
+        return every > 0 and (is_last or is_first_update_after(every, global_steps, self.setup.interval))
+
+    async def stage(self, global_steps: int) -> None:
+        await asyncio.sleep(self.profile.checkpoint_s)
+
+    def commit(self, files: dict[str, bytes]) -> None: ...
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Sums at the beginning of a step."""
+
+    time: float
+    trainer_busy_s: float
+    replica_busy_s: float
+
+
+@dataclass
+class Meter:
+    """Stands between train loop and buffer, and measures."""
+
+    trainer: ProfiledTrainer
+    engines: Sequence[ProfiledEngine]
+    interval: int
+    _marks: list[_Mark] = field(default_factory=list)
+    _waits: list[float] = field(default_factory=list)
+    _tokens: list[Counter[int]] = field(default_factory=list)
+    """By step: staleness -> tokens."""
+    _buffer: TrajectoryBuffer | None = None
+
+    def of(self, buffer: TrajectoryBuffer) -> "Meter":
+        self._buffer = buffer
+        return self
+
+    async def next_batch(self, global_steps: int) -> TrainBatch:
+        assert self._buffer is not None
+        self.mark()
+        batch = await self._buffer.next_batch(global_steps)
+        self._waits.append(self._clock() - self._marks[-1].time)
+        tokens = Counter[int]()
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                for sequence in trajectory.sequences:
+                    for span in sequence.spans:
+                        tokens[staleness(span.global_steps, global_steps, self.interval)] += span.end - span.start
+        self._tokens.append(tokens)
+        self.trainer.sampled_tokens = tokens.total()
+        return batch
+
+    async def advance(self, global_steps: int) -> None:
+        assert self._buffer is not None
+        await self._buffer.advance(global_steps)
+
+    def gauges(self) -> dict[str, float]:
+        assert self._buffer is not None
+        return self._buffer.gauges()
+
+    def mark(self) -> None:
+        busy_s = sum(engine.usage.busy_s for engine in self.engines)
+        self._marks.append(_Mark(self._clock(), self.trainer.busy_s, busy_s))
+
+    def prediction(self, setup: Setup, lead: int) -> Prediction:
+        first, last = self._marks[lead], self._marks[lead + setup.steps]
+        seconds = last.time - first.time
+        counted = self._tokens[lead : lead + setup.steps]
+        of_staleness = sum(counted, Counter[int]())
+        times = [mark.time for mark in self._marks[lead : lead + setup.steps + 1]]
+        return Prediction(
+            setup=setup,
+            seconds=seconds,
+            samples_per_s=setup.steps * setup.samples_per_step / seconds,
+            tokens_per_s=of_staleness.total() / seconds,
+            trainer_idle=1 - (last.trainer_busy_s - first.trainer_busy_s) / seconds,
+            replica_idle=1 - (last.replica_busy_s - first.replica_busy_s) / (seconds * len(self.engines)),
+            staleness_p50=weighted_median(of_staleness),
+            staleness_max=max(of_staleness),
+            wait_s=tuple(self._waits[lead : lead + setup.steps]),
+            step_s=tuple(end - start for start, end in zip(times, times[1:], strict=False)),
+        )
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def weighted_median(counts: Counter[int]) -> float:
+    half, below = counts.total() / 2, 0
+    for value in sorted(counts):
+        below += counts[value]
+        if below >= half:
+            return float(value)
+    return 0.0

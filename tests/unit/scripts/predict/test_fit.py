@@ -1,0 +1,92 @@
+"""scripts/predict: a profile that is fitted to a run is the one that the run was made of, and predicts it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.predict.files import read_run
+from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.intervals import Load, nonnegative, slowed
+from scripts.predict.profile import PredictError, Profile
+from scripts.predict.simulate import simulate
+from tests.support.profiles import PROFILE, SETUP, SHARED, WITH_TOOLS, simulated_run
+
+CASES = {"alone": PROFILE, "tools": WITH_TOOLS, "shared cores": SHARED}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
+    run_dir = tmp_path_factory.mktemp("run")
+    simulated_run(run_dir, CASES[request.param])
+    return CASES[request.param], run_dir
+
+
+def test_the_fit_recovers_what_the_run_was_made_of(case: tuple[Profile, Path]) -> None:
+    made_of, run_dir = case
+    found = fit(read_run(run_dir))
+    batch = 16  # what a step takes is known where batches were; its two parts need not be
+    for name in ("step_s", "step_s_per_request"):
+        assert getattr(found, name) == pytest.approx(getattr(made_of, name), rel=0.15), name
+    assert found.step_s + batch * found.step_s_per_request == pytest.approx(
+        made_of.step_s + batch * made_of.step_s_per_request, rel=0.05
+    )
+    for name in ("train_s", "train_s_per_token"):
+        assert getattr(found, name) == pytest.approx(getattr(made_of, name), rel=0.15), name
+    for name in ("publish_s", "stage_s", "swap_s", "driver_s", "dispatch_s"):
+        assert getattr(found, name) == pytest.approx(getattr(made_of, name), rel=0.05, abs=1e-3), name
+    for name in ("turn_tokens", "turns", "tool_s", "reward_s"):
+        assert getattr(found, name).mean == pytest.approx(getattr(made_of, name).mean, rel=0.15), name
+    assert found.turn_tokens.at(0.99) == pytest.approx(made_of.turn_tokens.at(0.99), rel=0.3)
+    assert found.training_slows_engine == pytest.approx(made_of.training_slows_engine, abs=0.15)
+    assert found.has_tools == made_of.has_tools
+
+
+@pytest.mark.parametrize("changed", [{}, {"max_staleness": 0}, {"max_staleness": 3}, {"group_size": 8}])
+def test_the_fitted_profile_predicts_the_run_and_others(case: tuple[Profile, Path], changed: dict[str, int]) -> None:
+    made_of, run_dir = case
+    run, setup = read_run(run_dir), replace(SETUP, **changed)
+    truth = simulate(made_of, setup, whole=True, seed=7).samples_per_s
+    assert simulate(fit(run), setup, whole=True, seed=7).samples_per_s == pytest.approx(truth, rel=0.05)
+
+
+def test_the_measured_rate_is_that_of_the_run(case: tuple[Profile, Path]) -> None:
+    run = read_run(case[1])
+    assert SETUP.steps * SETUP.samples_per_step / measured_seconds(run) == pytest.approx(run.samples_per_s, rel=0.02)
+
+
+def test_without_events_the_profile_says_what_it_takes_for_granted(tmp_path: Path) -> None:
+    simulated_run(tmp_path, PROFILE)
+    (tmp_path / "events.jsonl").unlink()
+    with pytest.raises(PredictError, match="neither its events nor its trajectories"):
+        fit(read_run(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, missing: str) -> None:
+    simulated_run(tmp_path, PROFILE)
+    (tmp_path / missing).unlink()
+    with pytest.raises(PredictError, match=missing):
+        read_run(tmp_path)
+
+
+def test_load_counts_open_intervals() -> None:
+    load = Load([0.0, 1.0, 8.0], [4.0, 2.0, 9.0])
+    assert load.mean([0.0, 4.0, -5.0], [2.0, 8.0, 20.0]).tolist() == pytest.approx([1.5, 0.0, 6 / 25])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3, 2.5])
+def test_what_slows_is_told_from_what_is_slow(factor: float) -> None:
+    rng = np.random.default_rng(0)
+    columns, shares = rng.uniform(1, 9, (400, 2)), rng.uniform(0, 1, 400)
+    noise = rng.normal(1, 0.01, 400)
+    coefficients, found = slowed(columns, (columns @ [2.0, 0.5]) * (1 + (factor - 1) * shares) * noise, shares)
+    assert found == pytest.approx(factor, abs=0.05)
+    assert coefficients == pytest.approx([2.0, 0.5], rel=0.05)
+
+
+def test_no_coefficient_is_negative() -> None:
+    columns = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    coefficients, _ = nonnegative(columns, np.array([3.0, 2.0, 1.0]))
+    assert coefficients.tolist() == pytest.approx([2.0, 0.0])

@@ -1,0 +1,180 @@
+"""scripts/predict: what a simulation counts, what sweeps and counterfactuals say, and the command around them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.predict.advice import Option, advice, advice_of_metrics
+from scripts.predict.command import parse
+from scripts.predict.counterfactual import costs
+from scripts.predict.predict import predict
+from scripts.predict.profile import PredictError, Profile, from_fields, read_profile, to_json
+from scripts.predict.quantiles import PROBABILITIES, Quantiles, alike_in_groups
+from scripts.predict.setup import Setup
+from scripts.predict.simulate import simulate
+from scripts.predict.sweep import around, marginal
+from tests.support.profiles import PROFILE, SETUP, SHARED, WITH_TOOLS, simulated_run
+
+EQUAL = Profile(step_s=0.01, turn_tokens=Quantiles((50.0,)), train_s=1.0)
+SMALL = Setup(num_replicas=1, max_num_seqs=64, max_staleness=0, group_size=4, prompts_per_step=4, steps=6)
+
+
+def test_a_synchronous_step_is_generation_then_training() -> None:
+    found = simulate(EQUAL, SMALL)
+    assert found.step_s == pytest.approx([1.5] * SMALL.steps)
+    assert found.wait_s == pytest.approx([0.5] * SMALL.steps)
+    assert found.samples_per_s == pytest.approx(16 / 1.5)
+    assert (found.trainer_idle, found.replica_idle) == pytest.approx((1 / 3, 2 / 3))
+    assert (found.staleness_p50, found.staleness_max) == (0, 0)
+
+
+def test_one_step_off_hides_generation_behind_training() -> None:
+    found = simulate(EQUAL, replace(SMALL, max_staleness=1))
+    assert found.step_s == pytest.approx([1.0] * SMALL.steps)
+    assert found.staleness_max == 1
+
+
+@pytest.mark.parametrize(
+    ("profile", "step_s"),
+    [
+        (replace(EQUAL, step_s_per_request=0.01), 0.17 * 50 + 1),
+        (replace(EQUAL, prefill_s_per_token=0.001, uncached_tokens=Quantiles((10.0,))), 0.5 + 16 * 0.01 + 1),
+        (replace(EQUAL, reward_s=Quantiles((0.2,)), dispatch_s=0.1, driver_s=0.3), 0.5 + 0.6 + 1),
+        (replace(EQUAL, publish_s=0.1, stage_s=0.2, swap_s=0.3), 0.5 + 1 + 0.6),
+        (replace(EQUAL, train_s_per_token=0.001, computed_per_sampled=2.0), 0.5 + 1 + 1.6),
+        (replace(EQUAL, has_tools=True, turns=Quantiles((2,)), tool_s=Quantiles((0.25,))), 1.0 + 0.5 + 1),
+    ],
+)
+def test_every_time_of_a_profile_is_taken(profile: Profile, step_s: float) -> None:
+    assert simulate(profile, SMALL).step_s[2] == pytest.approx(step_s)
+
+
+def test_more_requests_than_seats_take_turns() -> None:
+    assert simulate(EQUAL, replace(SMALL, max_num_seqs=8)).step_s[2] == pytest.approx(2 * 0.5 + 1)
+
+
+def test_who_shares_cores_slows_the_other() -> None:
+    shared = replace(EQUAL, training_slows_engine=2.0, engine_slows_training=2.0)
+    assert simulate(shared, SMALL).step_s[2] == pytest.approx(1.5)  # nothing overlaps
+    alone, both = (simulate(one, replace(SMALL, max_staleness=1)) for one in (EQUAL, shared))
+    assert alone.samples_per_s > both.samples_per_s > 0.6 * alone.samples_per_s
+
+
+def test_the_same_seed_gives_the_same_prediction() -> None:
+    assert simulate(WITH_TOOLS, SETUP, seed=3) == simulate(WITH_TOOLS, SETUP, seed=3)
+
+
+def test_marginal_values_name_what_is_the_limit() -> None:
+    slow = replace(EQUAL, step_s=0.1)
+    setup = replace(SMALL, max_staleness=2, max_num_seqs=8)
+    of_slow = marginal(slow, simulate(slow, setup))
+    assert of_slow.replica > 0.3 * of_slow.base and of_slow.rank == pytest.approx(0, abs=0.02 * of_slow.base)
+
+
+def test_a_counterfactual_costs_what_it_makes_a_step_longer() -> None:
+    profile = replace(EQUAL, reward_s=Quantiles((0.2,)), swap_s=0.3)
+    found = {cost.of: cost for cost in costs(profile, simulate(profile, SMALL))}
+    assert set(found) == {"rewards", "updates"}
+    assert found["rewards"].step_s == pytest.approx(0.2)
+    assert found["updates"].of_steps == pytest.approx([0.3] * SMALL.steps)
+    hidden = costs(profile, simulate(profile, replace(SMALL, max_staleness=3)))
+    assert all(cost.step_s == pytest.approx(0, abs=0.02) for cost in hidden)  # training hides them
+
+
+def test_every_change_around_a_configuration_can_be_simulated() -> None:
+    changes = around(replace(SETUP, num_replicas=2))
+    assert {"max_staleness": 0} in changes and {"num_replicas": 1, "num_ranks": 2} in changes
+    assert all(replace(SETUP, **change) for change in changes)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, WITH_TOOLS, SHARED])
+def test_a_profile_survives_its_file(tmp_path: Path, profile: Profile) -> None:
+    (tmp_path / "p.json").write_text(to_json(profile))
+    assert read_profile(tmp_path / "p.json") == profile
+
+
+def test_quantiles_keep_the_tail() -> None:
+    found = Quantiles.of([10.0] * 990 + [1000.0] * 10)
+    assert (found.at(0.5), found.at(1.0), found.mean) == (10.0, 1000.0, pytest.approx(20, abs=4))
+    assert len(found.values) == len(PROBABILITIES)
+    assert alike_in_groups([[1, 1], [5, 5], [9, 9]]) > 0.9 and alike_in_groups([[1, 9], [9, 1], [1, 9]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "run: must be key=value"),
+        (["runs=x"], "runs: is no key; there are run, profile"),
+        (["rollout.max_staleness=2"], "give run=FOLDER"),
+        (["run=a", "profile=b"], "give one of them"),
+        (["run=a", "only=all"], "only=all: must be of base, sweep"),
+        (["run=a", "trainer.total_steps=4,8"], "one value only"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(PredictError, match=message):
+        parse(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"step_s": 0.1, "train_s": 1}, "turn_tokens is missing"),
+        ({"speed": 3}, "profile.speed: no such field; there are step_s"),
+        ({"step_s": -1, "turn_tokens": 9, "train_s": 1}, "step_s=-1: must be at least 0"),
+        ({"step_s": 1, "turn_tokens": [3, 2], "train_s": 1}, "turn_tokens"),
+        ({"step_s": 1, "turn_tokens": "long", "train_s": 1}, "must be a number, a list of quantiles"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(PredictError, match=message):
+        from_fields(given)
+
+
+def test_a_setup_that_cannot_be_names_its_key() -> None:
+    with pytest.raises(PredictError, match=r"rollout.num_replicas=0: must be a whole number, at least 1"):
+        replace(SMALL, num_replicas=0)
+    with pytest.raises(PredictError, match=r"rollout.stale_policy=keep: must be one of wait"):
+        replace(SMALL, stale_policy="keep")
+
+
+def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulated_run(tmp_path, PROFILE)
+    words = [f"run={tmp_path}", "rollout.max_staleness=0,4", "trainer.total_steps=6", f"save={tmp_path / 'p.json'}"]
+    figures = json.loads(json.dumps(predict(parse(words))))
+    assert figures["simulated"] == pytest.approx(figures["measured"], rel=0.05)
+    assert [choice["change"] for choice in figures["choices"]] == [{"max_staleness": 0}, {"max_staleness": 4}]
+    assert figures["choices"][0]["samples_per_s"] < figures["now"]["samples_per_s"]
+    assert set(figures["one_more"]) == {"replica", "rank"} and figures["costs_s"]["stragglers"] > 0
+    assert figures["advice"] in capsys.readouterr().out
+    assert read_profile(tmp_path / "p.json").turn_tokens.mean == pytest.approx(30, rel=0.15)
+
+
+def step(wait: float, train: float, idle: float, update: float = 0.0) -> dict[str, float]:
+    times = {"wait_batch": wait, "train_step": train, "update_weights": update, "step": wait + train + update}
+    return {f"timing_s/{name}": seconds for name, seconds in times.items()} | {"perf/replica_idle": idle}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ([], "No step yet"),
+        ([step(4, 6, 0.0)], "waits 40% .* generation is the limit"),
+        ([step(4, 6, 0.3)], r"raise rollout.max_staleness \(now 2\)"),
+        ([step(0, 10, 0.3)], "training is the limit"),
+        ([step(0, 6, 0.0, 4)], "40% of the time for weight updates"),
+        ([step(1, 9, 0.05)], "Balanced"),
+    ],
+)
+def test_metrics_alone_say_who_waits_for_whom(metrics: list[dict[str, float]], says: str) -> None:
+    assert re.search(says, advice_of_metrics(metrics, 2))
+
+
+def test_advice_proposes_the_best_change_if_it_is_worth_it() -> None:
+    better, same = Option(change="one more rank", samples_per_s=15.0), Option(change="x", samples_per_s=10.2)
+    assert "one more rank gives 15.0 samples/s, +50%" in advice(10.0, 0.1, 0.4, [same, better])
+    assert "no change" in advice(10.0, 0.1, 0.4, [same])
+    assert "no change" not in advice(10.0, 0.1, 0.4, [])

@@ -1,6 +1,5 @@
 """scripts/predict: what a simulation counts, what sweeps and counterfactuals say, and the command around them."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,12 @@ import pytest
 from scripts.predict.advice import Option, advice, advice_of_metrics
 from scripts.predict.command import parse
 from scripts.predict.counterfactual import costs
-from scripts.predict.predict import predict
 from scripts.predict.profile import PredictError, Profile, from_fields, read_profile, to_json
 from scripts.predict.quantiles import PROBABILITIES, Quantiles, alike_in_groups
 from scripts.predict.setup import Setup
 from scripts.predict.simulate import simulate
 from scripts.predict.sweep import around, marginal
-from tests.support.profiles import PROFILE, SETUP, SHARED, WITH_TOOLS, simulated_run
+from tests.support.profiles import PROFILE, SETUP, SHARED, WITH_TOOLS
 
 EQUAL = Profile(step_s=0.01, turn_tokens=Quantiles((50.0,)), train_s=1.0)
 SMALL = Setup(num_replicas=1, max_num_seqs=64, max_staleness=0, group_size=4, prompts_per_step=4, steps=6)
@@ -139,18 +137,6 @@ def test_a_setup_that_cannot_be_names_its_key() -> None:
         replace(SMALL, num_replicas=0)
     with pytest.raises(PredictError, match=r"rollout.stale_policy=keep: must be one of wait"):
         replace(SMALL, stale_policy="keep")
-
-
-def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    simulated_run(tmp_path, PROFILE)
-    words = [f"run={tmp_path}", "rollout.max_staleness=0,4", "trainer.total_steps=6", f"save={tmp_path / 'p.json'}"]
-    figures = json.loads(json.dumps(predict(parse(words))))
-    assert figures["simulated"] == pytest.approx(figures["measured"], rel=0.05)
-    assert [choice["change"] for choice in figures["choices"]] == [{"max_staleness": 0}, {"max_staleness": 4}]
-    assert figures["choices"][0]["samples_per_s"] < figures["now"]["samples_per_s"]
-    assert set(figures["one_more"]) == {"replica", "rank"} and figures["costs_s"]["stragglers"] > 0
-    assert figures["advice"] in capsys.readouterr().out
-    assert read_profile(tmp_path / "p.json").turn_tokens.mean == pytest.approx(30, rel=0.15)
 
 
 def step(wait: float, train: float, idle: float, update: float = 0.0) -> dict[str, float]:

@@ -1,0 +1,23 @@
+"""The command of the predictor on the folder of a simulated run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.predict.command import parse
+from scripts.predict.predict import predict
+from scripts.predict.profile import read_profile
+from tests.support.profiles import PROFILE, simulated_run
+
+
+def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulated_run(tmp_path, PROFILE)
+    words = [f"run={tmp_path}", "rollout.max_staleness=0,4", "trainer.total_steps=6", f"save={tmp_path / 'p.json'}"]
+    figures = json.loads(json.dumps(predict(parse(words))))
+    assert figures["simulated"] == pytest.approx(figures["measured"], rel=0.05)
+    assert [choice["change"] for choice in figures["choices"]] == [{"max_staleness": 0}, {"max_staleness": 4}]
+    assert figures["choices"][0]["samples_per_s"] < figures["now"]["samples_per_s"]
+    assert set(figures["one_more"]) == {"replica", "rank"} and figures["costs_s"]["stragglers"] > 0
+    assert figures["advice"] in capsys.readouterr().out
+    assert read_profile(tmp_path / "p.json").turn_tokens.mean == pytest.approx(30, rel=0.15)

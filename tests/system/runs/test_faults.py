@@ -64,7 +64,7 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         "trainer.eval_every=0",
         "rollout.num_replicas=2",
         "rollout.max_response_tokens=64",
-        "rollout.replica_timeout_s=30",  # two engines start beside it on two cores, and maybe other tests
+        "rollout.replica_timeout_s=90",  # two engines start beside it on two cores, and maybe other tests
         "rollout.max_replacements=1",
     ) as run:
         run.wait_for("step  ")

@@ -38,8 +38,10 @@ def test_agents_of_two_frameworks_are_trained_on_what_was_sampled(tmp_path: Path
             (sequence,) = record["sequences"]
             assert sequence["loss_tokens"] == sum(end - start for start, end, _ in sequence["versions"]) > 0
             assert record["agent_metrics"]["merged_fraction"] == record["agent_metrics"]["delivered_fraction"] == 1
+        ended = [record for record in records if record["finish_reason"] == "stop"]  # by themselves, not at a limit
+        assert len(ended) > len(records) / 2
         for framework in (0, 1):
-            own = [one["reward_metrics"] for one in records if one["reward_metrics"]["openai"] == framework]
+            own = [one["reward_metrics"] for one in ended if one["reward_metrics"]["openai"] == framework]
             assert sum(one["tool_calls"] for one in own) > len(own), "more than one call each, on average"
             assert all(one["streamed"] >= 1 for one in own)
         (first, *later) = [one for one in read_metrics(run.run_dir / "metrics.jsonl") if "actor/rollout_kl" in one]

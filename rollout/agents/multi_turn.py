@@ -1,6 +1,5 @@
 """Episodes of several turns: the policy writes, the environment answers, until it is done or the response is full."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace

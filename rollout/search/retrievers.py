@@ -39,8 +39,8 @@ def what_is_searched(spec: Mapping[str, Any]) -> dict[str, Any]:
 
     Example: what_is_searched({"kind": "world", "seed": 1}) == {"kind": "world", "seed": 1, "documents": 20000}
     """
-    kind = {"kind": spec.get("kind")}
-    return kind | {name: spec.get(name, one.default) for name, one in WORLD.items()} if kind["kind"] == "world" else kind
+    which = {name: spec.get(name, one.default) for name, one in WORLD.items()}
+    return {"kind": spec.get("kind")} | (which if spec.get("kind") == "world" else {})
 
 
 def make_retriever(spec: Mapping[str, Any] | Retriever) -> Retriever:

@@ -17,9 +17,7 @@ CORPUS = "/corpus"
 """Beside PATH: what is searched."""
 
 
-def retriever_app(
-    retriever: Retriever, topk: int = 3, searched: Mapping[str, Any] = MappingProxyType({})
-) -> Starlette:
+def retriever_app(retriever: Retriever, topk: int = 3, searched: Mapping[str, Any] = MappingProxyType({})) -> Starlette:
     """POST /retrieve in both forms of `wire`, GET /corpus and GET /health.
 
     `topk`: of requests that say none. `searched`: what /corpus says, as `what_is_searched` does.

@@ -53,4 +53,5 @@ def _words(world: Mapping[str, Any]) -> str:
 
 
 def _why(right: Mapping[str, Any]) -> str:
-    return f"data.generated=search_world asks about the world of seed={right['seed']} and documents={right['documents']}"
+    seed, size = right["seed"], right["documents"]
+    return f"data.generated=search_world asks about the world of seed={seed} and documents={size}"

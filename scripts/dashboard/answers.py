@@ -4,17 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from configs.checkpoint import CONFIG_FILE
-from scripts.dashboard.advice import LATEST_STEPS, advise, gather
+from scripts.dashboard.advice import PREDICTED, advise, gather
 from scripts.dashboard.anatomy import anatomy, anatomy_of_records
 from scripts.dashboard.happened import Happenings
 from scripts.dashboard.lanes import timeline
 from scripts.dashboard.pages import number, read_objects, read_page, read_tail
-from scripts.dashboard.runs import DashboardError, changed, named
+from scripts.dashboard.prediction import Predictor
+from scripts.dashboard.runs import DashboardError, changed, flat_config, named
 from scripts.dashboard.steps import Steps, group_table, shortened, trajectory_row
 from scripts.dashboard.tokens import token_strip
 from trainer.tracking.recorder import SUMMARY_FILE
@@ -46,8 +43,10 @@ MOST_PAGE = 500
 class Answers:
     """Example: Answers([run_dir]).metrics("gsm8k", ["critic/rewards/mean"])["rows"]"""
 
-    def __init__(self, runs: list[Path]):
+    def __init__(self, runs: list[Path], predictor: Predictor | None = None):
+        """`predictor`: asked for advice; None leaves that to the rules."""
         self._asked = runs
+        self._predictor = predictor
         self._steps: dict[Path, Steps] = {}
         self._happenings: dict[Path, Happenings] = {}
 
@@ -107,8 +106,9 @@ class Answers:
         }
 
     def advice(self, run: str) -> dict[str, Any]:
-        """One sentence, and the numbers that it is about."""
-        records, _ = read_objects(read_tail(self.folder(run) / METRICS_FILE, ADVICE_BYTES))
+        """One sentence, what it rests on, and whether a better one is being worked out."""
+        folder = self.folder(run)
+        records, _ = read_objects(read_tail(folder / METRICS_FILE, ADVICE_BYTES))
         rows = [{key: value for key, value in record.items() if number(value) is not None} for record in records]
         happenings = self.happenings_of(run)
         happenings.look()
@@ -117,8 +117,15 @@ class Answers:
             for samples in happenings.view.loads.values()
             if samples
         ]
-        rule, text = advise(gather(rows, self._flat_config(run), loads))
-        return {"rule": rule, "text": text, "steps": LATEST_STEPS}
+        numbers = gather(rows, flat_config(folder), loads)
+        steps = max((int(row["step"]) for row in rows if "timing_s/step" in row), default=0)
+        found = None if self._predictor is None else self._predictor.latest(folder, steps)
+        rule, text = advise(numbers, *(() if found is None else (found.text, found.gain)))
+        about = f"From the latest {numbers.steps} steps."
+        if found is not None:
+            about = found.about if rule == PREDICTED else f"{about} No prediction: {found.why}." if found.why else about
+        is_pending = self._predictor is not None and self._predictor.is_busy
+        return {"rule": rule, "text": text, "about": about, "is_pending": is_pending}
 
     def staleness(self, run: str, step: int = 0) -> dict[str, Any]:
         """Sampled tokens of a step by staleness in versions; of the latest step with `step` 0."""
@@ -264,21 +271,6 @@ class Answers:
         folder = self.folder(run)
         paths = [folder / "driver.log", *sorted((folder / "logs").glob("*.log"))]
         return {path.name: path for path in paths if path.is_file()}
-
-    def _flat_config(self, run: str) -> dict[str, Any]:
-        """Values by key; none of a file that is not there or cannot be read."""
-        path = self.folder(run) / CONFIG_FILE
-        try:
-            given = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        except (OSError, OmegaConfBaseException, YAMLError, UnicodeDecodeError):
-            return {}
-        sections = given.items() if isinstance(given, dict) else ()
-        return {
-            f"{section}.{key}": value
-            for section, values in sections
-            if isinstance(values, dict)
-            for key, value in values.items()
-        }
 
 
 def _text(path: Path) -> str | None:

@@ -77,8 +77,9 @@ def parsed(words: Sequence[str]) -> Options:
 
 def write_report(runs: Sequence[Path], output: Path) -> None:
     from scripts.dashboard.export import report
+    from scripts.dashboard.prediction import Predictor
 
-    output.write_text(report(list(runs)), encoding="utf-8")
+    output.write_text(report(list(runs), Predictor()), encoding="utf-8")
     sys.stdout.write(f"{output}: {output.stat().st_size / 1e6:.1f} MB\n")
 
 
@@ -88,6 +89,7 @@ async def serve_dashboard(options: Options) -> None:
     from rollout.http.server import listen, serve, url_of
     from scripts.dashboard.answers import Answers
     from scripts.dashboard.app import TokenInPath, dashboard_app
+    from scripts.dashboard.prediction import Predictor
 
     try:
         listener = listen(HOST, options.port)
@@ -99,7 +101,7 @@ async def serve_dashboard(options: Options) -> None:
         _end_with_standard_input()
     sys.stdout.write(f"dashboard of {options.runs[0]}: {url_of(listener)}/{token}/\n")
     sys.stdout.flush()
-    app = TokenInPath(dashboard_app(Answers(list(options.runs))), token)
+    app = TokenInPath(dashboard_app(Answers(list(options.runs), Predictor())), token)
     await serve(app, listener, limits, Access.of(limits, None, on_loopback=True))
 
 

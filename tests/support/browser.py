@@ -4,8 +4,9 @@ import itertools
 import json
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import httpx
 from websockets.sync.client import ClientConnection, connect
 
+from tests.support.paths import ROOT
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-START_S, WAIT_S = 60.0, 30.0
+START_S, WAIT_S = 60.0, 60.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -98,6 +101,28 @@ def opened_browser(folder: Path) -> Iterator[Tab]:
                 yield Tab(socket)
         finally:
             process.terminate()
+
+
+@contextmanager
+def served(runs: Sequence[Path]) -> Iterator[str]:
+    """The address of the page of these runs, served by the real command."""
+    command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().rpartition(" ")[2].strip()
+        finally:
+            process.terminate()
+
+
+def first_paint(tab: Tab, address: str) -> tuple[float, float]:
+    """Milliseconds from the start of the navigation to the first paint with content in it, and until the screen that
+    opens first is whole, by the browser's own clock."""
+    tab.open(address)
+    tab.wait("performance.getEntriesByName('shown').length > 0")
+    tab.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
+    names = ("first-contentful-paint", "shown")
+    return tuple(tab.evaluate(f"performance.getEntriesByName('{name}')[0].startTime") for name in names)
 
 
 def _port(path: Path, process: subprocess.Popen[bytes]) -> int:

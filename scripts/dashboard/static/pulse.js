@@ -9,14 +9,20 @@ screens.pulse = {
     const tiles = h("div", {class: "tiles"});
     const charts = h("div", {class: "grid"});
     clear(main, h("h1", null, "Pulse"), advice, tiles, charts);
+    let isPending = false;
+    const advise = async () => {
+      const given = await get("advice", {run: currentRun()});
+      isPending = given.is_pending;
+      clear(advice, given.text, h("p", {class: "muted"}, given.about, isPending ? " The predictor is at work." : ""));
+    };
     const refresh = async (first) => {
       const isNew = await metrics.read();
-      if (!isNew && !first) return;
+      if (!isNew && !first) return isPending ? advise() : null;
       fillTiles(tiles, metrics);
       const stale = await get("staleness", {run: currentRun(), step: 0});
       clear(charts, pulseCharts(metrics, stale));
       say(`step ${metrics.rows.length ? metrics.rows[metrics.rows.length - 1].step : 0}`);
-      clear(advice, (await get("advice", {run: currentRun()})).text);
+      return advise();
     };
     await refresh(true);
     return {refresh: () => refresh(false)};

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Tab, find_browser, opened_browser
-from tests.support.dashboards import HOSTILE, simulated_run
+from tests.support.browser import Tab, find_browser, first_paint, opened_browser, served
+from tests.support.dashboards import BRANCHED, HOSTILE, LIVE_JOB, LONG_JOB, live_run, simulated_run
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -39,11 +39,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def address(runs: list[Path]) -> Iterator[str]:
-    command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().rpartition(" ")[2].strip()
-        process.terminate()
+    with served(runs) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +85,65 @@ def test_a_run_of_an_older_version_opens(tab: Tab, address: str) -> None:
         assert words in show(tab, address, f"{screen}?run=old")
 
 
-def test_the_page_follows_a_live_run(tab: Tab, address: str, runs: list[Path]) -> None:
+def test_a_session_is_shown_by_messages_and_branches_and_tokens_say_what_the_trainer_made_of_them(
+    tab: Tab, address: str
+) -> None:
+    first = 3 * (BRANCHED - 1)
+    text = show(tab, address, f"trajectory?step={BRANCHED}&ordinal={first}&index=0")
+    expected = ("common to sequences 1, 2, 3", "sequence 1: from here on its own", "turn 1, sampled by v", "prompt")
+    assert [words for words in expected if words not in text] == []
+    assert tab.evaluate("document.querySelectorAll('.branch').length") == 5
+    tab.evaluate("document.querySelectorAll('.choices button')[2].click()")
+    assert tab.evaluate("[...document.querySelectorAll('.branch')].filter((one) => one.offsetParent).length") == 3
+    tab.evaluate("document.querySelectorAll('.choices button')[0].click()")
+    clipped = "document.querySelector('.tokens .clipped')"
+    tab.evaluate(f"{clipped}.dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}}))")
+    facts = tab.evaluate("document.querySelector('.facts').textContent")
+    for words in ("sampled by v", "rollout logprob -", "trainer logprob -", "ratio ", "trained clipped", "advantage "):
+        assert words in facts, facts
+    coloured = f"getComputedStyle({clipped}).backgroundColor"
+    colours = set()
+    for colouring in ("version", "ratio", "advantage", "surprise"):
+        tab.evaluate(
+            f"document.querySelector('select[aria-label=\"colour by\"]').value = '{colouring}';"
+            "document.querySelector('select[aria-label=\"colour by\"]').dispatchEvent(new Event('change'))"
+        )
+        colours.add(tab.evaluate(coloured))
+    assert len(colours) == 4
+
+
+def test_the_page_follows_a_file_that_grows(tab: Tab, address: str, runs: list[Path]) -> None:
     show(tab, address, "pulse")
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 99, "time": 1.0, "critic/rewards/mean": 0.625}) + "\n")
     tab.wait("document.getElementById('status').textContent === 'step 99'")
     tab.wait("document.querySelector('.tile b').textContent === '0.625'")
+
+
+def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
+    """Opened before its first step; no screen is loaded anew."""
+    with live_run(tmp_path / "live") as begin, served([tmp_path / "live"]) as address:
+        show(tab, address, "pulse")
+        tab.evaluate("window.stays = true")
+        begin()
+        tab.wait("document.getElementById('status').textContent === 'step 2'")
+        tab.evaluate("location.hash = 'timeline'")
+        tab.wait(OPENED.format("timeline"))
+        first = tab.evaluate("document.querySelector('h1').textContent")
+        tab.wait(f"document.querySelector('h1').textContent > '{first}'")
+        tab.evaluate("location.hash = 'pulse'")
+        tab.wait(f"document.getElementById('status').textContent === 'step {LIVE_JOB.num_steps}'")
+        assert tab.evaluate("window.stays") and inked(tab)
+
+
+def test_a_run_of_500_steps_is_painted_within_a_second(tab: Tab, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """The bound is for a machine that does other things too; the number is printed."""
+    run = simulated_run(tmp_path / "long", job=LONG_JOB)
+    with served([run]) as address:
+        times = [first_paint(tab, address) for _ in range(3)]
+    with capfd.disabled():
+        print("\nfirst paint, screen shown, ms:", *(f"{paint:.0f}, {shown:.0f};" for paint, shown in times))
+    assert min(paint for paint, _ in times) < 1000
 
 
 def test_keys_choose_screens_and_walk_through_tokens(tab: Tab, address: str) -> None:

@@ -1,5 +1,6 @@
 """What the page asks for and gets: plain data of run folders, by the names of the routes. It only reads files."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.sinks import METRICS_FILE
 
 PULSE_KEYS = (
-    *("critic/rewards/mean", "eval/accuracy", "actor/entropy", "rollout/zero_variance_groups"),
+    *("critic/rewards/mean", "eval/accuracy", "actor/entropy", "actor/ess", "actor/pg_clipfrac"),
     *("perf/throughput/generated", "perf/throughput/trained", "perf/trainer_idle", "perf/replica_idle"),
     *("staleness/mean", "staleness/max", "rollout/inflight_groups", "rollout/ready_groups", "rollout/free_slots"),
     *("weight_sync/pause_ms", "weight_sync/swap_ms", "response_length/mean", "response_length/max"),
     *("timing_s/step", "timing_s/wait_batch", "timing_s/train_step", "timing_s/update_weights", "timing_s/elapsed"),
-    *("rollout/replicas_ready", "rollout/replicas_lost", "rollout/replicas_replaced", "rollout/retried_groups"),
+    *("rollout/zero_variance_groups", "rollout/replicas_ready", "rollout/replicas_lost", "rollout/replicas_replaced", "rollout/retried_groups"),
 )
 """Metrics that the page draws without being asked."""
 ADVICE_BYTES = 400_000
@@ -34,6 +35,8 @@ MOST_FLEET = 500
 """Events of the fleet that one answer has, the latest."""
 MOST_UPDATES = 30
 """Updates of a replica that one answer has, the latest."""
+MOST_LOADS = 300
+"""Samples of the load of a replica that one answer has."""
 MOST_CONFIG_BYTES = 1 << 20
 PAGE = 50
 """Groups of a page."""
@@ -192,7 +195,8 @@ class Answers:
         steps = self.steps_of(run)
         entry = steps.entry(step, ordinal, index)
         strip = token_strip(steps, step, entry, max(0, start))
-        return {"step": step, "record": steps.record(step, entry), "strip": strip, "start": start}
+        size = len(steps.index(step).groups[ordinal])
+        return {"step": step, "record": steps.record(step, entry), "strip": strip, "start": start, "group_size": size}
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -226,6 +230,7 @@ class Answers:
                     "since": states[name][0] if name in states else None,
                     "version": max((v for v, one in view.updates[name].items() if one.verified), default=None),
                     "load": _load(view.loads[name][-1]) if view.loads[name] else None,
+                    "loads": _thinned(view.loads[name]),
                     "updates": [
                         [version, one.pause_s, one.error]
                         for version, one in sorted(view.updates[name].items())[-MOST_UPDATES:]
@@ -239,6 +244,7 @@ class Answers:
             "left_out": max(0, len(view.fleet) - MOST_FLEET),
             "messages": [[time, text] for time, text in view.messages[-MOST_FLEET:]],
             "dropped": view.num_dropped,
+            "has_ended": view.ended is not None,
             "error": None if view.ended is None else view.ended.error,
         }
 
@@ -280,6 +286,13 @@ def _text(path: Path) -> str | None:
             return shortened(file.read(MOST_CONFIG_BYTES).decode(errors="replace"))
     except FileNotFoundError:
         return None
+
+
+def _thinned(samples: Sequence[Any]) -> list[list[Any]]:
+    """[time, running, waiting, kv_usage] of MOST_LOADS samples over the whole run at most."""
+    every = max(1, math.ceil(len(samples) / MOST_LOADS))
+    chosen = [one for i, one in enumerate(samples) if i % every == 0]
+    return [[one.time, one.load.running, one.load.waiting, number(one.load.kv_usage)] for one in chosen]
 
 
 def _load(sample: Any) -> dict[str, Any]:

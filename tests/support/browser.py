@@ -121,8 +121,11 @@ def first_paint(tab: Tab, address: str) -> tuple[float, float]:
     tab.open(address)
     tab.wait("performance.getEntriesByName('shown').length > 0")
     tab.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
-    names = ("first-contentful-paint", "shown")
-    return tuple(tab.evaluate(f"performance.getEntriesByName('{name}')[0].startTime") for name in names)
+    paint, shown = (
+        float(tab.evaluate(f"performance.getEntriesByName('{name}')[0].startTime"))
+        for name in ("first-contentful-paint", "shown")
+    )
+    return paint, shown
 
 
 def _port(path: Path, process: subprocess.Popen[bytes]) -> int:

@@ -10,33 +10,39 @@ screens.trajectory = {
     const data = await get("trajectory", {run: currentRun(), ...where, start});
     const {record, strip} = data;
     const versions = [...new Set(record.sequences.flatMap((one) => one.versions.map((span) => span[2])))].sort((a, b) => a - b);
-    clear(main, h("h1", null, `Step ${where.step}, prompt ${where.ordinal}, episode ${where.index}`), neighbours(where),
+    clear(main, h("h1", null, `Step ${where.step}, prompt ${where.ordinal}, episode ${where.index}`), neighbours(where, data.group_size),
       card(null, facts(record, where.step, versions)),
       card("Tokens", strip.why === null ? tokenView(strip, record, where.step)
         : [h("p", {class: "muted"}, strip.why), versionLegend(versions), record.sequences.map(spanStrip)],
         strip.left_out ? h("a", {href: to("trajectory", {...where, start: start + 20000})}, `${strip.left_out} more tokens`) : null),
-      card("Prompt", h("div", {class: "text-block", tabindex: 0}, record.prompt)),
-      card("Response", h("div", {class: "text-block", tabindex: 0}, record.response)),
-      card("Reference answer", h("div", {class: "text-block"}, record.ground_truth)));
+      texts(record, strip.why === null && strip.has_text));
     return null;
   },
 };
 
-/** The one of the address, or the first of the latest step. */
+/** The one of the address, or the first of the group of the latest step whose rewards differ most. */
 async function chosenTrajectory(params) {
   if (params.get("ordinal") !== null) {
     return {step: Number(params.get("step")), ordinal: Number(params.get("ordinal")), index: Number(params.get("index") || 0)};
   }
-  const data = await get("groups", {run: currentRun(), step: 0, sort: "ordinal", descending: false, which: "all", text: "", offset: 0});
+  const table_ = {run: currentRun(), step: 0, sort: "std", descending: true, which: "all", text: "", offset: 0};
+  const data = await get("groups", embedded ? {...table_, sort: "ordinal", descending: false} : table_);
   return data.rows.length ? {step: data.step, ordinal: data.rows[0].ordinal, index: 0} : null;
 }
 
-function neighbours(where) {
+function neighbours(where, size) {
   const by = (more) => to("trajectory", {...where, index: where.index + more});
-  return h("div", {class: "controls"}, where.index > 0 ? h("a", {href: by(-1)}, "previous episode") : null, h("a", {href: by(1)}, "next episode"),
+  return h("div", {class: "controls"}, where.index > 0 ? h("a", {href: by(-1)}, "previous episode") : null, where.index + 1 < size ? h("a", {href: by(1)}, "next episode") : null,
     h("a", {href: to("groups", {step: where.step, ordinal: where.ordinal})}, "its group"),
     h("a", {href: to("timeline", {first: where.step, last: where.step})}, "its step in the timeline"),
     h("a", {href: to("anatomy", {step: where.step})}, "its batch"));
+}
+
+/** Prompt, response and reference as texts; folded where the tokens show them already. */
+function texts(record, isShown) {
+  const block = (name, text) => [h("h2", null, name), h("div", {class: "text-block", tabindex: 0}, text)];
+  return h("details", {class: "card", open: !isShown}, h("summary", null, "Prompt, response and reference as text"), block("Prompt", record.prompt),
+    block("Response", record.response), block("Reference answer", record.ground_truth));
 }
 
 function facts(record, step, versions) {
@@ -44,11 +50,10 @@ function facts(record, step, versions) {
     ["versions", versions.length ? `${versions.map((version) => `v${version}`).join(", ")}; trained by step ${step} on v${step - 1}` : "none"],
     ["staleness", versions.length ? `${step - 1 - versions[versions.length - 1]} to ${step - 1 - versions[0]} versions` : "-"],
     ["ends with", record.finish_reason], ["replica", record.replica], ["generated in", seconds(record.generate_s)],
-    ["reward took", seconds(record.reward_s)], ["source", record.data_source],
+    ["reward took", seconds(record.reward_s)], ["source", record.data_source], ["reference", record.ground_truth.length <= 60 ? record.ground_truth : ""],
     ["tokens", record.sequences.map((one) => `${one.prompt_tokens} + ${one.response_tokens}, ${one.loss_tokens} trained`).join("; ")]];
   if (record.overlong_penalty) rows.push(["penalty of length", short(record.overlong_penalty)]);
   if (record.error) rows.push(["error", h("span", {class: "bad"}, record.error)]);
   for (const [name, value] of Object.entries({...record.reward_metrics, ...record.agent_metrics})) rows.push([name, short(value)]);
-  return h("div", {class: "scroll"}, h("table", null, h("tbody", null, rows.map(([name, value]) =>
-    h("tr", null, h("th", {scope: "row"}, name), h("td", null, value))))));
+  return h("dl", {class: "pairs"}, rows.filter(([, value]) => value !== "").map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
 }

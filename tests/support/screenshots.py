@@ -1,12 +1,6 @@
-"""Pictures of the page's screens, by a real headless Chromium: `python -m tests.support.screenshots run=FOLDER OUTPUT`.
+"""Pictures of the page's screens by a real headless Chromium: `python -m tests.support.screenshots RUN OUTPUT`."""
 
-run=FOLDER       the run, and another run=FOLDER to compare it with
-screens=A,B      of the page, with parameters if need be [all]
-schemes=light    or dark, or light,dark [both]
-size=1280x900    of the window; tall=true takes the whole screen, however long it is
-do=SCRIPT        run in the page before the picture, such as a click
-"""
-
+import argparse
 import base64
 import sys
 import tempfile
@@ -17,32 +11,39 @@ from tests.support.browser import Tab, opened_browser, served
 
 SCREENS = ("pulse", "timeline", "anatomy", "groups", "trajectory", "fleet", "files", "compare")
 SETTLE_S = 1.0
-"""Live screens ask for more after they are shown."""
+"""Screens ask for more after they are shown, and canvases are drawn anew when their width changes."""
 
 
 def main(words: Sequence[str]) -> None:
-    given = [word.partition("=")[::2] for word in words if "=" in word]
-    (output,) = [Path(word) for word in words if "=" not in word]
-    one = dict(given)
-    screens = one.get("screens", ",".join(SCREENS)).split(",")
-    width, height = map(int, one.get("size", "1280x900").split("x"))
-    output.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as profile,
-        served([Path(value) for key, value in given if key == "run"]) as page,
-        opened_browser(Path(profile)) as tab,
-    ):
-        for scheme in one.get("schemes", "light,dark").split(","):
+    given = parsed(words)
+    width, height = map(int, given.size.split("x"))
+    given.output.mkdir(parents=True, exist_ok=True)
+    runs = [given.run, *given.compare]
+    with tempfile.TemporaryDirectory() as profile, served(runs) as page, opened_browser(Path(profile)) as tab:
+        for scheme in given.schemes.split(","):
             tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            for screen in screens:
+            for screen in given.screens.split(","):
                 show(tab, page, screen, width, height)
-                if "do" in one:
-                    tab.evaluate(one["do"])
-                if one.get("tall") == "true":
+                if given.do:
+                    tab.evaluate(given.do)
+                if given.tall:
                     resize(tab, width, tab.evaluate("document.documentElement.scrollHeight"))
-                path = output / f"{screen.partition('?')[0]}-{scheme}.png"
+                path = given.output / f"{screen.partition('?')[0]}{'' if scheme == 'light' else '-' + scheme}.png"
                 path.write_bytes(base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"]))
                 sys.stdout.write(f"{path}: {path.stat().st_size / 1e3:.0f} kB\n")
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.screenshots", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("output", type=Path, help="folder of the pictures")
+    parser.add_argument("--compare", type=Path, action="append", default=[], help="another run")
+    parser.add_argument("--screens", default=",".join(SCREENS), help="of the page, with parameters after a ? if need be")
+    parser.add_argument("--schemes", default="light,dark")
+    parser.add_argument("--size", default="1280x800", help="of the window")
+    parser.add_argument("--tall", action="store_true", help="the whole screen, however long it is")
+    parser.add_argument("--do", default="", help="JavaScript before the picture, such as a click")
+    return parser.parse_args(words)
 
 
 def show(tab: Tab, page: str, screen: str, width: int, height: int) -> None:
@@ -50,12 +51,16 @@ def show(tab: Tab, page: str, screen: str, width: int, height: int) -> None:
     tab.open(f"{page}#{screen}")
     name = screen.partition("?")[0]
     tab.wait(f"document.body.dataset.screen === '{name}' && document.getElementById('main').ariaBusy === 'false'")
-    tab.evaluate(f"new Promise((done) => setTimeout(done, {1000 * SETTLE_S}))")
+    settle(tab)
     assert tab.errors == [], tab.errors
 
 
 def resize(tab: Tab, width: int, height: int) -> None:
     tab.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+    settle(tab)
+
+
+def settle(tab: Tab) -> None:
     tab.evaluate(f"new Promise((done) => setTimeout(done, {1000 * SETTLE_S}))")
 
 

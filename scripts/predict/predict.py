@@ -24,13 +24,13 @@ OTHER_OBJECTIVE = {"group_size", "stale_policy"}
 def predict(arguments: Arguments) -> dict[str, Any]:
     """Show the tables. Returns the figures of the last line."""
     began = time.perf_counter()
-    run = None if arguments.run is None else read_run(arguments.run)
-    profile = arguments.changed(_profile(arguments, run))
+    runs = [read_run(folder) for folder in arguments.runs]
+    profile = arguments.changed(_profile(arguments, runs))
     if arguments.save is not None:
         arguments.save.write_text(to_json(profile))
     show_profile(profile)
-    figures = {} if run is None else _compared(run, profile)
-    base = arguments.setup(None if run is None else Setup.of_mapping(run.config))
+    figures: dict[str, Any] = {"runs": [_compared(run, profile) for run in runs]} if runs else {}
+    base = arguments.setup(Setup.of_mapping(runs[0].config) if runs else None)
     changes = of_axes(base, arguments.axes) if arguments.axes else around(base)
     now = simulate(profile, base)
     choices = [Choice({}, now)]
@@ -70,13 +70,13 @@ def _options(arguments: Arguments, base: Setup, choices: Sequence[Choice]) -> li
     return options
 
 
-def _profile(arguments: Arguments, run: RunFiles | None) -> Profile | None:
-    if run is not None:
-        return fit(run)
+def _profile(arguments: Arguments, runs: Sequence[RunFiles]) -> Profile | None:
+    if runs:
+        return fit(runs)
     return None if arguments.profile is None else read_profile(arguments.profile)
 
 
-def _compared(run: RunFiles, profile: Profile) -> dict[str, Any]:
+def _compared(run: RunFiles, profile: Profile) -> dict[str, float]:
     """The run's own steps: what it measured, and what is predicted for them."""
     setup = replace(Setup.of_mapping(run.config), steps=len(run.steps))
     measured = run.samples_per_s or setup.steps * setup.samples_per_step / measured_seconds(run)

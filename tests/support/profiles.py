@@ -34,7 +34,7 @@ PROFILE = Profile(
 WITH_TOOLS = replace(
     PROFILE, has_tools=True, turns=Quantiles.of([1, 2, 2, 3, 4]), tool_s=Quantiles.lognormal(0.3, 0.8, 3)
 )
-SHARED = replace(PROFILE, training_slows_engine=1.8, engine_slows_training=1.5, engine_slows_engine=1.8)
+SHARED = replace(PROFILE, cores=2.0, engine_cores=1.8)
 SETUP = Setup(num_replicas=1, max_num_seqs=32, max_staleness=1, group_size=4, prompts_per_step=6, steps=12)
 
 

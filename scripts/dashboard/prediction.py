@@ -103,7 +103,8 @@ class Predictor:
             last = errors.strip().rpartition("\n")[2] or f"exit code {exit_code}"
             return Predicted(steps=steps, why=last.removeprefix("predict error: "))
         figures = json.loads(output.strip().rpartition("\n")[2])
-        off = figures["simulated"] / figures["measured"] - 1
+        (of_run,) = figures["runs"]
+        off = of_run["simulated"] / of_run["measured"] - 1
         if abs(off) > WORST_FIT:
             return Predicted(steps=steps, why=f"its simulation of these {steps} steps is off by {off:+.0%}")
         about = f"Predicted from its first {steps} steps, which the simulation repeats within {abs(off):.0%}."

@@ -8,7 +8,10 @@ import pytest
 
 from scripts.dashboard.prediction import Predictor
 
-FIGURES = {"advice": "do this.", "gain": 0.2, "measured": 10.0, "simulated": 10.3}
+
+def figures(simulated: float) -> dict[str, object]:
+    """The last line of the command, for a run that measured 10 samples/s."""
+    return {"runs": [{"measured": 10.0, "simulated": simulated}], "advice": "do this.", "gain": 0.2}
 
 
 def predictor(code: str, timeout_s: float = 20.0) -> Predictor:
@@ -16,14 +19,14 @@ def predictor(code: str, timeout_s: float = 20.0) -> Predictor:
     return Predictor((sys.executable, "-c", f"import json, sys, time\n{code}"), timeout_s)
 
 
-def answering(figures: dict[str, object]) -> Predictor:
+def answering() -> Predictor:
     """Tells how often it was asked, in the file `asked` of the run."""
     code = "open(sys.argv[1].removeprefix('run=') + '/asked', 'a').write('.')"
-    return predictor(f"{code}\nprint('a table'); print({json.dumps(figures)!r})")
+    return predictor(f"{code}\nprint('a table'); print({json.dumps(figures(10.3))!r})")
 
 
 def test_it_is_asked_once_until_the_run_has_half_as_many_steps_more_or_has_ended(tmp_path: Path) -> None:
-    asked = answering(FIGURES)
+    asked = answering()
 
     def times(steps: int) -> int:
         asked.latest(tmp_path, steps)
@@ -44,11 +47,7 @@ def test_it_is_asked_once_until_the_run_has_half_as_many_steps_more_or_has_ended
         ("sys.exit('predict error: no step is in its metrics.jsonl yet')", 20.0, "no step is in its metrics.jsonl yet"),
         ("1 / 0", 20.0, "ZeroDivisionError: division by zero"),
         ("time.sleep(60)", 0.3, "it takes longer than 0.3 s; try `make predict`"),
-        (
-            f"print({json.dumps(FIGURES | {'simulated': 14.0})!r})",
-            20.0,
-            "its simulation of these 8 steps is off by +40%",
-        ),
+        (f"print({json.dumps(figures(14.0))!r})", 20.0, "its simulation of these 8 steps is off by +40%"),
     ],
 )
 def test_where_it_cannot_say_anything_it_says_why(code: str, timeout_s: float, why: str, tmp_path: Path) -> None:

@@ -4,17 +4,14 @@ import itertools
 import json
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 from websockets.sync.client import ClientConnection, connect
-
-from tests.support.paths import ROOT
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 START_S, WAIT_S = 60.0, 60.0
@@ -77,9 +74,13 @@ class Tab:
 
     def open(self, url: str) -> None:
         """Load it anew."""
-        self.call("Page.navigate", url="about:blank")
+        self.leave()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
+
+    def leave(self) -> None:
+        """Open nothing: a page that asks for news asks no more."""
+        self.call("Page.navigate", url="about:blank")
 
     def press(self, key: str) -> None:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")
@@ -101,31 +102,6 @@ def opened_browser(folder: Path) -> Iterator[Tab]:
                 yield Tab(socket)
         finally:
             process.terminate()
-
-
-@contextmanager
-def served(runs: Sequence[Path]) -> Iterator[str]:
-    """The address of the page of these runs, served by the real command."""
-    command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().rpartition(" ")[2].strip()
-        finally:
-            process.terminate()
-
-
-def first_paint(tab: Tab, address: str) -> tuple[float, float]:
-    """Milliseconds from the start of the navigation to the first paint with content in it, and until the screen that
-    opens first is whole, by the browser's own clock."""
-    tab.open(address)
-    tab.wait("performance.getEntriesByName('shown').length > 0")
-    tab.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
-    paint, shown = (
-        float(tab.evaluate(f"performance.getEntriesByName('{name}')[0].startTime"))
-        for name in ("first-contentful-paint", "shown")
-    )
-    return paint, shown
 
 
 def _port(path: Path, process: subprocess.Popen[bytes]) -> int:

@@ -33,8 +33,9 @@ JOB = Job(
     length_of=LogNormalLengths(mean=120, sigma=0.8, cap=600), num_steps=8, prompts_per_step=3, group_size=3, train_s=1.0
 )
 LIVE_JOB = dataclasses.replace(
-    JOB, length_of=LogNormalLengths(mean=20, sigma=0.5, cap=60), num_steps=6, train_s=0.5, token_s=0.01
+    JOB, length_of=LogNormalLengths(mean=20, sigma=0.5, cap=60), num_steps=400, train_s=0.5, token_s=0.01
 )
+"""Longer than a test."""
 LONG_JOB = dataclasses.replace(JOB, length_of=LogNormalLengths(mean=12, sigma=0.5, cap=30), num_steps=500)
 CONFIG = "rollout:\n  max_staleness: 2\n  max_num_seqs: 64\n  num_replicas: 2\n"
 BRANCHED = 7
@@ -120,23 +121,48 @@ def started(job: Job) -> RunStarted:
     )
 
 
+class LiveRun:
+    """A run on the clock of the wall, half a second a step, in a thread of its own."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[Any] | None = None
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """As Ctrl-C does. Raises what the run has raised."""
+        if self._thread.is_alive() and self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self._failed is not None:
+            raise self._failed
+
+    def _train(self) -> None:
+        try:
+            with make_writer(self._run_dir) as writer:
+                writer.put([at(0.0, started(LIVE_JOB))])
+                run = run_job_here(LIVE_JOB, 2, write=writer.put, recorder=Recorded(self._run_dir, writer.put))
+                self._task = self._loop.create_task(run)
+                self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            return  # it was ended
+        except BaseException as error:
+            self._failed = error
+
+
 @contextmanager
-def live_run(run_dir: Path) -> Iterator[Callable[[], None]]:
-    """A run that begins when the given function is called, and takes some seconds of the wall clock."""
+def live_run(run_dir: Path) -> Iterator[LiveRun]:
+    """Its folder is there before it begins. It ends with the test."""
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(CONFIG)
-    failures: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            with make_writer(run_dir) as writer:
-                writer.put([at(0.0, started(LIVE_JOB))])
-                asyncio.run(run_job_here(LIVE_JOB, 2, write=writer.put, recorder=Recorded(run_dir, writer.put)))
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    thread = threading.Thread(target=train)
-    yield thread.start
-    thread.join(60)
-    assert failures == [] and not thread.is_alive()
+    live = LiveRun(run_dir)
+    try:
+        yield live
+    finally:
+        live.end()

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.browser import Tab, opened_browser, served
+from tests.support.browser import Tab, opened_browser
+from tests.support.page import SCREENS, served, show
 
-SCREENS = ("pulse", "timeline", "anatomy", "groups", "trajectory", "fleet", "files", "compare")
 SETTLE_S = 1.0
 """Screens ask for more after they are shown, and canvases are drawn anew when their width changes."""
 
@@ -23,7 +23,10 @@ def main(words: Sequence[str]) -> None:
         for scheme in given.schemes.split(","):
             tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
             for screen in given.screens.split(","):
-                show(tab, page, screen, width, height)
+                resize(tab, width, height)
+                show(tab, page, screen)
+                settle(tab)
+                assert tab.errors == [], tab.errors
                 if given.do:
                     tab.evaluate(given.do)
                 if given.tall:
@@ -38,21 +41,14 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("output", type=Path, help="folder of the pictures")
     parser.add_argument("--compare", type=Path, action="append", default=[], help="another run")
-    parser.add_argument("--screens", default=",".join(SCREENS), help="of the page, with parameters after a ? if need be")
+    parser.add_argument(
+        "--screens", default=",".join(SCREENS), help="of the page, with parameters after a ? if need be"
+    )
     parser.add_argument("--schemes", default="light,dark")
     parser.add_argument("--size", default="1280x800", help="of the window")
     parser.add_argument("--tall", action="store_true", help="the whole screen, however long it is")
     parser.add_argument("--do", default="", help="JavaScript before the picture, such as a click")
     return parser.parse_args(words)
-
-
-def show(tab: Tab, page: str, screen: str, width: int, height: int) -> None:
-    resize(tab, width, height)
-    tab.open(f"{page}#{screen}")
-    name = screen.partition("?")[0]
-    tab.wait(f"document.body.dataset.screen === '{name}' && document.getElementById('main').ariaBusy === 'false'")
-    settle(tab)
-    assert tab.errors == [], tab.errors
 
 
 def resize(tab: Tab, width: int, height: int) -> None:

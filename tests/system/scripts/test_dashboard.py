@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Tab, find_browser, first_paint, opened_browser, served
-from tests.support.dashboards import BRANCHED, HOSTILE, LIVE_JOB, LONG_JOB, live_run, simulated_run
+from tests.support.browser import Tab, find_browser, opened_browser
+from tests.support.dashboards import BRANCHED, HOSTILE, LONG_JOB, live_run, simulated_run
+from tests.support.page import SCREENS, first_paint, served, show, wait_for
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="needs a Chromium in PATH (Debian: apt-get install chromium)"
 )
-SCREENS = {
+WORDS = {
     "pulse": ("Reward and held-out accuracy", "Staleness of the tokens of step 8"),
     "timeline": ("Timeline, steps 6 to 8", "v5", "v6"),
     "anatomy": ("Batch of step 8", "Step 8 took", "21"),
@@ -26,9 +27,16 @@ SCREENS = {
     "files": ("max_staleness: 2", "began", "driver.log"),
     "compare": ("with", "old", "staleness/max"),
 }
-OPENED = (
-    "document.body.dataset.screen === '{}' && document.getElementById('main').getAttribute('aria-busy') === 'false'"
+"""Screen -> words on it."""
+FACTS = (
+    "sampled by v",
+    "rollout logprob 0.0000 (p 1",
+    "trainer logprob -0.2397",
+    "ratio 0.7868",
+    "clipped",
+    "advantage 0.284",
 )
+"""Of the sixth loss token, the first that `made_of` clips and does not reject."""
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +65,6 @@ def tab(browser: Tab) -> Iterator[Tab]:
     assert browser.errors == []
 
 
-def show(tab: Tab, address: str, screen: str) -> str:
-    tab.open(f"{address}#{screen}")
-    tab.wait(OPENED.format(screen.partition("?")[0]))
-    return tab.evaluate("document.getElementById('main').textContent")
-
-
 def inked(tab: Tab) -> bool:
     """Whether every canvas has something on it."""
     return tab.evaluate(
@@ -71,10 +73,10 @@ def inked(tab: Tab) -> bool:
     )
 
 
-@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("screen", WORDS)
 def test_every_screen_shows_the_run_and_keeps_its_text_as_text(tab: Tab, address: str, screen: str) -> None:
     text = show(tab, address, screen)
-    assert [words for words in SCREENS[screen] if words not in text] == []
+    assert [words for words in WORDS[screen] if words not in text] == []
     assert "hacked" not in tab.evaluate("document.title")
     assert tab.evaluate("document.querySelectorAll('#main img, #main script').length") == 0
     assert inked(tab)
@@ -99,7 +101,7 @@ def test_a_session_is_shown_by_messages_and_branches_and_tokens_say_what_the_tra
     clipped = "document.querySelector('.tokens .clipped')"
     tab.evaluate(f"{clipped}.dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}}))")
     facts = tab.evaluate("document.querySelector('.facts').textContent")
-    for words in ("sampled by v", "rollout logprob -", "trainer logprob -", "ratio ", "trained clipped", "advantage "):
+    for words in FACTS:
         assert words in facts, facts
     coloured = f"getComputedStyle({clipped}).backgroundColor"
     colours = set()
@@ -121,26 +123,33 @@ def test_the_page_follows_a_file_that_grows(tab: Tab, address: str, runs: list[P
 
 
 def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
-    """Opened before its first step; no screen is loaded anew."""
-    with live_run(tmp_path / "live") as begin, served([tmp_path / "live"]) as address:
+    """Opened before its first step. New steps appear on two screens, and none of it is loaded anew."""
+    status = "Number(document.getElementById('status').textContent.replace('step ', ''))"
+    heading = "document.querySelector('h1').textContent"
+    with live_run(tmp_path / "live") as live, served([tmp_path / "live"]) as address:
         show(tab, address, "pulse")
         tab.evaluate("window.stays = true")
-        begin()
-        tab.wait("document.getElementById('status').textContent === 'step 2'")
+        live.begin()
+        tab.wait(f"{status} >= 1")
+        seen = tab.evaluate(status)
+        tab.wait(f"{status} > {seen}")
         tab.evaluate("location.hash = 'timeline'")
-        tab.wait(OPENED.format("timeline"))
-        first = tab.evaluate("document.querySelector('h1').textContent")
-        tab.wait(f"document.querySelector('h1').textContent > '{first}'")
+        wait_for(tab, "timeline")
+        first = tab.evaluate(heading)
+        tab.wait(f"{heading} !== '{first}'")
+        live.end()
         tab.evaluate("location.hash = 'pulse'")
-        tab.wait(f"document.getElementById('status').textContent === 'step {LIVE_JOB.num_steps}'")
+        last = json.loads((tmp_path / "live/metrics.jsonl").read_text().splitlines()[-1])["step"]
+        tab.wait(f"{status} === {last}")
         assert tab.evaluate("window.stays") and inked(tab)
+        tab.leave()
 
 
 def test_a_run_of_500_steps_is_painted_within_a_second(tab: Tab, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """The bound is for a machine that does other things too; the number is printed."""
-    run = simulated_run(tmp_path / "long", job=LONG_JOB)
-    with served([run]) as address:
+    """The bound is for a machine that does other things too; the numbers are printed."""
+    with served([simulated_run(tmp_path / "long", job=LONG_JOB)]) as address:
         times = [first_paint(tab, address) for _ in range(3)]
+        tab.leave()
     with capfd.disabled():
         print("\nfirst paint, screen shown, ms:", *(f"{paint:.0f}, {shown:.0f};" for paint, shown in times))
     assert min(paint for paint, _ in times) < 1000
@@ -149,12 +158,12 @@ def test_a_run_of_500_steps_is_painted_within_a_second(tab: Tab, tmp_path: Path,
 def test_keys_choose_screens_and_walk_through_tokens(tab: Tab, address: str) -> None:
     show(tab, address, "pulse")
     tab.press("5")
-    tab.wait(OPENED.format("trajectory"))
+    wait_for(tab, "trajectory")
     tab.evaluate("document.querySelector('.tokens').focus()")
     tab.press("ArrowRight")
     tab.wait("document.querySelector('.facts').textContent.startsWith('token 0')")
     tab.press("2")
-    tab.wait(OPENED.format("timeline"))
+    wait_for(tab, "timeline")
 
 
 def test_light_and_dark_follow_the_system(tab: Tab, address: str) -> None:
@@ -171,7 +180,7 @@ def test_a_report_opens_without_a_server(tab: Tab, runs: list[Path], tmp_path: P
     output = tmp_path / "report.html"
     command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs), "--export", str(output)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
-    for screen in ("pulse", "timeline", "anatomy", "groups", "trajectory", "fleet", "files", "compare"):
+    for screen in SCREENS:
         show(tab, output.as_uri(), screen)
         assert tab.evaluate("document.querySelectorAll('.error[role=alert]').length") == 0, screen
     assert f"Question {HOSTILE[:20]}" in show(tab, output.as_uri(), "trajectory")

@@ -12,9 +12,14 @@ from trainer.tracking.events.slices import version_slices
 from trainer.tracking.events.view import GroupView, RunView, StepView, TrajectoryView
 
 PARTS = {
-    **{"wait": "waiting for its batch", "assemble": "putting the batch together", "score": "scoring it"},
-    **{"train": "training", "update": "waiting for a weight update or publishing", "checkpoint": "copying a checkpoint"},
+    "wait": "waiting for its batch",
+    "assemble": "putting the batch together",
+    "score": "scoring it",
+    "train": "training",
+    "update": "waiting for a weight update or publishing",
+    "checkpoint": "copying a checkpoint",
 }
+"""Part of a step -> what it is, in a sentence."""
 MOST_GROUPS = 64
 """Groups in one picture: those that were ready last."""
 

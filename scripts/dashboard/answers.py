@@ -24,7 +24,8 @@ PULSE_KEYS = (
     *("staleness/mean", "staleness/max", "rollout/inflight_groups", "rollout/ready_groups", "rollout/free_slots"),
     *("weight_sync/pause_ms", "weight_sync/swap_ms", "response_length/mean", "response_length/max"),
     *("timing_s/step", "timing_s/wait_batch", "timing_s/train_step", "timing_s/update_weights", "timing_s/elapsed"),
-    *("rollout/zero_variance_groups", "rollout/replicas_ready", "rollout/replicas_lost", "rollout/replicas_replaced", "rollout/retried_groups"),
+    *("rollout/zero_variance_groups", "rollout/retried_groups"),
+    *("rollout/replicas_ready", "rollout/replicas_lost", "rollout/replicas_replaced"),
 )
 """Metrics that the page draws without being asked."""
 ADVICE_BYTES = 400_000

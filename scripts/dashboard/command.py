@@ -2,7 +2,7 @@
 
     run=FOLDER          a folder of a run, of one that goes on too; give it twice to compare two [the newest in runs/]
     port=0              where to listen on 127.0.0.1; 0 takes a free port
-    --export FILE.html  write the run into one file that needs no server, and stop
+    --export FILE.html  write the run, with the predictor's advice, into one file that needs no server, and stop
     --with-parent       end when standard input ends, as `dashboard=true` of a run wants it
 
 It only reads files, in a process of its own: a run never waits for it, and one that was killed or copied opens like

@@ -19,7 +19,8 @@ from trainer.tracking.recorder import SUMMARY_FILE
 FEWEST_STEPS = 6
 """Steps that a run must have: the first ones warm up."""
 GROWTH = 1.5
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0
+"""On two busy cores, a run of 60 steps takes it two and a half minutes."""
 WORST_FIT = 0.25
 """Where the simulation of the run's own steps is further off, nothing is predicted of others."""
 COMMAND = (sys.executable, "-m", "scripts.predict")

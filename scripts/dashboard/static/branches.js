@@ -27,14 +27,16 @@ function messages(branch) {
 
 function branchTree(branches, record, makeSpan) {
   const count = record.sequences.length;
-  const turns = []; // turns up to the end of each branch
+  const ends = []; // {turn, side}: how many turns there are up to the end of each branch, and whose message is there
   const sections = branches.map((branch, number) => {
-    let turn = branch.parent === null ? 0 : turns[branch.parent];
+    let {turn, side} = branch.parent === null ? {turn: 0, side: "given"} : ends[branch.parent];
     const blocks = messages(branch).map((message, i) => {
-      if (message.side === "policy") turn += 1;
-      return messageBlock(message, {turn, isFirst: branch.parent === null && i === 0, branch, record, makeSpan});
+      const goesOn = message.side === "policy" && side === "policy"; // what is sampled in one turn may part
+      if (message.side === "policy" && !goesOn) turn += 1;
+      side = message.side;
+      return messageBlock(message, {turn, goesOn, isFirst: branch.parent === null && i === 0, branch, record, makeSpan});
     });
-    turns.push(turn);
+    ends.push({turn, side});
     const title = count === 1 ? null : h("h3", null, branchName(branch, number, branches), " ",
       h("span", {class: "muted"}, `tokens ${branch.start} to ${branch.start + branch.size}`));
     return h("div", {class: branch.parent === null ? "branch" : "branch below", id: `branch-${number}`}, title, blocks);
@@ -52,14 +54,14 @@ function branchName(branch, number, branches) {
   return `common to sequences ${names}`;
 }
 
-function messageBlock(message, {turn, isFirst, branch, record, makeSpan}) {
+function messageBlock(message, {turn, goesOn, isFirst, branch, record, makeSpan}) {
   const role = ROLE.exec(message.text);
   const versions = [...new Set(message.tokens.map(([token]) => token.version))].filter((one) => one !== null);
   const end = branch.start + message.tokens[message.tokens.length - 1][1] + 1;
   const reward = turnReward(record, branch, end);
   const who = role ? role[1].trim() : message.side === "policy" ? "policy" : isFirst ? "prompt" : "given";
-  const about = [message.side === "policy" ? `turn ${turn}, sampled by ${versions.map((one) => `v${one}`).join(", ")}` : "given",
-    `${message.tokens.length} tokens`, reward === null ? null : `reward ${short(reward)}`].filter(Boolean).join(" · ");
+  const about = [message.side === "policy" ? `turn ${turn}${goesOn ? " goes on" : ""}, sampled by ${versions.map((one) => `v${one}`).join(", ")}` : "given",
+    countOf(message.tokens.length, "token"), reward === null ? null : `reward ${short(reward)}`].filter(Boolean).join(" · ");
   return h("div", {class: `message ${message.side}`}, h("div", {class: "who"}, h("b", null, who), " ", h("span", {class: "muted"}, about)),
     h("div", {class: "tokens", tabindex: 0, role: "group", "aria-label": `${who}, tokens; arrow keys move`},
       message.tokens.map(([token, i]) => makeSpan(token, i, branch.start + i))));
@@ -96,7 +98,7 @@ function branchMap(branches, record, sections) {
     }
     const bar = h("span", {class: "bar", style: {marginLeft: share(branch.start), width: share(branch.size)}}, runs.map(([version, size]) =>
       h("i", {style: {width: `${(100 * size) / Math.max(branch.tokens.length, 1)}%`, background: version === null ? "var(--line)" : barColour(version, tone)}})));
-    return h("button", {onclick: () => sections[number].scrollIntoView({block: "start"}), title: `${branch.size} tokens`},
+    return h("button", {onclick: () => sections[number].scrollIntoView({block: "start"}), title: countOf(branch.size, "token")},
       h("span", {class: "name"}, branch.sequences.length === 1 ? `sequence ${branch.sequences[0] + 1}` : `common to ${branch.sequences.length}`), h("span", {class: "lane"}, bar));
   }));
 }

@@ -100,7 +100,7 @@ class Timeline {
     let y = 24;
     const row = (kind, name, height, more) => { this.rows.push({kind, name, y, height, ...more}); y += height + 6; };
     row("steps", "trainer", 18);
-    if (data.evaluations.length) row("evaluations", "evaluation", 10);
+    if (data.evaluations.some(([, , end]) => end === null || end > 0)) row("evaluations", "evaluation", 10);
     for (const rank of Object.keys(data.ranks)) row("rank", `rank ${rank}`, 10, {items: data.ranks[rank]});
     const lanes = Object.values(data.replicas).reduce((sum, one) => sum + one.lanes, 0);
     const tall = Math.max(2, Math.min(14, Math.floor(520 / Math.max(lanes, 1))));
@@ -161,7 +161,7 @@ class Timeline {
 
   drawTurn(context, turn, tone, muted) {
     if (turn.end < this.from || turn.start > this.until) return;
-    if (!turn.cuts.length) {
+    if (!turn.cuts.length || turn.cuts[0][0] > turn.start) {
       context.fillStyle = muted;
       context.globalAlpha = 0.5;
       context.fillRect(this.x(turn.start), turn.y, Math.max(0.5, this.x(turn.end) - this.x(turn.start)), turn.height);
@@ -207,7 +207,9 @@ class Timeline {
   }
 
   legend() {
-    return versionLegend([...this.versions].sort((a, b) => a - b));
+    const isWaiting = this.turns.some((turn) => !turn.cuts.length || turn.cuts[0][0] > turn.start);
+    return [versionLegend([...this.versions].sort((a, b) => a - b)), isWaiting ? h("div", {class: "legend"}, h("span", null,
+      h("i", {style: {background: "var(--muted)", opacity: 0.5}}), "until the first token, or of a version that is not known")) : null];
   }
 
   // -- what a person does --

@@ -115,7 +115,7 @@ function describeToken(token, place, record, step, strip) {
   if (token.version === null) {
     facts.push(["given", token.isPrompt ? "of the prompt" : "by the environment, not sampled: never trained"]);
   } else {
-    facts.push(["sampled by", `v${token.version}, ${step - 1 - token.version} versions old when trained`],
+    facts.push(["sampled by", `v${token.version}, ${countOf(step - 1 - token.version, "version")} old when trained`],
       ["rollout logprob", logprob(token.rollout)]);
     if (strip.has_trainer) {
       facts.push(["trainer logprob", token.trainer === null ? "not computed: nothing to learn" : logprob(token.trainer)],

@@ -45,10 +45,12 @@ function texts(record, isShown) {
     block("Response", record.response), block("Reference answer", record.ground_truth));
 }
 
+const staleRange = (least, most) => (least === most ? countOf(most, "version") : `${least} to ${countOf(most, "version")}`);
+
 function facts(record, step, versions) {
   const rows = [["reward", short(record.reward)], ["advantage", short(record.advantage)],
     ["versions", versions.length ? `${versions.map((version) => `v${version}`).join(", ")}; trained by step ${step} on v${step - 1}` : "none"],
-    ["staleness", versions.length ? `${step - 1 - versions[versions.length - 1]} to ${step - 1 - versions[0]} versions` : "-"],
+    ["staleness", versions.length ? staleRange(step - 1 - versions[versions.length - 1], step - 1 - versions[0]) : "-"],
     ["ends with", record.finish_reason], ["replica", record.replica], ["generated in", seconds(record.generate_s)],
     ["reward took", seconds(record.reward_s)], ["source", record.data_source], ["reference", record.ground_truth.length <= 60 ? record.ground_truth : ""],
     ["tokens", record.sequences.map((one) => `${one.prompt_tokens} + ${one.response_tokens}, ${one.loss_tokens} trained`).join("; ")]];

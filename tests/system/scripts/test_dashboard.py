@@ -92,7 +92,12 @@ def test_a_session_is_shown_by_messages_and_branches_and_tokens_say_what_the_tra
 ) -> None:
     first = 3 * (BRANCHED - 1)
     text = show(tab, address, f"trajectory?step={BRANCHED}&ordinal={first}&index=0")
-    expected = ("common to sequences 1, 2, 3", "sequence 1: from here on its own", "turn 1, sampled by v", "prompt")
+    expected = (
+        "common to sequences 1, 2, 3",
+        "sequence 1: from here on its own",
+        "turn 1 goes on, sampled by v",
+        "prompt",
+    )
     assert [words for words in expected if words not in text] == []
     assert tab.evaluate("document.querySelectorAll('.branch').length") == 5
     tab.evaluate("document.querySelectorAll('.choices button')[2].click()")

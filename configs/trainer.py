@@ -48,8 +48,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, for long sequences on GPUs."""
     record_tokens: bool = True
-    """Write token ids, logprobs and versions of what is trained, about 13 bytes per token, and of what replicas sample,
-    8 bytes: the audit holds one against the other."""
+    """Write what is trained, about 23 bytes per token (ids, versions, logprobs of rollout and trainer, advantages, what
+    was clipped), and what replicas sample, 8 bytes: the audit holds one against the other, the page shows it."""
     events: bool = True
     """Write what happens in events.jsonl: groups, turns, tools, rewards, updates, load. false: only steps, evaluations,
     checkpoints, and what becomes of replicas."""

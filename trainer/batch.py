@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
+from trainer.metrics import Metric
 from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
-from trainer.tokens import TokenSignals, join
+from trainer.tokens import TokenSignals, TrainedTokens, join
 
 Int64Array = NDArray[np.int64]
 
@@ -87,6 +88,24 @@ class StepBatch:
             for micro_batch, output in zip(micro_batches, rank_outputs, strict=True):
                 gathered[micro_batch.index] = output
         return gathered
+
+    def gather_trained(self, of_ranks: Sequence[TrainedTokens]) -> TrainedTokens:
+        """Put what each rank made of its tokens into the order of the step's loss tokens."""
+        gathered = TrainedTokens.none(self.num_tokens)
+        for micro_batches, tokens in zip(self.micro_batches, of_ranks, strict=True):
+            index = join([micro_batch.index for micro_batch in micro_batches], np.int64)
+            for name, into in gathered.arrays().items():
+                into[index] = tokens.arrays()[name]
+        return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an optimizer step gives back, of one rank or of all."""
+
+    metrics: dict[str, Metric]
+    tokens: TrainedTokens | None = None
+    """None where nothing was trained, and without trainer.record_tokens."""
 
 
 class Placed(NamedTuple):

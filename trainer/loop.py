@@ -27,7 +27,7 @@ from trainer.advantages.credit import assign_credit, keeps_idle, needs_scores, t
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
 from trainer.metrics import timed, to_floats
-from trainer.tokens import TokenSignals, sampled_tokens
+from trainer.tokens import TokenSignals, TrainedTokens, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.step_metrics import group_metrics
@@ -67,6 +67,8 @@ class TakenStep:
     advantages: Sequence[FloatArray]
     """By group, [G]."""
     metrics: dict[str, float]
+    tokens: TrainedTokens | None
+    """None where nobody records them."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -134,7 +136,7 @@ class TrainLoop:
             else:
                 step_batch, of_credit = None, {}
                 advantages = [np.zeros(len(group.trajectories), np.float32) for group in batch.groups]
-            actor, fleet = await asyncio.gather(
+            (actor, tokens), fleet = await asyncio.gather(
                 self._train(step_batch, global_steps, timings), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
             with self._part(done, StepPart.update, timings, "update_weights"):
@@ -157,7 +159,7 @@ class TrainLoop:
             "perf/groups_per_second": len(batch.groups) / seconds,
             "perf/trainer_idle": 1 - actor["perf/trainer_busy_s"] / seconds,
         }
-        step = TakenStep(done, batch.groups, advantages, metrics)
+        step = TakenStep(done, batch.groups, advantages, metrics, tokens)
         self._settling = tasks.create_task(self._settle(step, update, tasks), name=f"settle-{done}")
 
     async def _publish(
@@ -231,7 +233,7 @@ class TrainLoop:
         }
         for group in step.groups:
             self.emit(GroupTrained(global_steps=step.done, ordinal=group.prompt.ordinal))
-        self.recorder.record_step(step.done, metrics, step.groups, step.advantages)
+        self.recorder.record_step(step.done, metrics, step.groups, step.advantages, step.tokens)
         if self.checkpointer.is_due(step.done):
             self.checkpointer.commit({"recorder": self.recorder.state()})
         await self._evaluate_if_due(step.done, tasks)
@@ -266,11 +268,12 @@ class TrainLoop:
 
     async def _train(
         self, step_batch: StepBatch | None, global_steps: int, timings: dict[str, float]
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], TrainedTokens | None]:
         """Run the optimizer step on the workers, while nobody reads their weights."""
         async with self.manager.publishing:
             with self._part(global_steps + 1, StepPart.train, timings, "train_step"):
-                return to_floats(await self.workers.train_step(step_batch, global_steps))
+                result = await self.workers.train_step(step_batch, global_steps)
+        return to_floats(result.metrics), result.tokens
 
     def _record_skipped(
         self, done: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]

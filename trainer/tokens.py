@@ -56,6 +56,34 @@ class TokenSignals:
         return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """What a step made of its loss tokens. Arrays [T] in the order of `TokenSignals`; of a rank, in that of its
+    micro-batches."""
+
+    logprobs: FloatArray
+    """log pi, by the policy before the step. NaN where none was computed, because the token had nothing to teach."""
+    advantages: FloatArray
+    is_clipped: BoolArray
+    """The clip of the loss was active: the token has no gradient, or a smaller one."""
+    is_rejected: BoolArray
+    """algorithm.rejection or icepop left it out of the policy loss."""
+
+    def arrays(self) -> dict[str, NDArray]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def none(cls, num_tokens: int) -> Self:
+        """Tokens of which none was computed."""
+        return cls(
+            logprobs=np.full(num_tokens, np.nan, np.float32),
+            advantages=np.zeros(num_tokens, np.float32),
+            is_clipped=np.zeros(num_tokens, np.bool_),
+            is_rejected=np.zeros(num_tokens, np.bool_),
+        )
+
+
 def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interval: int = 1) -> TokenSignals:
     """Return the tokens that the policy sampled in `groups`, with advantages and loss weights of 0.
 

@@ -1,6 +1,6 @@
 """The objective of an optimizer step: policy loss, off-policy correction, entropy bonus and KL to the reference."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,17 @@ from trainer.metrics import Mean, Metric, Sum
 LARGEST_K3 = 10.0
 
 
+class Share(NamedTuple):
+    """A micro-batch's share of the objective."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    is_clipped: Tensor
+    """[T] bool: the clip of the policy loss was active."""
+    is_kept: Tensor
+    """[T] bool: neither rejected nor of an importance weight of 0."""
+
+
 class Objective:
     """Sum over the step's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
 
@@ -32,8 +43,8 @@ class Objective:
     Example:
         objective = Objective(config.algorithm)
         logprobs, entropy = policy(micro_batch)
-        loss, metrics = objective(logprobs, entropy, micro_batch)
-        loss.backward()
+        share = objective(logprobs, entropy, micro_batch)
+        share.loss.backward()
     """
 
     def __init__(self, algorithm: AlgorithmConfig):
@@ -41,8 +52,8 @@ class Objective:
         self._correction = resolve(algorithm)
         self._policy_loss = load_policy_loss(algorithm.loss)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """Return the micro-batch's share of the objective, and its metrics. `logprobs` and `entropy` are [T]."""
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> Share:
+        """Return the micro-batch's share of the objective. `logprobs` and `entropy` are [T]."""
         algorithm = self._algorithm
         tokens = loss_tokens(logprobs, batch, algorithm)
         loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
@@ -68,7 +79,7 @@ class Objective:
             metrics |= gap_metrics(tokens, algorithm.importance_cap)
             if self._correction.rejection is not None:
                 metrics |= _rejected(tokens, kept)
-        return total, metrics
+        return Share(total, metrics, is_clipped, kept & (weights != 0))
 
 
 def load_policy_loss(loss: str) -> PolicyLoss:

@@ -17,6 +17,7 @@ from trainer.batch import MicroBatch
 from trainer.worker.attention import tree_masks
 from trainer.worker.head import LogprobHead
 
+
 class Policy(nn.Module):
     """Wraps the LM: one forward returns logprobs and entropy of loss tokens, and holds few logits at a time."""
 

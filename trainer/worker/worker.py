@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from configs.schema import Config
 from rollout.types import FloatArray
-from trainer.batch import MicroBatch
-from trainer.losses.objective import Objective, kl_estimate
+from trainer.batch import MicroBatch, StepResult
+from trainer.losses.objective import Objective, Share, kl_estimate
 from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
+from trainer.tokens import TrainedTokens, join
 from trainer.worker.critic import Critic
 from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
 from trainer.worker.optimizer import Optimizer
@@ -33,7 +35,7 @@ class TrainWorker:
     Example:
         worker = TrainWorker(config=config, device="cpu", make_sender=make_sender)
         worker.setup("Qwen/Qwen3-0.6B", rank=0, world_size=1, master="127.0.0.1:29500")
-        metrics = worker.train_step(micro_batches, global_steps=0)
+        result = worker.train_step(micro_batches, global_steps=0)
         publication = worker.publish(order)
     """
 
@@ -107,34 +109,55 @@ class TrainWorker:
             self._reference.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
         return scores
 
-    def train_step(self, micro_batches: tuple[MicroBatch, ...] | None, global_steps: int) -> dict[str, Metric]:
-        """Take an optimizer step over this rank's micro-batches, and return this rank's metrics. None: only count it.
+    def train_step(self, micro_batches: tuple[MicroBatch, ...] | None, global_steps: int) -> StepResult:
+        """Take an optimizer step over this rank's micro-batches, and return this rank's share. None: only count it.
 
         All ranks must call with equally many micro-batches. `global_steps` were taken before.
         """
         if micro_batches is None:
             self._global_steps = global_steps + 1
-            return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+            return StepResult({"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)})
         started = time.perf_counter()
-        parts = []
+        parts, of_tokens = list[dict[str, Metric]](), list[torch.Tensor]()
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             self._policy.set_requires_gradient_sync(is_last or self._always_reduces)  # pyright: ignore
-            parts.append(self.forward_backward(batch))
+            metrics, computed = self.forward_backward(batch)
+            parts.append(metrics)
+            of_tokens.append(computed)
             if self._critic is not None:
                 parts.append(self._critic.forward_backward(batch, is_last))
                 self._is_finite &= math.isfinite(parts[-1]["critic/vf_loss"].value)
         parts.append(self.optim_step(global_steps))
         parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
-        return merge_metrics(parts)
+        return StepResult(merge_metrics(parts), self._trained_tokens(micro_batches, of_tokens))
 
-    def forward_backward(self, batch: MicroBatch) -> dict[str, Metric]:
-        """Accumulate the gradient of the micro-batch's share of the objective. The shares of all ranks add up to it."""
+    def forward_backward(self, batch: MicroBatch) -> tuple[dict[str, Metric], torch.Tensor]:
+        """Accumulate the gradient of the micro-batch's share of the objective. The shares of all ranks add up to it.
+
+        Returns:
+            The metrics, and of the micro-batch's tokens, [3, T]: logprobs, whether clipped, whether rejected.
+        """
         logprobs, entropy = self._policy(batch, self._device)
-        loss, metrics = self._objective(logprobs, entropy, batch)
-        self._is_finite &= bool(loss.isfinite() & logprobs.isfinite().all())
-        (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
-        return metrics | {"perf/padded_tokens": Sum(float(batch.input_ids.size))}
+        share: Share = self._objective(logprobs, entropy, batch)
+        self._is_finite &= bool(share.loss.isfinite() & logprobs.isfinite().all())
+        (share.loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
+        computed = torch.stack([one.detach().float() for one in (logprobs, share.is_clipped, ~share.is_kept)])
+        return share.metrics | {"perf/padded_tokens": Sum(float(batch.input_ids.size))}, computed
+
+    def _trained_tokens(
+        self, micro_batches: tuple[MicroBatch, ...], computed: list[torch.Tensor]
+    ) -> TrainedTokens | None:
+        """What the step made of this rank's tokens, copied to the host at once. None if nobody records it."""
+        if not self._config.trainer.record_tokens:
+            return None
+        logprobs, is_clipped, is_rejected = torch.cat(computed, dim=1).cpu().numpy()
+        return TrainedTokens(
+            logprobs=logprobs,
+            advantages=join([batch.tokens.advantages for batch in micro_batches], np.float32),
+            is_clipped=is_clipped > 0,
+            is_rejected=is_rejected > 0,
+        )
 
     def optim_step(self, global_steps: int) -> dict[str, Metric]:
         """Clip the gradients of policy and critic, step, clear the gradients.

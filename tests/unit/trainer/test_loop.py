@@ -52,6 +52,13 @@ def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
     assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
 
 
+def test_a_record_has_what_its_own_step_made_of_its_tokens() -> None:
+    """Not what the next one made, which trains before the record is written."""
+    world = run(World(update_ends_after={1: "train_step 1"}), total_steps=2)
+    of_steps = {step: set(tokens.logprobs.tolist()) for step, tokens in world.recorded_tokens.items() if tokens}
+    assert of_steps == {1: {0.0}, 2: {-1.0}}
+
+
 @pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "publish 2", "live 2", "stage 2", "advance 2"])
 def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
     world = World(fails=fails, due=(2,), update_ends_after={2: "train_step 2"})

@@ -119,8 +119,8 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         whole = worker.forward_backward
 
-        def watched(batch: MicroBatch) -> dict[str, Metric]:
-            metrics = whole(batch)
+        def watched(batch: MicroBatch, before: torch.Tensor | None = None) -> dict[str, Metric]:
+            metrics = whole(batch, before)
             seen.append(any(parameter.grad is not None for parameter in worker._policy.parameters()))
             return metrics
 

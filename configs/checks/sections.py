@@ -140,12 +140,13 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
 
 
 def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:
-    schedule, total = trainer.lr_schedule, trainer.total_optimizer_steps
+    schedule, total, ratio = trainer.lr_schedule, trainer.total_optimizer_steps, trainer.lr_warmup_ratio
+    never_falls = trainer.lr_warmup_steps >= total if ratio is None else ratio >= 1
     if schedule is LearningRateSchedule.constant:
         if trainer.min_lr_ratio != 0:
             yield Problem("trainer.min_lr_ratio", "only trainer.lr_schedule=linear and cosine read it")
-    elif trainer.num_warmup_steps >= total:
-        key = "trainer.lr_warmup_steps" if trainer.lr_warmup_ratio is None else "trainer.lr_warmup_ratio"
+    elif never_falls:
+        key = "trainer.lr_warmup_steps" if ratio is None else "trainer.lr_warmup_ratio"
         of_run = f"the run's {total} optimizer steps (trainer.total_steps x mini_batches x epochs)"
         yield Problem(key, f"with trainer.lr_schedule={schedule.value}, the warm-up must end before {of_run}")
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from configs import load
-from configs.algorithm import ADVANTAGES, LOSSES, Correction
+from configs.algorithm import ADVANTAGES, LOSSES, Correction, Proximal
 from configs.checkpoint import is_checkpoint
 from configs.checks.ranges import NUM_ARITHMETIC, RANGES, bounds, out_of_range
 from configs.cli.overrides import check_overrides
 from configs.rewards import BUILT_IN_REWARDS
 from configs.schema import Config, Device, ModelKind, PauseMode, SinkName, Transport
+from configs.trainer import LearningRateSchedule
 from configs.validate import ConfigError, check
 from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
@@ -93,6 +94,7 @@ def test_known_keys_groups_and_options_pass() -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 SHARED = {"gpu_share": 0.5}
+COSINE = LearningRateSchedule.cosine
 NUMBERS = [key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}]
 
 
@@ -160,6 +162,26 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
+        ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16, each has"),
+        ({"trainer__mini_batches": 9, "trainer__num_ranks": 2}, "trainer.mini_batches=9: at most 8: of trainer.prompts"),
+        ({"trainer__mini_batches": 0}, "trainer.mini_batches=0: must be between 1 and"),
+        ({"trainer__mini_batches": -1}, "trainer.mini_batches=-1: must be between 1 and"),
+        ({"trainer__epochs": 0}, "trainer.epochs=0: must be between 1 and 1000"),
+        ({"trainer__lr_warmup_ratio": 1.1}, "trainer.lr_warmup_ratio=1.1: must be between 0 and 1"),
+        ({"trainer__min_lr_ratio": -0.1}, "trainer.min_lr_ratio=-0.1: must be between 0 and 1"),
+        ({"trainer__min_lr_ratio": 0.1}, "trainer.min_lr_ratio=0.1: only trainer.lr_schedule=linear and cosine read"),
+        (
+            {"trainer__lr_schedule": COSINE, "trainer__lr_warmup_steps": 60},
+            "trainer.lr_warmup_steps=60: with trainer.lr_schedule=cosine, the warm-up must end before the run's 60 opt",
+        ),
+        (
+            {"trainer__lr_schedule": COSINE, "trainer__lr_warmup_ratio": 1.0, "trainer__epochs": 2},
+            "trainer.lr_warmup_ratio=1.0: with trainer.lr_schedule=cosine, the warm-up must end before the run's 120 o",
+        ),
+        (
+            {"algorithm__loss": "reinforce", "algorithm__proximal": Proximal.current, "trainer__mini_batches": 4},
+            "algorithm.loss=reinforce: with 4 optimizer steps per batch (trainer.mini_batches x epochs), has no ratio",
+        ),
         ({"device": Device.cpu, "rollout__kv_cache_mb": None}, "rollout.kv_cache_mb=None: device=cpu needs a size in"),
         ({"weight_sync__prefill_grace_s": 60.0}, "weight_sync.prefill_grace_s=60.0: must be less than weight_sync.pau"),
         ({**SHARED, "trainer__num_ranks": 2}, "trainer.num_ranks=2: at most 1 with gpu_share=0.5: each of several"),

@@ -100,8 +100,10 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 def over_optimizer_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge a rank's metrics of the optimizer steps of one batch: of sums, such as losses, the mean over the steps."""
-    merged = merge_metrics(steps)
-    return {key: Sum(metric.value / len(steps)) if isinstance(metric, Sum) else metric for key, metric in merged.items()}
+    return {
+        key: Sum(metric.value / len(steps)) if isinstance(metric, Sum) else metric
+        for key, metric in merge_metrics(steps).items()
+    }
 
 
 def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:

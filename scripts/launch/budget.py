@@ -29,8 +29,8 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
         f"and {config.data.max_prompt_tokens} prompt tokens each",
         "loss": f"{algorithm.loss}, {(algorithm.loss_aggregation or algorithm.default_aggregation).value}, "
         f"correction {algorithm.correction.value}, entropy {algorithm.entropy_coef:g}, KL {algorithm.kl_loss_coef:g}",
-        "optimizer": f"AdamW, lr {trainer.lr:g} after {trainer.num_warmup_steps} steps, then {trainer.lr_schedule.value}, "
-        f"{trainer.optimizer_steps_per_batch} step(s) per batch, "
+        "optimizer": f"AdamW, lr {trainer.lr:g} after {trainer.num_warmup_steps} steps, "
+        f"then {trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch, "
         f"weight decay {trainer.weight_decay:g}, gradient norm at most {trainer.max_grad_norm:g}",
     }
     if num_rows is not None:

@@ -22,7 +22,7 @@ class Credit:
     """What the tokens of a step learn."""
 
     tokens: TokenSignals
-    """Of the trajectories that are trained (`is_trainable`), with advantages, and the loss weights of one mini-batch."""
+    """Of the trajectories that are trained (`is_trainable`), with advantages, and loss weights as of one mini-batch."""
     advantages: list[FloatArray]
     """Per group [G]: the mean advantage of each trajectory's tokens; 0 where it has no reward."""
     metrics: dict[str, float]

@@ -146,7 +146,7 @@ class RunRecorder:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
     ) -> None:
-        """Record an optimizer step. `global_steps` counts it already: the first step is 1."""
+        """Record a step. `global_steps` counts it already: the first step is 1."""
         counts = self.counts
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         counts.steps = global_steps

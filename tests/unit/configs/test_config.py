@@ -162,8 +162,11 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
-        ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16, each has"),
-        ({"trainer__mini_batches": 9, "trainer__num_ranks": 2}, "trainer.mini_batches=9: at most 8: of trainer.prompts"),
+        ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16"),
+        (
+            {"trainer__mini_batches": 9, "trainer__num_ranks": 2},
+            "trainer.mini_batches=9: at most 8: of trainer.prompts_per_step=16, each has a group for every rank (train",
+        ),
         ({"trainer__mini_batches": 0}, "trainer.mini_batches=0: must be between 1 and"),
         ({"trainer__mini_batches": -1}, "trainer.mini_batches=-1: must be between 1 and"),
         ({"trainer__epochs": 0}, "trainer.epochs=0: must be between 1 and 1000"),

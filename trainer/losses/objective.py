@@ -24,7 +24,7 @@ LARGEST_K3 = 10.0
 
 
 class Objective:
-    """Sum over the mini-batch's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
+    """Sum over a mini-batch of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
 
     L is the policy loss, w the importance weight, and `kept` is 0 where the token is rejected. Both apply to the policy
     loss only: entropy and KL are of all tokens. A rejected token still counts in the means of loss_weight.

@@ -18,17 +18,18 @@ from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, maxima, means, su
 from trainer.metrics import EffectiveSampleSize, Max, Mean, Metric
 
 
-def proximal_logprobs(current: Tensor, rollout_logprobs: Tensor, steps_behind: Tensor, proximal: Proximal) -> Tensor:
+def proximal_logprobs(before: Tensor, rollout_logprobs: Tensor, steps_behind: Tensor, proximal: Proximal) -> Tensor:
     """[T] log pi_old, the same in all optimizer steps on a batch.
 
     rollout: mu itself. current: the policy before the first optimizer step on the batch (decoupled PPO,
     arXiv:2505.24298). interpolated: the policy one step before that one, assumed on the log-linear path from mu, d
-    steps behind, to it: log mu + (d - 1) / d (log current - log mu), and mu for d = 0 (A-3PO, arXiv:2512.06547). d
+    steps behind, to it: log mu + (d - 1) / d (log pi - log mu), and mu for d = 0 (A-3PO, arXiv:2512.06547). d
     counts steps and not versions: a version lasts weight_sync.interval of them.
 
     Args:
-        current: [T] the logprobs before the first optimizer step on the batch, which is the forward pass at hand in it.
+        before: [T] log pi before the first optimizer step on the batch; in that step, the forward pass at hand.
     """
+    current = before.detach()
     if proximal is Proximal.rollout:
         return rollout_logprobs
     if proximal is Proximal.current:

@@ -104,11 +104,12 @@ def loss_tokens(
     tokens, device = batch.tokens, logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
     steps_behind = torch.as_tensor(tokens.steps_behind, device=device)
-    before = logprobs.detach() if before is None else before
     selected = torch.zeros_like(steps_behind) if tokens.selected is None else torch.as_tensor(tokens.selected)
     return LossTokens(
         logprobs=logprobs,
-        old_logprobs=proximal_logprobs(before, rollout_logprobs, steps_behind, algorithm.proximal),
+        old_logprobs=proximal_logprobs(
+            logprobs if before is None else before, rollout_logprobs, steps_behind, algorithm.proximal
+        ),
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
         sequences=torch.as_tensor(tokens.sequences, dtype=torch.int64, device=device),

@@ -51,15 +51,14 @@ CONFIG = Config(
 )
 CURRENT = replace(CONFIG, algorithm=replace(CONFIG.algorithm, proximal=Proximal.current, importance_cap=1.1))
 ONCE = replace(CONFIG, trainer=replace(CONFIG.trainer, mini_batches=1, epochs=1))
-NUM_STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def steps() -> list[list[TrajectoryGroup]]:
-    """Six groups each, the last without anything to learn; the trajectories of the second step have branches."""
+    """Four groups each, the last without anything to learn; the trajectories of the second step have branches."""
     model = double(build_model(VOCAB_SIZE, seed=0))
-    kinds = [random_groups, branched_groups, random_groups]
-    return [groups(model, seed, num_groups=6, temperature=0.8) for seed, groups in enumerate(kinds)]
+    kinds = [random_groups, branched_groups]
+    return [groups(model, seed, temperature=0.8) for seed, groups in enumerate(kinds)]
 
 
 def signals(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
@@ -123,9 +122,9 @@ def test_every_mini_batch_is_an_optimizer_step_against_the_policy_before_the_fir
     alone = {layout: one_rank(Job(config, model_path, batched(steps, config, layout))) for layout in Layout}
     for found in (*alone.values(), two_ranks[config.algorithm.proximal.value]):
         assert_same(found, expected)
-        assert [metrics["trainer/optimizer_steps"] for metrics in found.metrics] == [4, 8, 12]
-        assert [metrics["actor/skipped_steps"] for metrics in found.metrics] == [0, 0, 0]
-        assert [metrics["actor/lr"] for metrics in found.metrics] == [0.01] * NUM_STEPS, "three steps of warm-up"
+        assert [metrics["trainer/optimizer_steps"] for metrics in found.metrics] == [4, 8]
+        assert [metrics["actor/skipped_steps"] for metrics in found.metrics] == [0, 0]
+        assert [metrics["actor/lr"] for metrics in found.metrics] == [0.01, 0.01], "three optimizer steps of warm-up"
         assert all(metrics["actor/ppo_kl"] != 0 for metrics in found.metrics), "pi has left pi_old"
 
 
@@ -168,12 +167,11 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(
     model_path: str, steps: list[list[TrajectoryGroup]], tmp_path: Path
 ) -> None:
     """With a falling learning rate, and a critic, which learns by the same optimizer steps."""
-    trainer = replace(CONFIG.trainer, total_steps=4, lr_schedule=LearningRateSchedule.cosine, min_lr_ratio=0.1)
+    trainer = replace(CONFIG.trainer, total_steps=3, lr_schedule=LearningRateSchedule.cosine, min_lr_ratio=0.1)
     algorithm = replace(CURRENT.algorithm, advantage="gae")
     config = replace(CURRENT, algorithm=algorithm, critic=CriticConfig(lr=3e-3), trainer=trainer)
-    all_steps = [*steps, steps[0]]
-    batches = []
-    for step, groups in enumerate(all_steps):
+    batches: list[StepBatch] = []
+    for step, groups in enumerate([*steps, steps[0]]):
         tokens = signals(groups)
         zeros = np.zeros_like(tokens.advantages)
         with_values = replace(tokens, values=zeros, returns=np.sin(tokens.targets).astype(np.float32))
@@ -182,15 +180,11 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(
     whole = one_rank(replace(job, save=str(tmp_path / "saved")))
     resumed = one_rank(replace(job, load=str(tmp_path / "saved")))
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
-    different = ("perf/trainer_busy_s",)
-    for found, expected in zip(resumed.metrics, whole.metrics[worker_runs.SAVED_AT :], strict=True):
-        assert {k: v for k, v in found.items() if k not in different} == {
-            k: v for k, v in expected.items() if k not in different
-        }
+    assert list(map(timeless, resumed.metrics)) == list(map(timeless, whole.metrics[worker_runs.SAVED_AT :]))
     rates = [metrics["actor/lr"] for metrics in whole.metrics]
-    assert rates[0] == 0.01 and rates == sorted(rates, reverse=True) and 0.001 < rates[-1] < 0.0015
-    assert [metrics["trainer/optimizer_steps"] for metrics in whole.metrics] == [4, 8, 12, 16]
-    assert whole.metrics[0]["critic/vf_clipfrac"] > 0 or whole.metrics[0]["critic/vf_loss"] > 0
+    assert rates[0] == 0.01 and rates == sorted(rates, reverse=True) and 0.001 < rates[-1] < 0.002
+    assert [metrics["trainer/optimizer_steps"] for metrics in whole.metrics] == [4, 8, 12]
+    assert all(metrics["critic/vf_loss"] > 0 for metrics in whole.metrics)
 
 
 def test_a_mini_batch_that_breaks_leaves_the_others_of_its_batch(
@@ -214,6 +208,10 @@ def test_a_mini_batch_that_breaks_leaves_the_others_of_its_batch(
         assert any(not torch.equal(after[name], weight) for name, weight in untrained().items())
 
     run_worker(CONFIG, model_path, use)
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name != "perf/trainer_busy_s"}
 
 
 def untrained() -> Weights:

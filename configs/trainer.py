@@ -98,9 +98,3 @@ class TrainerConfig:
     @property
     def total_optimizer_steps(self) -> int:
         return self.total_steps * self.optimizer_steps_per_batch
-
-    @property
-    def num_warmup_steps(self) -> int:
-        """Optimizer steps."""
-        ratio = self.lr_warmup_ratio
-        return self.lr_warmup_steps if ratio is None else round(ratio * self.total_optimizer_steps)

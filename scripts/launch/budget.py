@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from configs.schema import Config, DType, ModelKind, Staging, Transport
 from configs.validate import ConfigError
+from trainer.learning_rate import num_warmup_steps
 from weight_sync.transports.cleanup import DIRECTORY
 
 FLOAT32 = 4
@@ -29,7 +30,7 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
         f"and {config.data.max_prompt_tokens} prompt tokens each",
         "loss": f"{algorithm.loss}, {(algorithm.loss_aggregation or algorithm.default_aggregation).value}, "
         f"correction {algorithm.correction.value}, entropy {algorithm.entropy_coef:g}, KL {algorithm.kl_loss_coef:g}",
-        "optimizer": f"AdamW, lr {trainer.lr:g} after {trainer.num_warmup_steps} steps, "
+        "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, "
         f"then {trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch, "
         f"weight decay {trainer.weight_decay:g}, gradient norm at most {trainer.max_grad_norm:g}",
     }

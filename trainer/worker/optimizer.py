@@ -1,13 +1,11 @@
-"""The optimizer of a sharded module, and its learning rate."""
-
-import math
+"""The optimizer of a sharded module."""
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from configs.schema import TrainerConfig
-from configs.trainer import LearningRateSchedule
+from trainer.learning_rate import lr_factor
 
 
 class Optimizer:
@@ -49,24 +47,3 @@ class Optimizer:
         """Steps taken, those before a checkpoint that was loaded included."""
         counts = [state["step"] for state in self.adamw.state.values()]
         return int(torch.stack(counts).max().item()) if counts else 0
-
-
-def lr_factor(place: int, trainer: TrainerConfig) -> float:
-    """Return the share of the learning rate with which the run's optimizer step `place`, counted from 0, is taken.
-
-    It needs no state: the place follows from the number of steps, which a checkpoint has. Of n steps of warm-up, the
-    first takes 1 / n, the last 1. After them, a schedule falls from 1 as verl's and TRL's do: of the T steps of the
-    run, the step T, which none is, would take min_lr_ratio.
-    """
-    warmup, total = trainer.num_warmup_steps, trainer.total_optimizer_steps
-    if place < warmup:
-        return (place + 1) / warmup
-    progress = min(1.0, (place - warmup) / max(1, total - warmup))
-    match trainer.lr_schedule:
-        case LearningRateSchedule.constant:
-            return 1.0
-        case LearningRateSchedule.linear:
-            share = 1 - progress
-        case LearningRateSchedule.cosine:
-            share = (1 + math.cos(math.pi * progress)) / 2
-    return trainer.min_lr_ratio + (1 - trainer.min_lr_ratio) * share

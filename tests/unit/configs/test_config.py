@@ -162,6 +162,25 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
         ({"rollout__min_replicas": 2}, "rollout.min_replicas=2: at most rollout.num_replicas=1"),
         ({"weight_sync__pause_mode": PauseMode.wait}, "weight_sync.pause_mode=wait: must be keep or abort: an update"),
         ({"trainer__num_ranks": 17}, "trainer.num_ranks=17: at most trainer.prompts_per_step=16"),
+        ({"device": Device.cpu, "rollout__kv_cache_mb": None}, "rollout.kv_cache_mb=None: device=cpu needs a size in"),
+        ({"weight_sync__prefill_grace_s": 60.0}, "weight_sync.prefill_grace_s=60.0: must be less than weight_sync.pau"),
+        ({**SHARED, "trainer__num_ranks": 2}, "trainer.num_ranks=2: at most 1 with gpu_share=0.5: each of several"),
+        (SHARED, "rollout.gpu_memory_utilization=0.85: at most gpu_share=0.5: the rest of the GPU"),
+        ({**SHARED, "rollout__tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: at most 1 with gpu"),
+        ({**SHARED, "rollout__data_parallel_size": 2}, "rollout.data_parallel_size=2: at most 1 with gpu_share"),
+        (
+            {**SHARED, "weight_sync__transport": Transport.collective},
+            "weight_sync.transport=collective: with gpu_share=0.5, must be cuda_ipc, shared_memory or filesystem",
+        ),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
         ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16"),
         (
             {"trainer__mini_batches": 9, "trainer__num_ranks": 2},
@@ -185,19 +204,9 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
             {"algorithm__loss": "reinforce", "algorithm__proximal": Proximal.current, "trainer__mini_batches": 4},
             "algorithm.loss=reinforce: with 4 optimizer steps per batch (trainer.mini_batches x epochs), has no ratio",
         ),
-        ({"device": Device.cpu, "rollout__kv_cache_mb": None}, "rollout.kv_cache_mb=None: device=cpu needs a size in"),
-        ({"weight_sync__prefill_grace_s": 60.0}, "weight_sync.prefill_grace_s=60.0: must be less than weight_sync.pau"),
-        ({**SHARED, "trainer__num_ranks": 2}, "trainer.num_ranks=2: at most 1 with gpu_share=0.5: each of several"),
-        (SHARED, "rollout.gpu_memory_utilization=0.85: at most gpu_share=0.5: the rest of the GPU"),
-        ({**SHARED, "rollout__tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: at most 1 with gpu"),
-        ({**SHARED, "rollout__data_parallel_size": 2}, "rollout.data_parallel_size=2: at most 1 with gpu_share"),
-        (
-            {**SHARED, "weight_sync__transport": Transport.collective},
-            "weight_sync.transport=collective: with gpu_share=0.5, must be cuda_ipc, shared_memory or filesystem",
-        ),
     ],
 )
-def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: str) -> None:
+def test_optimizer_steps_and_rates_that_cannot_work_are_refused(values: dict[str, object], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 

@@ -6,7 +6,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from configs.schema import TrainerConfig
 from configs.trainer import LearningRateSchedule
-from trainer.worker.optimizer import Optimizer, lr_factor
+from trainer.learning_rate import lr_factor
+from trainer.worker.optimizer import Optimizer
 
 
 def factors(trainer: TrainerConfig, count: int) -> list[float]:

@@ -177,6 +177,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "correction/ratio_fraction_low": (ratio < 1 / 1.1).double().mean().item(),
             "actor/lr": 0.005,
             "actor/skipped_steps": 0,
+            "trainer/optimizer_steps": 1,
             "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
         },
         rel=1e-4,

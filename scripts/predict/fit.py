@@ -1,4 +1,4 @@
-"""A profile of what one run, or some of a kind, have recorded. Arithmetic only: `files.py` reads, `simulate.py` uses."""
+"""A profile of what runs of a kind have recorded. Arithmetic only: `files.py` reads, `simulate.py` uses it."""
 
 import os
 from collections import defaultdict
@@ -14,6 +14,7 @@ from scripts.predict.files import RunFiles
 from scripts.predict.intervals import nonnegative, slowed, union
 from scripts.predict.profile import PredictError, Profile
 from scripts.predict.quantiles import Quantiles, alike_in_groups
+from scripts.predict.setup import Setup
 from trainer.tracking.events.view import RunView
 
 ENOUGH_SPREAD = 0.3
@@ -87,7 +88,7 @@ class TrainerTimes:
 
 
 def _trainer(runs: Sequence[RunFiles], slowdown: float | None = None) -> TrainerTimes:
-    """With a slowdown that is known, or else found. A run's first step is left out where there are enough: it warms up."""
+    """With a known slowdown, or else it is found. A run's first step is left out if there are enough: it warms up."""
     chosen = [run.steps[1:] if len(run.steps) > 4 else run.steps for run in runs]
     pairs = list(zip(runs, chosen, strict=True))
     steps = [step for _, some in pairs for step in some]
@@ -237,7 +238,7 @@ def _gaps(view: RunView) -> list[float]:
 # -- updates, checkpoints, the driver ----------------------------------------------------------------------------------
 
 
-def _updates(runs: Sequence[RunFiles]) -> dict[str, float]:
+def _updates(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Medians over all runs."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -287,13 +288,16 @@ def _from_view(run: RunFiles, view: RunView) -> dict[str, list[float]]:
     }
 
 
-def measured_seconds(run: RunFiles) -> float:
-    """Of all its steps, from the first wait for a batch to the last record."""
-    if run.view is not None and (spans := training(run.view))[0]:
-        starts = [step.start for step in run.view.steps.values() if step.start is not None]
-        ends = [step.update.end for step in run.view.steps.values() if step.update and step.update.end]
-        return max([*ends, *spans[1]]) - min(starts)
-    return sum(step["timing_s/step"] for step in run.steps)
+def measured_rate(run: RunFiles) -> float:
+    """Samples per second of all steps but the first."""
+    steps = [] if run.view is None else [step for step in run.view.steps.values() if step.start is not None]
+    if steps and run.view is not None:
+        ends = [step.update.end for step in steps if step.update and step.update.end]
+        borders = [*sorted(step.start or 0.0 for step in steps), max([*ends, *training(run.view)[1]])]
+        seconds = [end - start for start, end in zip(borders, borders[1:], strict=False)]
+    else:
+        seconds = [step["timing_s/step"] for step in run.steps]
+    return Setup.of_mapping(run.config).rate_after_first(seconds)
 
 
 def _quantiles(values: Sequence[float]) -> Quantiles:

@@ -10,7 +10,7 @@ from scripts.predict.advice import Option, advice
 from scripts.predict.command import Arguments
 from scripts.predict.counterfactual import costs
 from scripts.predict.files import RunFiles, read_run
-from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.fit import fit, measured_rate
 from scripts.predict.profile import Profile, read_profile, to_json
 from scripts.predict.report import as_figures, of_choices, show_choices, show_costs, show_marginal, show_profile
 from scripts.predict.setup import Setup
@@ -63,10 +63,9 @@ def _profile(arguments: Arguments, runs: Sequence[RunFiles]) -> Profile | None:
 def _compared(run: RunFiles, profile: Profile) -> dict[str, float]:
     """The run's own steps: what it measured, and what is predicted for them."""
     setup = replace(Setup.of_mapping(run.config), steps=len(run.steps))
-    measured = run.samples_per_s or setup.steps * setup.samples_per_step / measured_seconds(run)
-    predicted = simulate(profile, setup, whole=True).samples_per_s
+    measured, predicted = measured_rate(run), simulate(profile, setup, whole=True).rate_after_first
     write_line(
-        f"its {setup.steps} steps: {measured:.4g} samples/s measured, {predicted:.4g} simulated "
+        f"its {setup.steps} steps after the first: {measured:.4g} samples/s measured, {predicted:.4g} simulated "
         f"({predicted / measured - 1:+.1%})\n"
     )
     return {"measured": round(measured, 4), "simulated": round(predicted, 4)}

@@ -49,6 +49,11 @@ class Prediction:
     """What the trainer waited for the batch of each step."""
     step_s: tuple[float, ...]
 
+    @property
+    def rate_after_first(self) -> float:
+        """Samples per second of all steps but the first, as `fit.measured_rate` of a run."""
+        return self.setup.rate_after_first(self.step_s)
+
 
 def simulate(
     profile: Profile,

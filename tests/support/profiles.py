@@ -49,14 +49,13 @@ class Recorded(Nothing):
 
 
 def simulated_run(run_dir: Path, profile: Profile, setup: Setup = SETUP) -> Prediction:
-    """Write what a run of the profile leaves: events, metrics, config, summary."""
+    """Write what a run of the profile leaves: events, metrics, config."""
     run_dir.mkdir(parents=True, exist_ok=True)
     stamped: list[Stamped] = []
     recorded = Recorded()
     done = simulate(profile, setup, whole=True, write=stamped.extend, recorder=recorded)
     write(run_dir, stamped)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in recorded.steps))
-    (run_dir / "summary.json").write_text(json.dumps({"samples_per_second": done.samples_per_s}))
     config: dict[str, Any] = {"evaluation": {"samples": 1}}
     for name, value in asdict(setup).items():
         section, _, key = KEYS[name].partition(".")

@@ -2,12 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,78 +15,34 @@ from torch.utils.checkpoint import checkpoint
 from configs.validate import ConfigError
 from trainer.batch import MicroBatch
 from trainer.worker.attention import tree_masks
-
-MAX_LOGITS = 2**27
-"""Largest number of logits in memory. Beyond it they are computed in chunks, and again in the backward pass."""
-
+from trainer.worker.head import LogprobHead
 
 class Policy(nn.Module):
-    """Wraps the LM: one forward returns logprobs and entropy, and computes logits for loss tokens only."""
+    """Wraps the LM: one forward returns logprobs and entropy of loss tokens, and holds few logits at a time."""
 
     def __init__(self, causal_lm: nn.Module, temperature: float, entropy_has_gradient: bool = False):
         super().__init__()
         self.causal_lm: Any = causal_lm
         self.temperature = temperature
-        self.entropy_has_gradient = entropy_has_gradient
+        self._head = LogprobHead(causal_lm, decoder_of(causal_lm), temperature, entropy_has_gradient)
 
     def forward(self, batch: MicroBatch, device: torch.device, max_logits: int | None = None) -> tuple[Tensor, Tensor]:
         """Return (logprobs [T], entropy [T]) of the batch's targets at the sampling temperature.
 
-        The entropy has a gradient only with `entropy_has_gradient`, which keeps two more tensors of logits in memory.
+        The entropy has a gradient only with `entropy_has_gradient`.
 
         Args:
-            max_logits: MAX_LOGITS, if not given.
+            max_logits: the largest number of logits in memory at once; a good one, if not given.
         """
         outputs = decode(decoder_of(self.causal_lm), batch, device)
         chosen = target_states(outputs, batch, device)
         targets = torch.as_tensor(batch.tokens.targets, dtype=torch.int64, device=device)
-        logprobs = partial(self._logprobs, type(outputs))
-        chunk = max(1, (max_logits or MAX_LOGITS) // vocab_size(self.causal_lm))
-        if len(targets) <= chunk:
-            return logprobs(chosen, targets)
-        parts = [
-            checkpoint(logprobs, h, t, use_reentrant=False)
-            for h, t in zip(chosen.split(chunk), targets.split(chunk), strict=True)
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])  # pyright: ignore
+        return self._head(type(outputs), chosen, targets, max_logits)
 
     def plain_logprobs(self, input_ids: Tensor) -> Tensor:
         """[N, L] -> [N, L - 1]: logprobs of all tokens but the first, by the model's own forward and nothing else."""
         logits = self.causal_lm(input_ids=input_ids, use_cache=False).logits[:, :-1].float() / self.temperature
         return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
-
-    def _logprobs(self, output_type: type, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._logits(output_type, hidden).float() / self.temperature  # [T, V]
-        logprobs = -F.cross_entropy(logits, targets, reduction="none")
-        with torch.set_grad_enabled(self.entropy_has_gradient and torch.is_grad_enabled()):
-            log_probs = logits.log_softmax(-1)
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return logprobs, entropy
-
-    def _logits(self, output_type: type, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T, V]: what the model's own forward makes of the states: the head, scaling, soft caps.
-
-        That forward runs with a decoder that has already computed them.
-        """
-        outputs = output_type(last_hidden_state=hidden[None])
-        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        with ExitStack() as stack:
-            for module in {self.causal_lm.base_model, decoder_of(self.causal_lm)} - {self.causal_lm}:  # it calls either
-                stack.enter_context(answering(module, outputs))
-            return self.causal_lm(input_ids=token_ids, use_cache=False).logits[0]
-
-
-@contextmanager
-def answering(module: nn.Module, outputs: Any) -> Iterator[None]:
-    """Let the module return `outputs`, whatever it is called with, inside the `with` block."""
-    before = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: outputs
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device) -> Any:

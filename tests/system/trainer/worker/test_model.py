@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-import trainer.worker.model
 from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
 from tests.support.batches import learning, pack
@@ -29,6 +28,7 @@ from tests.support.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
+from trainer.worker import head, token_logprobs
 from trainer.worker.attention import key_blocks, tree_mask
 from trainer.worker.model import Policy, load_causal_lm, prepared
 
@@ -115,12 +115,15 @@ def test_gradients_do_not_depend_on_layout_budget_or_ranks(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_general", [False, True])
 def test_logits_in_chunks_give_the_same(
     causal_lm: Qwen3ForCausalLM,
     groups: list[TrajectoryGroup],
+    is_general: bool,
     layout: Layout,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whether they are made by the head's weight, or by the model's own forward because nothing else would do."""
     policy, batch = Policy(causal_lm, TEMPERATURE), pack(groups, layout)
     whole_values, whole_gradients = forward(policy, batch), gradients(policy, batch)
     widest = 0
@@ -129,13 +132,19 @@ def test_logits_in_chunks_give_the_same(
         nonlocal widest
         widest = max(widest, logits.numel())
 
-    monkeypatch.setattr(trainer.worker.model, "MAX_LOGITS", 7 * VOCAB_SIZE + 1)  # 7 tokens at a time, and a rest
+    seven = 7 * VOCAB_SIZE + 1  # 7 tokens at a time, and a rest
+    monkeypatch.setattr(head, "MAX_LOGITS", seven)
+    monkeypatch.setattr(token_logprobs, "CHUNK_LOGITS", {"cpu": seven})
+    monkeypatch.setattr(token_logprobs, "COLUMNS", VOCAB_SIZE // 2 - 1)
+    if is_general:
+        monkeypatch.setattr(head, "find_rule", lambda *_: None)
+        policy = Policy(causal_lm, TEMPERATURE)
     handle = causal_lm.lm_head.register_forward_hook(watch)
     values, chunked_gradients = forward(policy, batch), gradients(policy, batch)
     handle.remove()
-    assert widest == 7 * VOCAB_SIZE
+    assert widest == (7 * VOCAB_SIZE if is_general else 0)
     for found, expected in zip(values, whole_values, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     assert_same_gradients(chunked_gradients, whole_gradients, relative=1e-5)
 
 

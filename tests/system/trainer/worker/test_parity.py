@@ -19,6 +19,8 @@ from tests.support.reference import make_group, make_trajectory, sequence_logpro
 from tests.support.worker_runs import Inbox, run_worker
 from trainer.batch import MicroBatch
 from trainer.metrics import to_floats
+from trainer.worker import head
+from trainer.worker.head import LogprobHead
 from trainer.worker.model import Policy, decoder_layers, load_causal_lm
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.worker import TrainWorker
@@ -85,8 +87,13 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
         assert refused == {}
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "gemma2", "granite", "mixtral", "opt"])
-def test_gradients_are_those_of_the_models_own_forward(family: str, groups: list[TrajectoryGroup]) -> None:
+@pytest.mark.parametrize("is_general", [False, True])
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma2", "granite", "mixtral", "opt", "phi"])
+def test_gradients_are_those_of_the_models_own_forward(
+    family: str, is_general: bool, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_general:  # as if its head were not understood
+        monkeypatch.setattr(head, "find_rule", lambda *_: None)
     causal_lm = random_model(family)
     batch = micro_batch(groups, Layout.padded if family in RECURRENT else Layout.tree)
     weights = torch.randn(len(batch.index), generator=torch.Generator().manual_seed(0))
@@ -123,7 +130,8 @@ def test_a_wrong_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", Layout)
 def test_a_wrong_head_is_refused(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Policy, "_logits", lambda self, output_type, hidden: self.causal_lm.lm_head(hidden))
+    """Granite scales its logits."""
+    monkeypatch.setattr(LogprobHead, "_logits", lambda self, output_type, hidden: self._causal_lm.lm_head(hidden))
     with pytest.raises(ConfigError, match=rf"{layout.value}: GraniteForCausalLM computes other .*no layout works"):
         refuse_other_logprobs(Policy(random_model("granite"), 1.0), with_layout(layout), CPU)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import trainer.worker.model
 from configs.algorithm import Proximal
 from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
 from rollout.types import TrajectoryGroup
@@ -28,6 +27,7 @@ from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny.model import build_model
+from trainer.worker import token_logprobs
 from trainer.worker.worker import TrainWorker
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
@@ -37,6 +37,16 @@ CONFIG = Config(
     rollout=RolloutConfig(temperature=0.8),
     trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S),
 )
+WITH_ENTROPY = replace(CONFIG, algorithm=replace(CONFIG.algorithm, entropy_coef=0.01))
+WIDE = token_logprobs.COLUMNS + 100
+"""A vocabulary of two chunks."""
+
+
+@pytest.fixture(scope="module")
+def wide_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "wide"
+    build_model(WIDE, seed=0).save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +75,26 @@ def reference_outcome(config: Config, steps: Sequence[Sequence[TrajectoryGroup]]
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
+    steps: list[list[TrajectoryGroup]],
+    model_path: str,
+    wide_model_path: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Outcome]:
     jobs = {layout.value: Job(CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
     always = replace(CONFIG, trainer=replace(CONFIG.trainer, unsharded_gradients_mb=0))
     jobs["reduced after every micro-batch"] = Job(always, model_path, pack(steps, Layout.padded, 2))
+    jobs["two chunks"] = Job(WITH_ENTROPY, wide_model_path, pack(steps, Layout.tree, 2))
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4) -> None:
+def assert_same(
+    found: Outcome, expected: Outcome, tolerance: float = 1e-4, vocabulary: int = VOCAB_SIZE
+) -> None:
     for key in ("actor/pg_loss", "actor/grad_norm"):
         values = [metrics[key] for metrics in found.metrics]
         assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=1e-7), key
     assert found.weights.keys() == expected.weights.keys()
-    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
+    for name, untrained in build_model(vocabulary, seed=0).named_parameters():
         moved = expected.weights[name].double() - untrained.detach().double()
         error = found.weights[name].double() - expected.weights[name].double()
         assert error.norm() < tolerance * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
@@ -98,6 +114,14 @@ def test_two_ranks_are_the_plain_trainer(
     if layout is Layout.tree:  # one group to learn from: the second rank only takes part
         assert [len(b.index) for b in pack(steps, layout, 2)[-1].micro_batches[1]] == [0]
     assert_same(two_ranks[layout.value], reference)
+
+
+def test_two_ranks_are_one_where_the_vocabulary_is_more_than_a_chunk(
+    two_ranks: dict[str, Outcome], wide_model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    """The embeddings are tied, and the entropy has a gradient."""
+    alone = one_rank(Job(WITH_ENTROPY, wide_model_path, pack(steps, Layout.tree, 1)))
+    assert_same(two_ranks["two chunks"], alone, vocabulary=WIDE)
 
 
 def test_gradients_may_be_reduced_after_every_micro_batch(
@@ -136,7 +160,7 @@ def test_metrics_do_not_depend_on_ranks_or_layout(
 ) -> None:
     expected = one_rank(Job(CONFIG, model_path, pack(steps, Layout.padded, 1))).metrics
     keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")
-    for outcome in two_ranks.values():
+    for outcome in (two_ranks[name] for name in two_ranks if name != "two chunks"):
         for found_step, expected_step in zip(outcome.metrics, expected, strict=True):
             for key in (f"actor/{key}" for key in keys):
                 assert found_step[key] == pytest.approx(expected_step[key], rel=1e-3, abs=1e-5), key
@@ -202,7 +226,7 @@ def test_the_current_policy_as_proximal_is_weighted_and_capped(
 def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weights(
     model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.worker.model, "MAX_LOGITS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr(token_logprobs, "CHUNK_LOGITS", {"cpu": 5 * VOCAB_SIZE})
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=True))
     found = one_rank(Job(config, model_path, pack(steps[:1], Layout.padded, 1)))
     norm = reference.metrics[0]["actor/grad_norm"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scripts.predict.files import read_run
-from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.fit import fit, measured_rate
 from scripts.predict.intervals import Load, nonnegative, slowed
 from scripts.predict.profile import PredictError, Profile
 from scripts.predict.simulate import simulate
@@ -55,8 +55,9 @@ def test_the_fitted_profile_predicts_the_run_and_others(case: tuple[Profile, Pat
 
 
 def test_the_measured_rate_is_that_of_the_run(case: tuple[Profile, Path]) -> None:
-    run = read_run(case[1])
-    assert SETUP.steps * SETUP.samples_per_step / measured_seconds(run) == pytest.approx(run.samples_per_s, rel=0.02)
+    made_of, run_dir = case
+    truth = simulate(made_of, SETUP, whole=True).rate_after_first
+    assert measured_rate(read_run(run_dir)) == pytest.approx(truth, rel=0.02)
 
 
 def test_without_events_the_profile_says_what_it_takes_for_granted(tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ def run(  # noqa: PLR0913
     max_skipped_steps: int = 3,
     first_step: int = 0,
     is_evaluated: bool = True,
+    mini_batches: int = 1,
+    epochs: int = 1,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
@@ -201,6 +203,8 @@ def run(  # noqa: PLR0913
             eval_every=eval_every,
             max_skipped_steps=max_skipped_steps,
             num_ranks=num_ranks,
+            mini_batches=mini_batches,
+            epochs=epochs,
             layout=Layout.padded,
             tokens_per_micro_batch=8,
         ),

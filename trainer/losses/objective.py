@@ -35,7 +35,7 @@ class Share(NamedTuple):
 
 
 class Objective:
-    """Sum over the step's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
+    """Sum over a mini-batch of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
 
     L is the policy loss, w the importance weight, and `kept` is 0 where the token is rejected. Both apply to the policy
     loss only: entropy and KL are of all tokens. A rejected token still counts in the means of loss_weight.
@@ -52,10 +52,14 @@ class Objective:
         self._correction = resolve(algorithm)
         self._policy_loss = load_policy_loss(algorithm.loss)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> Share:
-        """Return the micro-batch's share of the objective. `logprobs` and `entropy` are [T]."""
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch, before: Tensor | None = None) -> Share:
+        """Return the micro-batch's share of the objective. `logprobs` and `entropy` are [T].
+
+        Args:
+            before: [T] log pi before the first optimizer step of the batch; None: this is the first.
+        """
         algorithm = self._algorithm
-        tokens = loss_tokens(logprobs, batch, algorithm)
+        tokens = loss_tokens(logprobs, batch, algorithm, before)
         loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
         losses, is_clipped = self._policy_loss(tokens, algorithm)
         weights = importance_weights(tokens, self._correction.weights, algorithm)
@@ -102,15 +106,19 @@ def load_policy_loss(loss: str) -> PolicyLoss:
     return checked
 
 
-def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig) -> LossTokens:
-    """Return the micro-batch's tokens as tensors on the device of `logprobs`."""
+def loss_tokens(
+    logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, before: Tensor | None = None
+) -> LossTokens:
+    """Return the micro-batch's tokens as tensors on the device of `logprobs`. `before`: see `Objective`."""
     tokens, device = batch.tokens, logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
     steps_behind = torch.as_tensor(tokens.steps_behind, device=device)
     selected = torch.zeros_like(steps_behind) if tokens.selected is None else torch.as_tensor(tokens.selected)
     return LossTokens(
         logprobs=logprobs,
-        old_logprobs=proximal_logprobs(logprobs, rollout_logprobs, steps_behind, algorithm.proximal),
+        old_logprobs=proximal_logprobs(
+            logprobs if before is None else before, rollout_logprobs, steps_behind, algorithm.proximal
+        ),
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
         sequences=torch.as_tensor(tokens.sequences, dtype=torch.int64, device=device),

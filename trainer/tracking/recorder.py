@@ -148,8 +148,8 @@ class RunRecorder:
         advantages: Sequence[FloatArray],
         tokens: TrainedTokens | None = None,
     ) -> None:
-        """Record an optimizer step. `global_steps` counts it already: the first step is 1. `tokens`: what the training
-        made of them, where that is known."""
+        """Record a step. `global_steps` counts it already: the first step is 1. `tokens`: what the training made of
+        them, where that is known."""
         counts = self.counts
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         counts.steps = global_steps

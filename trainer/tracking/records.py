@@ -1,6 +1,6 @@
 """What a run writes about its trajectories. Each dataclass is a line of a JSONL file in the run folder:
 
-trajectories/step_000012.jsonl   TrajectoryRecord   what optimizer step 12 trained
+trajectories/step_000012.jsonl   TrajectoryRecord   what step 12 trained
 trajectories/step_000012.npz     `token_arrays`     the tokens and logprobs of the same, with trainer.record_tokens
 evaluations/step_000012.jsonl    SampleRecord       what an evaluation of version 12 got
 discarded/step_000012.jsonl      DiscardRecord      the groups that were discarded while step 12 was the next, and why

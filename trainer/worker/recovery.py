@@ -76,7 +76,7 @@ class RecoveringWorkers:
         self._keeps_batches = config.checkpoint.every > 0
         self._max_restarts = config.trainer.max_restarts
         self._trained: dict[int, StepBatch | None] = {}  # by global_steps before it, in order; None: skipped
-        self.global_steps = 0  # optimizer steps taken
+        self.global_steps = 0  # steps taken
         self._resumed: Checkpoint | None = None
         self._restarts = 0
         self._recovering = asyncio.Lock()
@@ -94,7 +94,7 @@ class RecoveringWorkers:
         return await self.again_if_lost(lambda: self._group.score(batch))
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
-        """Take an optimizer step; without a batch, only count it."""
+        """Take the optimizer steps on a batch; without one, only count the step."""
         result = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
         if self._keeps_batches:
             self._trained[global_steps] = batch

@@ -184,10 +184,11 @@ class TrainWorkerGroup:
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
-        """Take an optimizer step on all ranks, or without a batch only count it. Return what they made together."""
+        """Train on the batch on all ranks, or without one only count the step. Return what they made together."""
         per_rank = [None] * len(self.actors) if batch is None else batch.micro_batches
-        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
-            calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps) for mine in per_rank]
+        plan = None if batch is None else batch.optimizer_steps
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"training step {global_steps}"):
+            calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps, plan) for mine in per_rank]
             results = await self._on_each(calls)
         tokens = [result.tokens for result in results if result.tokens is not None]
         return StepResult(

@@ -168,6 +168,17 @@ def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns
     assert world.records[1]["timing_s/score"] > 0
 
 
+def test_mini_batches_and_epochs_are_one_step_of_one_version() -> None:
+    world = run(World(), total_steps=1, mini_batches=2, epochs=3)
+    assert world.events == ["next_batch 0", "train_step 0", "publish 1", "live 1", "advance 1", "record 1"]
+    (batch,) = world.batches
+    assert len(batch.optimizer_steps) == 6 and len(set(batch.optimizer_steps)) == 2
+    weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
+    assert weights == pytest.approx([1 / 12] * 24), "each half has a mean of its own"
+    assert world.recorded_advantages[0] == [pytest.approx([1.499997] + [-0.499999] * 3)] * 2
+    assert world.records[1]["perf/trained_tokens"] == 24, "each once"
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -89,9 +89,7 @@ def two_ranks(
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
-def assert_same(
-    found: Outcome, expected: Outcome, tolerance: float = 1e-4, vocabulary: int = VOCAB_SIZE
-) -> None:
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4, vocabulary: int = VOCAB_SIZE) -> None:
     for key in ("actor/pg_loss", "actor/grad_norm"):
         values = [metrics[key] for metrics in found.metrics]
         assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=1e-7), key
@@ -145,8 +143,8 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         whole = worker.forward_backward
 
-        def watched(batch: MicroBatch) -> tuple[dict[str, Metric], torch.Tensor]:
-            result = whole(batch)
+        def watched(batch: MicroBatch, before: torch.Tensor | None = None) -> tuple[dict[str, Metric], torch.Tensor]:
+            result = whole(batch, before)
             seen.append(any(parameter.grad is not None for parameter in worker._policy.parameters()))
             return result
 
@@ -203,6 +201,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "correction/ratio_fraction_low": (ratio < 1 / 1.1).double().mean().item(),
             "actor/lr": 0.005,
             "actor/skipped_steps": 0,
+            "trainer/optimizer_steps": 1,
             "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
         },
         rel=1e-4,

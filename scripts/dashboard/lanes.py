@@ -18,8 +18,9 @@ def timeline(window: Window) -> dict[str, Any]:
 
     `replicas`: by name `lanes` (how many), `turns` and `updates`. A turn: [lane, start, end, [[start, end, version]]
     from its first token on, ordinal, episode, turn, tokens, reward, step that trained it, whether it is of an
-    evaluation]; its end is null while it goes on. `steps`: [step, part, start, end]. `ranks`: by number [version, start,
-    end]. `borders`: [version, start, end] of updates, which cross all lanes. `evaluations`: [version, start, end].
+    evaluation]; its end is null while it goes on. `steps`: [step, part, start, end]. `ranks`: by number [version,
+    start, end]. `borders`: [version, start, end] of updates, which cross all lanes. `evaluations`: [version, start,
+    end].
     """
     view, zero = window.view, window.since
     turns = sorted(_turns(view, window), key=lambda pair: pair[1].start)

@@ -16,10 +16,10 @@ MOST_TURNS = 20_000
 def timeline(window: Window) -> dict[str, Any]:
     """What the screen draws. Times are seconds since the start of the window; those before it are negative.
 
-    `replicas`: by name `lanes` (how many), `turns` and `updates`. A turn: [lane, start, end, [[start, end, version]] from
-    its first token on, ordinal, episode, turn, tokens, reward, step that trained it, whether it is an evaluation's]; its end is null while
-    it goes on. `steps`: [step, part, start, end]. `ranks`: by number [version, start, end]. `borders`: [version,
-    start, end] of updates, which cross all lanes. `evaluations`: [version, start, end].
+    `replicas`: by name `lanes` (how many), `turns` and `updates`. A turn: [lane, start, end, [[start, end, version]]
+    from its first token on, ordinal, episode, turn, tokens, reward, step that trained it, whether it is an
+    evaluation's]; its end is null while it goes on. `steps`: [step, part, start, end]. `ranks`: by number [version, start, end].
+    `borders`: [version, start, end] of updates, which cross all lanes. `evaluations`: [version, start, end].
     """
     view, zero = window.view, window.since
     turns = sorted(_turns(view, window), key=lambda pair: pair[1].start)

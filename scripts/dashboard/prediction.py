@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from trainer.tracking.recorder import SUMMARY_FILE
 
@@ -36,6 +37,20 @@ class Predicted:
     about: str = ""
     """What it rests on."""
     why: str = ""
+
+    @classmethod
+    def of(cls, output: str, errors: str, exit_code: int, steps: int) -> Self:
+        """Of what the command has printed: its last line is JSON."""
+        if exit_code:
+            last = errors.strip().rpartition("\n")[2] or f"exit code {exit_code}"
+            return cls(steps=steps, why=last.removeprefix("predict error: "))
+        figures = json.loads(output.strip().rpartition("\n")[2])
+        (of_run,) = figures["runs"]
+        off = of_run["simulated"] / of_run["measured"] - 1
+        if abs(off) > WORST_FIT:
+            return cls(steps=steps, why=f"its simulation of these {steps} steps is off by {off:+.0%}")
+        about = f"Predicted from its first {steps} steps, which the simulation repeats within {abs(off):.0%}."
+        return cls(steps=steps, text=figures["advice"], gain=figures["gain"], about=about)
 
 
 class Predictor:
@@ -93,20 +108,6 @@ class Predictor:
                     why = f"it takes longer than {self._timeout_s:g} s; try `make predict`"
                     self._found[run_dir] = Predicted(steps=steps, why=why)
                     return
-                self._found[run_dir] = self._read(output, errors, self._process.returncode, steps)
+                self._found[run_dir] = Predicted.of(output, errors, self._process.returncode, steps)
         except OSError as error:
             self._found[run_dir] = Predicted(steps=steps, why=f"it cannot be started: {error}")
-
-    @staticmethod
-    def _read(output: str, errors: str, exit_code: int, steps: int) -> Predicted:
-        """Of what the command has printed: its last line is JSON."""
-        if exit_code:
-            last = errors.strip().rpartition("\n")[2] or f"exit code {exit_code}"
-            return Predicted(steps=steps, why=last.removeprefix("predict error: "))
-        figures = json.loads(output.strip().rpartition("\n")[2])
-        (of_run,) = figures["runs"]
-        off = of_run["simulated"] / of_run["measured"] - 1
-        if abs(off) > WORST_FIT:
-            return Predicted(steps=steps, why=f"its simulation of these {steps} steps is off by {off:+.0%}")
-        about = f"Predicted from its first {steps} steps, which the simulation repeats within {abs(off):.0%}."
-        return Predicted(steps=steps, text=figures["advice"], gain=figures["gain"], about=about)

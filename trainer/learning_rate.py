@@ -12,7 +12,7 @@ from configs.trainer import LearningRateSchedule
 def lr_factor(place: int, trainer: TrainerConfig) -> float:
     """Return the share with which the run's optimizer step `place`, counted from 0, is taken.
 
-    Of n steps of warm-up, the first takes 1 / n, the last 1. After them, a schedule falls from 1 as verl's and TRL's
+    Of n steps of warm-up, the first takes 1 / n, the last 1. After them, a schedule falls from 1 as TRL's and verl's
     do: the step after the run's last would take min_lr_ratio.
     """
     warmup, total = num_warmup_steps(trainer), trainer.total_optimizer_steps

@@ -19,6 +19,8 @@ from trainer.tracking.recorder import SUMMARY_FILE
 
 FEWEST_STEPS = 6
 """Steps that a run must have: the first ones warm up."""
+SIMULATED_STEPS = 8
+"""Of each configuration."""
 GROWTH = 1.5
 TIMEOUT_S = 600.0
 """On two busy cores, a run of 60 steps takes it two and a half minutes."""
@@ -98,7 +100,11 @@ class Predictor:
         pipe = subprocess.PIPE
         try:
             with subprocess.Popen(
-                [*self._command, f"run={run_dir}"], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+                [*self._command, f"run={run_dir}", f"trainer.total_steps={SIMULATED_STEPS}"],
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
             ) as self._process:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
                 try:

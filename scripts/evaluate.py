@@ -37,10 +37,12 @@ def evaluate(given: Invocation) -> Ended:
     from scripts.launch.preview import check_parsers
     from scripts.launch.resume import holds_run
     from scripts.launch.run_folder import locked
+    from scripts.launch.worlds import check_world
 
     config = without_trainer(given.config)
     device = resolve_device(config)
     check_parsers(config)
+    check_world(config, NEEDED_FILES)
     if config.dry_run:
         sys.stdout.write(plan("evaluate", config, device, given.run_dir, NEEDED_FILES))
         return Ended(exit_code=0)

@@ -55,7 +55,7 @@ async def serve_retriever(given: Mapping[str, Any]) -> None:
     """Serves until it is cancelled. Raises ValueError, which names the key."""
     from rollout.http.access import Access
     from rollout.http.server import listen, served, url_of
-    from rollout.search.retrievers import make_retriever
+    from rollout.search.retrievers import make_retriever, what_is_searched
     from rollout.search.server import PATH, retriever_app
     from rollout.search.wire import MAX_TOPK
 
@@ -63,7 +63,8 @@ async def serve_retriever(given: Mapping[str, Any]) -> None:
     for name, value, least, most in (("port", port, 0, 65535), ("topk", topk, 1, MAX_TOPK)):
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ConfigError(f"{name}={value}: must be a whole number from {least} to {most}")
-    retriever = make_retriever({key: value for key, value in given.items() if key not in ("host", "port", "topk")})
+    spec = {key: value for key, value in given.items() if key not in ("host", "port", "topk")}
+    retriever = make_retriever(spec)
     try:
         listener = listen(host, port)
     except (ConfigError, OverflowError) as error:
@@ -71,7 +72,7 @@ async def serve_retriever(given: Mapping[str, Any]) -> None:
     serve = ServeConfig(host=host, port=port)
     access = Access.of(serve, None, on_loopback=True) if is_loopback(host) else None
     try:
-        async with served(retriever_app(retriever, topk), listener, serve, access):
+        async with served(retriever_app(retriever, topk, what_is_searched(spec)), listener, serve, access):
             sys.stdout.write(f"retriever.url={url_of(listener)}{PATH}\n")
             sys.stdout.flush()
             await asyncio.Event().wait()

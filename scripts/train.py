@@ -57,6 +57,7 @@ def train(given: Invocation) -> Ended:
     from scripts.launch.preview import check_parsers
     from scripts.launch.resume import find_checkpoint
     from scripts.launch.run_folder import locked
+    from scripts.launch.worlds import check_world
     from trainer.tracking.events.lines import event_files
     from trainer.tracking.recorder import STEP_FOLDERS, SUMMARY_FILE
     from trainer.tracking.set_aside import SetAside
@@ -65,6 +66,7 @@ def train(given: Invocation) -> Ended:
 
     device = resolve_device(given.config)
     check_parsers(given.config)
+    check_world(given.config, TRAIN_AND_VAL)
     refused: list[str] = []
     if given.config.dry_run:
         find_checkpoint(given.config, given.run_dir, refused.append)

@@ -1,8 +1,7 @@
 """Episodes of several turns: the policy writes, the environment answers, until it is done or the response is full."""
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollout.agents.closing import Close, close_all
 from rollout.agents.environment import Closable, Environment, Observation, Resettable, Step, Turn
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread, called
@@ -92,7 +92,7 @@ class MultiTurn:
     """Texts that end a turn, besides those of rollout.stop."""
     chat: Chat | None = None
     """For environments that answer in messages, or ask a `Turn` for tool calls and reasoning."""
-    closes: tuple[Callable[[], Awaitable[object]], ...] = ()
+    closes: tuple[Close, ...] = ()
     """Called when the run ends: the `close` of what the environments share, such as a pool of sandboxes."""
 
     def __post_init__(self) -> None:
@@ -108,9 +108,7 @@ class MultiTurn:
 
     async def close(self) -> None:
         """Raises an ExceptionGroup of what they raise."""
-        outcomes = await asyncio.gather(*(close() for close in self.closes), return_exceptions=True)
-        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
-            raise ExceptionGroup(f"{len(errors)} of {len(outcomes)} could not be closed: {errors!r:.500}", errors)
+        await close_all(self.closes)
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         episode = _Episode(task)

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
@@ -124,6 +125,14 @@ class Shared:
             opening = self._open[loop] = loop.create_task(self._opened())
         return await asyncio.shield(opening)  # others wait for it, too
 
+    async def close(self) -> None:
+        """Of the event loop that it is called on."""
+        opening = self._open.pop(asyncio.get_running_loop(), None)
+        if opening is not None:
+            await asyncio.wait([opening])
+            if not _is_useless(opening):
+                await opening.result().close()
+
     async def _opened(self) -> McpTools:
         tools = self._make()
         try:
@@ -182,9 +191,10 @@ def agent_loop(
 
     one = Shared(make_tools, open_timeout_s) if shared else None
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    return tool_turns(
+    loop = tool_turns(
         lambda prompt: OwnTools(make_tools()) if one is None else SharedTools(one), tokenizer, chat, options
     )
+    return loop if one is None else replace(loop, closes=(one.close,))
 
 
 def _server(given: Mapping[str, Any]) -> Server:

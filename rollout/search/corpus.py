@@ -216,18 +216,27 @@ def passages(text: str) -> Iterator[str]:
     """Paragraphs together, up to PASSAGE_CHARS each."""
     kept = ""
     for paragraph in text.split("\n\n"):
-        rest = paragraph.strip()
-        if kept and len(kept) + 2 + len(rest) > PASSAGE_CHARS:
+        *whole, rest = _cut(paragraph.strip())
+        if kept and (whole or len(kept) + 2 + len(rest) > PASSAGE_CHARS):
             yield kept
             kept = ""
-        while len(rest) > PASSAGE_CHARS:
-            end = rest.rfind(" ", 1, PASSAGE_CHARS + 1)
-            end = PASSAGE_CHARS if end < 0 else end
-            yield rest[:end].strip()
-            rest = rest[end:].strip()
+        yield from whole
         kept = "\n\n".join(part for part in (kept, rest) if part)
     if kept:
         yield kept
+
+
+def _cut(paragraph: str) -> list[str]:
+    """In pieces of up to PASSAGE_CHARS. Walks by place: a file of 50 MB may be one paragraph."""
+    pieces, begin = list[str](), 0
+    while len(paragraph) - begin > PASSAGE_CHARS:
+        end = paragraph.rfind(" ", begin + 1, begin + PASSAGE_CHARS + 1)
+        end = begin + PASSAGE_CHARS if end < 0 else end
+        pieces.append(paragraph[begin:end].strip())
+        begin = end
+        while paragraph[begin].isspace():
+            begin += 1
+    return [*pieces, paragraph[begin:]]
 
 
 READERS = {".jsonl": _jsonl, ".jsonl.gz": _gzipped, ".parquet": _parquet, ".txt": _text, ".md": _text}

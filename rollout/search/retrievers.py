@@ -30,7 +30,17 @@ KINDS: dict[str, Callable[..., Retriever]] = {
     "world": world,
 }
 """By rollout.agent_args.retriever.kind: what makes one of the other values."""
+WORLD = inspect.signature(world).parameters
 NOT_IN_A_CONFIG = frozenset({"transport"})
+
+
+def what_is_searched(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server says of the retriever that it serves: its kind, and of a world which one.
+
+    Example: what_is_searched({"kind": "world", "seed": 1}) == {"kind": "world", "seed": 1, "documents": 20000}
+    """
+    which = {name: spec.get(name, one.default) for name, one in WORLD.items()}
+    return {"kind": spec.get("kind")} | (which if spec.get("kind") == "world" else {})
 
 
 def make_retriever(spec: Mapping[str, Any] | Retriever) -> Retriever:

@@ -1,5 +1,9 @@
 """Serves a retriever with the HTTP API of Search-R1's retrieval server, so that either side can be replaced."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -9,10 +13,14 @@ from rollout.search.documents import RetrievalError, Retriever
 from rollout.search.wire import answer_body, read_request
 
 PATH = "/retrieve"
+CORPUS = "/corpus"
+"""Beside PATH: what is searched."""
 
 
-def retriever_app(retriever: Retriever, topk: int = 3) -> Starlette:
-    """POST /retrieve in both forms of `wire`, and GET /health. `topk`: of requests that say none.
+def retriever_app(retriever: Retriever, topk: int = 3, searched: Mapping[str, Any] = MappingProxyType({})) -> Starlette:
+    """POST /retrieve in both forms of `wire`, GET /corpus and GET /health.
+
+    `topk`: of requests that say none. `searched`: what /corpus says, as `what_is_searched` does.
 
     A bad request is answered with 400, and a search that failed with 503: {"error": why}.
     """
@@ -34,15 +42,19 @@ def retriever_app(retriever: Retriever, topk: int = 3) -> Starlette:
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def corpus(request: Request) -> Response:
+        return JSONResponse(dict(searched))
+
     return Starlette(
-        routes=[Route(PATH, retrieve, methods=["POST"]), Route("/health", health)],
+        routes=[Route(PATH, retrieve, methods=["POST"]), Route(CORPUS, corpus), Route("/health", health)],
         exception_handlers={404: _no_route, 405: _no_route},
     )
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status = 405 if request.url.path in (PATH, "/health") else 404
-    return _refusal(status, f"{request.method} {request.url.path}: there is only POST {PATH}, and GET /health")
+    status = 405 if request.url.path in (PATH, CORPUS, "/health") else 404
+    there_is = f"there is only POST {PATH}, GET {CORPUS} and GET /health"
+    return _refusal(status, f"{request.method} {request.url.path}: {there_is}")
 
 
 def _refusal(status: int, why: str) -> JSONResponse:

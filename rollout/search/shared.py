@@ -1,11 +1,13 @@
-"""One retriever per process, however many episodes ask for it."""
+"""One retriever per process, however many episodes ask for it, until the run ends."""
 
 import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rollout.agents.closing import at_end
 from rollout.search.documents import Retriever
 from rollout.search.retrievers import make_retriever
 
@@ -22,4 +24,13 @@ async def shared_retriever(spec: Mapping[str, Any] | Retriever) -> Retriever:
     key = json.dumps(dict(spec), sort_keys=True, default=repr)
     if key not in of_loop:
         of_loop[key] = asyncio.create_task(asyncio.to_thread(make_retriever, spec))
+        at_end(partial(_close, of_loop, key))
     return await asyncio.shield(of_loop[key])  # an episode that is cancelled must not end what the others wait for
+
+
+async def _close(made: dict[str, asyncio.Task[Retriever]], key: str) -> None:
+    """Close what was made, if it could be."""
+    making = made.pop(key)
+    await asyncio.wait([making])
+    if making.exception() is None:
+        await making.result().close()

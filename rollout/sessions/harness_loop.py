@@ -10,6 +10,7 @@ import numpy as np
 
 from configs.rollout import OnLimit, OnMismatch, SessionsConfig
 from configs.schema import Config
+from rollout.agents.closing import end
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread
 from rollout.rewards.base import RewardResult
@@ -74,6 +75,13 @@ class HarnessLoop:
     def __init__(self, harness: Harness, host: SessionHost, config: SessionsConfig):
         self._harness, self._host, self._config = harness, host, config
         self._may_run = asyncio.Semaphore(config.max_running)
+
+    async def close(self) -> None:
+        """Raises an ExceptionGroup of what could not be closed."""
+        try:
+            await end()
+        finally:
+            await self._host.close()
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
         async with self._may_run:

@@ -5,7 +5,8 @@ python -m scripts.predict run=runs/latest rollout.max_staleness=0,2,8 rollout.nu
 python -m scripts.predict profile.step_s=0.012 profile.turn_tokens="{mean: 900, sigma: 0.8, cap: 8192}" \\
     profile.train_s=20 rollout.num_replicas=512 rollout.max_num_seqs=64 trainer.prompts_per_step=4096   # before renting
 
-    run        folder of a run, live or ended: its config, and the profile that is fitted to what it recorded
+    run        folder of a run, live or ended: its config, and the profile that is fitted to what it recorded; with
+               run=A,B to both: a synchronous run beside an async one tells what each side takes by itself
     profile    instead of it, a file of JSON or YAML; profile.FIELD=VALUE replaces a field of either
     save       file to write the profile to
     only       some of sweep, marginal, costs, separated by commas; base: none of them [all]

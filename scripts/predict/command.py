@@ -20,7 +20,8 @@ STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    run: Path | None = None
+    runs: tuple[Path, ...] = ()
+    """That the profile is fitted to. The first one's configuration is what everything is compared with."""
     profile: Path | None = None
     save: Path | None = None
     parts: tuple[str, ...] = PARTS
@@ -81,7 +82,7 @@ def parse(words: Sequence[str]) -> Arguments:
     if "steps" in axes:
         raise PredictError("trainer.total_steps: one value only, the number of steps that are simulated")
     return Arguments(
-        run=Path(own["run"]) if "run" in own else None,
+        runs=tuple(map(Path, own["run"].split(","))) if "run" in own else (),
         profile=Path(own["profile"]) if "profile" in own else None,
         save=Path(own["save"]) if "save" in own else None,
         parts=_parts(own.get("only")),

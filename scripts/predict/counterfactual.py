@@ -33,10 +33,7 @@ WITHOUT: Mapping[str, Callable[[World], World]] = {
     "rewards": lambda world: replace(world, profile=replace(world.profile, reward_s=NONE)),
     "evaluations": lambda world: replace(world, setup=replace(world.setup, eval_every=0)),
     "checkpoints": lambda world: replace(world, setup=replace(world.setup, checkpoint_every=0)),
-    "shared cores": lambda world: replace(
-        world,
-        profile=replace(world.profile, training_slows_engine=1.0, engine_slows_training=1.0, engine_slows_engine=1.0),
-    ),
+    "shared cores": lambda world: replace(world, profile=replace(world.profile, cores=0.0)),
 }
 """What is taken away, and how."""
 

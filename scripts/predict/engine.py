@@ -107,7 +107,7 @@ class ProfiledEngine(SimulatedEngine):
         steps = 1 if waiting else max(1, self._ends[0][0] - self._count)
         done_s = 0.0
         while done_s < (whole_s := prefill_s + steps * step_s) * (1 - EPSILON):
-            slowdown, began = self._machine.engine_slowdown(), clock()
+            slowdown, began = self._machine.slowdown(), clock()
             woken = await self._machine.sleep((whole_s - done_s) * slowdown, self._waker)
             done_s += (clock() - began) / slowdown
             if not woken:

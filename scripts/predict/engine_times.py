@@ -7,7 +7,7 @@ meanwhile delays it by p, and all of it takes longer while the trainer trains:
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ MOST_TURNS = 20_000
 """That are fitted, evenly chosen."""
 SPREAD = 0.2
 """Batches that differ by less, relatively, say nothing about what a request more costs."""
+Measured = tuple[Floats, Floats, Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class EngineTimes:
     step_s: float
     step_s_per_request: float
     prefill_s_per_token: float
-    training_slows_engine: float
+    slowdown: float
+    """So many times longer takes a step while the trainer trains."""
     batch: float
     """Requests at a time, the mean over tokens."""
     is_spread: bool
@@ -53,38 +55,47 @@ def training(view: RunView) -> tuple[list[float], list[float]]:
     return [span.start for span in spans], [span.end or span.start for span in spans]
 
 
-def from_events(view: RunView) -> EngineTimes | None:
-    """None without turns of two tokens or more."""
-    by_replica: defaultdict[str, list[TurnView]] = defaultdict(list)
-    for turn in turns_of(view):
-        by_replica[turn.replica].append(turn)
-    trains = union(*training(view))
+def from_events(views: Sequence[RunView], slowdown: float | None = None) -> EngineTimes | None:
+    """Of runs of one kind on one machine, with a slowdown that is known or else found. None without turns of two
+    tokens or more."""
     step = (1.0, 0.0)
     for number in range(3):  # what the steps took decides how many there were at which batch
-        found = [
-            _measured(view, name, turns, trains, step, is_first=number == 0)
-            for name, turns in sorted(by_replica.items())
-        ]
+        found = [one for view in views for one in _of_replicas(view, step, is_first=number == 0)]
+        if not found:
+            return None
         columns, seconds, shares = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         columns, seconds, shares = _some(columns, seconds, shares)
         if not len(seconds):
             return None
-        fitted, factor = slowed(columns, seconds, shares) if _tells(shares) else (nonnegative(columns, seconds)[0], 1.0)
+        if slowdown is None and _tells(shares):
+            fitted, factor = slowed(columns, seconds, shares)
+        else:
+            factor = slowdown or 1.0
+            fitted, _ = nonnegative(columns * (1 + (factor - 1) * shares)[:, None], seconds)
         batches = columns[:, 1] / columns[:, 0]
         step = (float(fitted[0]), float(fitted[1]))
     return EngineTimes(
         step_s=float(fitted[0]),
         step_s_per_request=float(fitted[1]),
         prefill_s_per_token=float(fitted[2]),
-        training_slows_engine=factor,
+        slowdown=factor,
         batch=float(np.average(batches, weights=columns[:, 0])),
         is_spread=_is_spread(batches),
     )
 
 
+def _of_replicas(view: RunView, step: tuple[float, float], *, is_first: bool) -> Iterator[Measured]:
+    by_replica: defaultdict[str, list[TurnView]] = defaultdict(list)
+    for turn in turns_of(view):
+        by_replica[turn.replica].append(turn)
+    trains = union(*training(view))
+    for name, turns in sorted(by_replica.items()):
+        yield _measured(view, name, turns, trains, step, is_first=is_first)
+
+
 def _measured(
     view: RunView, replica: str, turns: Sequence[TurnView], trains: Load, step: tuple[float, float], *, is_first: bool
-) -> tuple[Floats, Floats, Floats]:
+) -> Measured:
     """Of the turns on one replica: [n, 3] columns of the fit, [n] seconds, [n] shares with training.
 
     `step`: what it takes without and for each request, by the fit before. A request counts from the step on that gives
@@ -131,7 +142,7 @@ def from_rows(rows: Sequence[Row], max_num_seqs: int, is_together: bool) -> Engi
         step_s=float(fitted[0]),
         step_s_per_request=float(fitted[1]),
         prefill_s_per_token=0.0,
-        training_slows_engine=1.0,
+        slowdown=1.0,
         batch=float(np.average(batches, weights=columns[:, 0])),
         is_spread=_is_spread(batches),
     )

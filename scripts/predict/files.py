@@ -1,6 +1,5 @@
 """What a run has left that tells how long things take: metrics, trajectories, events, config."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +45,6 @@ class RunFiles:
     """Of its events; None where the folder has none of turns."""
     evaluation_requests: int
     """Held-out prompts times samples; 0 where nothing was evaluated."""
-    samples_per_s: float | None
-    """Of the whole run, by its own count; None while it has not ended."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -64,7 +61,6 @@ def read_run(run_dir: Path) -> RunFiles:
         rows=tuple(_rows(run_dir)),
         view=_view(run_dir),
         evaluation_requests=_evaluation_requests(metrics, config),
-        samples_per_s=_samples_per_s(run_dir),
     )
 
 
@@ -86,11 +82,6 @@ def _config(run_dir: Path) -> Mapping[str, Any]:
 def _evaluation_requests(metrics: list[dict[str, Any]], config: Mapping[str, Any]) -> int:
     counts = [int(record["eval/num_prompts"]) for record in metrics if "eval/num_prompts" in record]
     return counts[-1] * int(config["evaluation"]["samples"]) if counts else 0
-
-
-def _samples_per_s(run_dir: Path) -> float | None:
-    path = run_dir / "summary.json"
-    return float(json.loads(path.read_text())["samples_per_second"]) if path.is_file() else None
 
 
 def _rows(run_dir: Path) -> list[Row]:

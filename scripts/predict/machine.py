@@ -9,20 +9,20 @@ from scripts.predict.profile import Profile
 class Machine:
     """Who works now, and how much slower everybody is for it. Without shared cores nobody slows anybody."""
 
-    def __init__(self, profile: Profile):
+    def __init__(self, profile: Profile, num_ranks: int):
         self._profile = profile
+        self._num_ranks = num_ranks
         self._engines = 0
         self._training = False
         self._waiting: set[Callable[[], None]] = set()
 
-    def engine_slowdown(self) -> float:
-        """Of the engine that asks, which works."""
+    def slowdown(self) -> float:
+        """Of everybody that works: cores that they ask for over those that there are."""
         profile = self._profile
-        others = 1 + max(0, self._engines - 1) * (profile.engine_slows_engine - 1)
-        return others * (profile.training_slows_engine if self._training else 1.0)
-
-    def training_slowdown(self) -> float:
-        return self._profile.engine_slows_training if self._engines else 1.0
+        if not profile.cores:
+            return 1.0
+        asked = self._engines * profile.engine_cores + self._training * self._num_ranks * profile.rank_cores
+        return max(1.0, asked / profile.cores)
 
     def engine_works(self, works: bool) -> None:
         self._engines += 1 if works else -1
@@ -33,7 +33,7 @@ class Machine:
         self._tell()
 
     def _tell(self) -> None:
-        if self._profile.shares_cores:
+        if self._profile.cores:
             for wake in list(self._waiting):
                 wake()
 
@@ -46,12 +46,12 @@ class Machine:
         finally:
             self._waiting.discard(waker.wake)
 
-    async def work(self, seconds: float, slowdown: Callable[[], float]) -> None:
+    async def work(self, seconds: float) -> None:
         """Work that takes so long where nothing else works."""
         clock = asyncio.get_running_loop().time
         left = seconds
         while left > 1e-12:
-            factor, began = slowdown(), clock()
+            factor, began = self.slowdown(), clock()
             if not await self.sleep(left * factor):
                 return
             left -= (clock() - began) / factor

@@ -1,6 +1,7 @@
 """Everything that the command does: fit, simulate, compare, advise."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from scripts.predict.advice import Option, advice
 from scripts.predict.command import Arguments
 from scripts.predict.counterfactual import costs
 from scripts.predict.files import RunFiles, read_run
-from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.fit import fit, measured_rate
 from scripts.predict.profile import Profile, read_profile, to_json
 from scripts.predict.report import as_figures, of_choices, show_choices, show_costs, show_marginal, show_profile
 from scripts.predict.setup import Setup
@@ -20,13 +21,13 @@ from scripts.predict.sweep import Choice, around, marginal, of_axes, sweep
 def predict(arguments: Arguments) -> dict[str, Any]:
     """Show the tables. Returns the figures of the last line."""
     began = time.perf_counter()
-    run = None if arguments.run is None else read_run(arguments.run)
-    profile = arguments.changed(_profile(arguments, run))
+    runs = [read_run(folder) for folder in arguments.runs]
+    profile = arguments.changed(_profile(arguments, runs))
     if arguments.save is not None:
         arguments.save.write_text(to_json(profile))
     show_profile(profile)
-    figures = {} if run is None else _compared(run, profile)
-    base = arguments.setup(None if run is None else Setup.of_mapping(run.config))
+    figures: dict[str, Any] = {"runs": [_compared(run, profile) for run in runs]} if runs else {}
+    base = arguments.setup(Setup.of_mapping(runs[0].config) if runs else None)
     changes = of_axes(base, arguments.axes) if arguments.axes else around(base)
     now = simulate(profile, base)
     choices = [Choice({}, now)]
@@ -53,19 +54,18 @@ def predict(arguments: Arguments) -> dict[str, Any]:
     return figures | {"advice": sentence, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _profile(arguments: Arguments, run: RunFiles | None) -> Profile | None:
-    if run is not None:
-        return fit(run)
+def _profile(arguments: Arguments, runs: Sequence[RunFiles]) -> Profile | None:
+    if runs:
+        return fit(runs)
     return None if arguments.profile is None else read_profile(arguments.profile)
 
 
-def _compared(run: RunFiles, profile: Profile) -> dict[str, Any]:
+def _compared(run: RunFiles, profile: Profile) -> dict[str, float]:
     """The run's own steps: what it measured, and what is predicted for them."""
     setup = replace(Setup.of_mapping(run.config), steps=len(run.steps))
-    measured = run.samples_per_s or setup.steps * setup.samples_per_step / measured_seconds(run)
-    predicted = simulate(profile, setup, whole=True).samples_per_s
+    measured, predicted = measured_rate(run), simulate(profile, setup, whole=True).rate_after_first
     write_line(
-        f"its {setup.steps} steps: {measured:.4g} samples/s measured, {predicted:.4g} simulated "
+        f"its {setup.steps} steps after the first: {measured:.4g} samples/s measured, {predicted:.4g} simulated "
         f"({predicted / measured - 1:+.1%})\n"
     )
     return {"measured": round(measured, 4), "simulated": round(predicted, 4)}

@@ -77,14 +77,14 @@ class Profile:
     evaluation_requests: int = 0
     """Held-out prompts times samples: they are taken to be as long as the training's."""
 
-    # -- what shares the machine
-    training_slows_engine: float = 1.0
-    """So many times longer does a step of an engine take while the trainer trains: above 1 where they share cores."""
-    engine_slows_training: float = 1.0
-    """So many times longer does training take while a replica generates."""
-    engine_slows_engine: float = 1.0
-    """So many times longer does a step take for each other replica that generates, less one: with 1.4 and two others,
-    1.8 times."""
+    # -- a machine whose cores they share, as a laptop's
+    cores: float = 0.0
+    """That engines and trainer share; 0: everybody has its own. Where all that work ask for more than there are,
+    everybody takes so many times longer."""
+    engine_cores: float = 1.0
+    """Of them, those that an engine keeps busy while it generates, with all that belongs to it."""
+    rank_cores: float = 1.0
+    """And those of a train worker while it trains."""
 
     assumed: tuple[str, ...] = ()
     """What could not be measured and was taken for granted, in sentences."""
@@ -93,20 +93,15 @@ class Profile:
         """Raises PredictError for a value that cannot be."""
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                least = 1.0 if "_slows_" in one.name else 0.0
-                if not least <= value < float("inf"):
-                    raise PredictError(f"profile.{one.name}={value}: must be at least {least:g}, and finite")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not 0.0 <= value < float("inf"):
+                raise PredictError(f"profile.{one.name}={value}: must be at least 0, and finite")
         if self.alike > 1:
             raise PredictError(f"profile.alike={self.alike}: must be between 0 and 1")
         if self.step_s + self.step_s_per_request <= 0:
             raise PredictError(f"profile.step_s={self.step_s}: a step must take time")
         if self.turns.values[0] < 1 or self.turn_tokens.values[-1] < 1:
             raise PredictError("profile.turns and profile.turn_tokens: must be at least 1")
-
-    @property
-    def shares_cores(self) -> bool:
-        return max(self.training_slows_engine, self.engine_slows_training, self.engine_slows_engine) > 1.0
 
     @property
     def tokens_per_trajectory(self) -> float:

@@ -22,7 +22,7 @@ def show_profile(profile: Profile) -> None:
         ["reward", f"{profile.reward_s.mean:.3g} s, 99%: {profile.reward_s.at(0.99):.3g} s"],
         ["optimizer step", f"{profile.train_s:.3g} s + {1e3 * profile.train_s_per_token:.3g} ms a token"],
         ["update", f"{profile.publish_s:.3g} s publish, {profile.stage_s:.3g} s stage, {profile.swap_s:.3g} s swap"],
-        ["slower together", f"engine {profile.training_slows_engine:.2f}, trainer {profile.engine_slows_training:.2f}"],
+        ["cores", f"{profile.cores:g}; an engine asks for {profile.engine_cores:.2f}, a rank {profile.rank_cores:.2f}"],
     ]
     show_table("profile", ["what", "takes"], rows)
     for sentence in profile.assumed:

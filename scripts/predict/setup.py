@@ -1,7 +1,8 @@
 """A configuration to predict: what of a run's config decides its throughput."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import Any
 
 from configs.algorithm import AlgorithmConfig
@@ -79,6 +80,10 @@ class Setup:
     @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
+
+    def rate_after_first(self, step_s: Sequence[float]) -> float:
+        """Samples per second of steps that took so long, without the first if there are others: it warms up."""
+        return self.samples_per_step / fmean(step_s[1:] or step_s)
 
     def config(self, evaluation_replicas: int = 1) -> Config:
         """For the parts of a simulated run, without deadlines."""

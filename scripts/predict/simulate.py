@@ -49,6 +49,11 @@ class Prediction:
     """What the trainer waited for the batch of each step."""
     step_s: tuple[float, ...]
 
+    @property
+    def rate_after_first(self) -> float:
+        """Samples per second of all steps but the first, as `fit.measured_rate` of a run."""
+        return self.setup.rate_after_first(self.step_s)
+
 
 def simulate(
     profile: Profile,
@@ -80,7 +85,7 @@ class _Simulated:
 
     async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
         profile, setup, clock = self.profile, self.setup, asyncio.get_running_loop().time
-        config, machine = setup.config(), Machine(profile)
+        config, machine = setup.config(), Machine(profile, setup.num_ranks)
         events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
@@ -134,7 +139,7 @@ class ProfiledTrainer(SimulatedTrainer):
         self._machine.training(True)
         try:
             seconds = profile.train_s + profile.train_s_per_token * computed / self._num_ranks
-            await self._machine.work(seconds, self._machine.training_slowdown)
+            await self._machine.work(seconds)
         finally:
             self._machine.training(False)
         busy_s = clock() - began

@@ -34,7 +34,7 @@ PROFILE = Profile(
 WITH_TOOLS = replace(
     PROFILE, has_tools=True, turns=Quantiles.of([1, 2, 2, 3, 4]), tool_s=Quantiles.lognormal(0.3, 0.8, 3)
 )
-SHARED = replace(PROFILE, training_slows_engine=1.8, engine_slows_training=1.5, engine_slows_engine=1.8)
+SHARED = replace(PROFILE, cores=2.0, engine_cores=1.8)
 SETUP = Setup(num_replicas=1, max_num_seqs=32, max_staleness=1, group_size=4, prompts_per_step=6, steps=12)
 
 
@@ -49,14 +49,13 @@ class Recorded(Nothing):
 
 
 def simulated_run(run_dir: Path, profile: Profile, setup: Setup = SETUP) -> Prediction:
-    """Write what a run of the profile leaves: events, metrics, config, summary."""
+    """Write what a run of the profile leaves: events, metrics, config."""
     run_dir.mkdir(parents=True, exist_ok=True)
     stamped: list[Stamped] = []
     recorded = Recorded()
     done = simulate(profile, setup, whole=True, write=stamped.extend, recorder=recorded)
     write(run_dir, stamped)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in recorded.steps))
-    (run_dir / "summary.json").write_text(json.dumps({"samples_per_second": done.samples_per_s}))
     config: dict[str, Any] = {"evaluation": {"samples": 1}}
     for name, value in asdict(setup).items():
         section, _, key = KEYS[name].partition(".")

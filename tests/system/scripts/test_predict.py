@@ -15,7 +15,8 @@ def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytes
     simulated_run(tmp_path, PROFILE)
     words = [f"run={tmp_path}", "rollout.max_staleness=0,4", "trainer.total_steps=6", f"save={tmp_path / 'p.json'}"]
     figures = json.loads(json.dumps(predict(parse(words))))
-    assert figures["simulated"] == pytest.approx(figures["measured"], rel=0.05)
+    (of_run,) = figures["runs"]
+    assert of_run["simulated"] == pytest.approx(of_run["measured"], rel=0.05)
     assert [choice["change"] for choice in figures["choices"]] == [{"max_staleness": 0}, {"max_staleness": 4}]
     assert figures["choices"][0]["samples_per_s"] < figures["now"]["samples_per_s"]
     assert set(figures["one_more"]) == {"replica", "rank"} and figures["costs_s"]["stragglers"] > 0

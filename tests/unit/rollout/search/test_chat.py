@@ -15,7 +15,7 @@ from rollout.search.retrievers import KINDS
 from rollout.search.shared import shared_retriever
 from rollout.sessions.harness import FunctionHarness
 from tests.support.chat_models import chat_tokenizer
-from tests.support.harnesses import Policy, run_one
+from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
 from tests.support.searches import asked, played, small_corpus
 from tests.support.sequences import only
 
@@ -189,6 +189,28 @@ def test_one_retriever_serves_all_episodes_of_a_process(monkeypatch: pytest.Monk
         assert len({id(one) for one in found}) == 2 and sorted(made) == [1, 2]
         with pytest.raises(ValueError, match=r"retriever\.kind=nobody: must be one of"):
             await shared_retriever({"kind": "nobody"})
+
+    asyncio.run(main())
+
+
+def test_the_retriever_of_a_harness_is_closed_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Down] = []
+
+    def make() -> Retriever:
+        made.append(Down())
+        return made[-1]
+
+    async def main() -> None:
+        monkeypatch.setitem(KINDS, "down", make)
+        harness = FunctionHarness("rollout.search.harness:agent", {"retriever": {"kind": "down"}})
+        async with harness_loop(harness) as loop:
+            for index in range(2):
+                await loop.run_episode(episode_task(index), saying(call("everything")).generate)
+            assert [one.is_closed for one in made] == [False], "one for all episodes, as long as there are any"
+            await loop.close()
+            assert [one.is_closed for one in made] == [True]
+            await loop.run_episode(episode_task(), saying(call("everything")).generate)
+            assert len(made) == 2, "another run gets another one"
 
     asyncio.run(main())
 

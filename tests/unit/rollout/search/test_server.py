@@ -140,6 +140,7 @@ def test_other_routes_and_searches_that_fail() -> None:
             assert (answer.status_code, answer.json()) == (503, {"error": "no answer"})
             answer = await client.get("/retrieve")
             assert answer.status_code == 405 and "there is only POST /retrieve" in answer.json()["error"]
+            assert (await client.get("/corpus")).json() == {}
             assert (await client.post("/search")).status_code == 404
             assert (await client.get("/health")).json() == {"status": "ok"}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scripts.predict.files import read_run
-from scripts.predict.fit import fit, measured_seconds
+from scripts.predict.fit import fit, measured_rate
 from scripts.predict.intervals import Load, nonnegative, slowed
 from scripts.predict.profile import PredictError, Profile
 from scripts.predict.simulate import simulate
@@ -25,7 +25,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_fit_recovers_what_the_run_was_made_of(case: tuple[Profile, Path]) -> None:
     made_of, run_dir = case
-    found = fit(read_run(run_dir))
+    found = fit([read_run(run_dir)])
     batch = 16  # what a step takes is known where batches were; its two parts need not be
     for name in ("step_s", "step_s_per_request"):
         assert getattr(found, name) == pytest.approx(getattr(made_of, name), rel=0.15), name
@@ -39,7 +39,10 @@ def test_the_fit_recovers_what_the_run_was_made_of(case: tuple[Profile, Path]) -
     for name in ("turn_tokens", "turns", "tool_s", "reward_s"):
         assert getattr(found, name).mean == pytest.approx(getattr(made_of, name).mean, rel=0.15), name
     assert found.turn_tokens.at(0.99) == pytest.approx(made_of.turn_tokens.at(0.99), rel=0.3)
-    assert found.training_slows_engine == pytest.approx(made_of.training_slows_engine, abs=0.15)
+    assert bool(found.cores) == bool(made_of.cores)
+    if made_of.cores:
+        asked = (found.engine_cores + found.rank_cores) / found.cores
+        assert asked == pytest.approx((made_of.engine_cores + made_of.rank_cores) / made_of.cores, abs=0.1)
     assert found.has_tools == made_of.has_tools
 
 
@@ -48,19 +51,20 @@ def test_the_fitted_profile_predicts_the_run_and_others(case: tuple[Profile, Pat
     made_of, run_dir = case
     run, setup = read_run(run_dir), replace(SETUP, **changed)
     truth = simulate(made_of, setup, whole=True, seed=7).samples_per_s
-    assert simulate(fit(run), setup, whole=True, seed=7).samples_per_s == pytest.approx(truth, rel=0.05)
+    assert simulate(fit([run]), setup, whole=True, seed=7).samples_per_s == pytest.approx(truth, rel=0.05)
 
 
 def test_the_measured_rate_is_that_of_the_run(case: tuple[Profile, Path]) -> None:
-    run = read_run(case[1])
-    assert SETUP.steps * SETUP.samples_per_step / measured_seconds(run) == pytest.approx(run.samples_per_s, rel=0.02)
+    made_of, run_dir = case
+    truth = simulate(made_of, SETUP, whole=True).rate_after_first
+    assert measured_rate(read_run(run_dir)) == pytest.approx(truth, rel=0.02)
 
 
 def test_without_events_the_profile_says_what_it_takes_for_granted(tmp_path: Path) -> None:
     simulated_run(tmp_path, PROFILE)
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(PredictError, match="neither its events nor its trajectories"):
-        fit(read_run(tmp_path))
+        fit([read_run(tmp_path)])
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])

@@ -55,7 +55,7 @@ def test_more_requests_than_seats_take_turns() -> None:
 
 
 def test_who_shares_cores_slows_the_other() -> None:
-    shared = replace(EQUAL, training_slows_engine=2.0, engine_slows_training=2.0)
+    shared = replace(EQUAL, cores=1.0)
     assert simulate(shared, SMALL).step_s[2] == pytest.approx(1.5)  # nothing overlaps
     alone, both = (simulate(one, replace(SMALL, max_staleness=1)) for one in (EQUAL, shared))
     assert alone.samples_per_s > both.samples_per_s > 0.6 * alone.samples_per_s

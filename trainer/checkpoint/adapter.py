@@ -29,7 +29,7 @@ def adapter_json(lora: LoraConfig, base: str) -> bytes:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(folder.resolve()) if folder.is_dir() else base,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,  # PEFT has an int
         "lora_dropout": lora.dropout,
         "target_modules": PEFT_ALL_LINEAR if lora.targets == [ALL_LINEAR] else lora.targets,
         "bias": "none",

@@ -229,7 +229,7 @@ def test_exports_are_the_merged_weights_of_replicas_and_peft_s_layout(checkpoint
     saved = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert saved.keys() == factors.keys() and all(torch.equal(saved[name], factors[name]) for name in factors)
     text = (folder / "adapter" / "adapter_config.json").read_text()
-    for line in ('"r": 4', '"lora_alpha": 8.0', '"peft_type": "LORA"', '"q_proj"', f'"{folder / "model"}"'):
+    for line in ('"r": 4', '"lora_alpha": 8,', '"peft_type": "LORA"', '"q_proj"', f'"{folder / "model"}"'):
         assert line in text
     export_hf(checkpoint, folder / "merged", torch.float32)
     found = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)

@@ -80,7 +80,7 @@ def _section_docs(section: type, defaults: DictConfig, prefix: str) -> Iterator[
     for name, field in section.__dataclass_fields__.items():
         default = defaults[name]
         if OmegaConf.is_dict(default) and default:  # not a free one, such as rollout.engine_args
-            yield from _section_docs(field.type, default, f"{name}.")
+            yield from _section_docs(field.type, default, f"{prefix}{name}.")
         else:
             plain = OmegaConf.to_container(default, enum_to_str=True) if OmegaConf.is_config(default) else default
             shown = plain.value if isinstance(plain, Enum) else json.dumps(plain)

@@ -1,6 +1,6 @@
 """Keys of the model, and the devices and number formats it runs on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 # Enum members are lower-case because their names are what a user types.
@@ -25,6 +25,23 @@ class ModelKind(Enum):
     """A Hugging Face causal LM."""
 
 
+ALL_LINEAR = "all_linear"
+"""In model.lora.targets: every linear layer but the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    rank: int | None = None
+    """Train low-rank adapters, B A with A of so many rows, beside frozen weights; null trains all weights."""
+    alpha: float = 32.0
+    """A layer computes W x + (alpha / rank) B A x."""
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Layers with an adapter: [all_linear] (all but the head), or names, or ends of names, such as [q_proj,v_proj]."""
+    dropout: float = 0.0
+    """Share of x that is dropped before A, in forward passes with a gradient only. Above 0, the probabilities that are
+    trained are not quite those that sampled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     kind: ModelKind = ModelKind.tiny
@@ -41,3 +58,5 @@ class ModelConfig:
     """With model.kind=tiny: supervised steps on imperfect worked answers before RL; 0 starts from random weights."""
     cache_dir: str = "~/.cache/slipstream"
     """With model.kind=tiny: folder that caches models after their warm-up."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters instead of all weights."""

@@ -25,6 +25,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
         or [  # the other lines may show values
             *out_of_range(config),
             *sections.model_problems(config),
+            *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),
             *sections.serve_problems(config),

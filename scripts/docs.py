@@ -35,7 +35,7 @@ def key_tables() -> str:
     """One table per section of the config, and under it what the values of its choices mean."""
     found: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for key, (default, meaning) in key_docs().items():
-        found[key.rpartition(".")[0]].append((f"`{key}`", f"`{default}`", meaning))
+        found[key.partition(".")[0] if "." in key else ""].append((f"`{key}`", f"`{default}`", meaning))
     return "\n".join(
         f"{_heading(section)}\n\n{_table(('key', 'default', 'meaning'), rows)}{''.join(_choices(section))}"
         for section, rows in found.items()

@@ -259,12 +259,14 @@ class CheckpointManager:
         """Publish the weights, and begin to send them."""
         started = time.perf_counter()
         held = {self._held.pop(target.name, None) for target in targets}  # until it is verified, nobody knows
+        has_new = None in held
         order = PublishOrder(
             global_steps=global_steps,
             receivers={target.name: target.num_workers for target in targets},
             base=held.pop() if len(held) == 1 else None,
             nonce=uuid.uuid4().hex[:8],
             timeout_s=self._config.stage_timeout_s,
+            has_new=has_new,
         )
         manifest = await self._within("publish", "trainer", self._source.publish(order), "stage_timeout_s")
         send = self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s")

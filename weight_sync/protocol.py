@@ -45,6 +45,8 @@ class PublishOrder:
     """New for each publication: one version may be published twice."""
     timeout_s: float
     """How long members of a transfer wait for one another."""
+    has_new: bool = True
+    """Whether a receiver is not known to hold any version: what never changes is sent to all, too."""
 
 
 @dataclass(frozen=True)  # a large model has many, and those with slots pickle three times as slowly
@@ -57,6 +59,15 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Says that a version is an adapter, which receivers merge into weights that never change (adapter.py)."""
+
+    scale: float
+    base: int
+    """Checksum of the weights that it is for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +84,8 @@ class Manifest:
     """How each rank's bytes can be reached, as the transport says it."""
     checksums: tuple[Checksums, ...] | None
     """None where they are known only once the bytes have been sent."""
+    adapter: Adapter | None = None
+    """With it, `tensors` are factors, and the weights that they are for if a receiver is new."""
 
     @property
     def num_ranks(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.data import parse_sources
+from configs.model import ALL_LINEAR, LoraConfig
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
@@ -33,6 +34,25 @@ def model_problems(config: Config) -> Iterator[Problem]:
         folder = Path(model.path).expanduser()
         if folder.is_dir() and not ((folder / "config.json").is_file() or is_checkpoint(folder)):
             yield Problem("model.path", "no Hugging Face model: the folder has no config.json; nor a checkpoint")
+
+
+def lora_problems(config: Config) -> Iterator[Problem]:
+    lora = config.model.lora
+    if lora.rank is None:
+        for key in ("alpha", "targets", "dropout"):
+            if getattr(lora, key) != getattr(LoraConfig(), key):
+                yield Problem(f"model.lora.{key}", "needs model.lora.rank: without it, all weights are trained")
+        return
+    if not lora.targets or "" in lora.targets:
+        yield Problem(
+            "model.lora.targets", f"must be [{ALL_LINEAR}] or names of linear layers, such as [q_proj,v_proj]"
+        )
+    elif ALL_LINEAR in lora.targets and len(lora.targets) > 1:
+        yield Problem(
+            "model.lora.targets", f"{ALL_LINEAR} stands for every linear layer but the head: leave out the rest"
+        )
+    if config.weight_sync.delta:
+        yield Problem("weight_sync.delta", f"with model.lora.rank={lora.rank}, must be false: only the adapter travels")
 
 
 def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:

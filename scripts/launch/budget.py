@@ -49,6 +49,8 @@ def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
     replica = [f"weights {shown(per_worker)}"]
     if config.weight_sync.staging is not Staging.none:
         replica.append(f"staging {shown(per_worker)} ({config.weight_sync.staging.value})")
+    if config.model.lora.rank is not None:
+        replica.append(f"what adapters are merged into {shown(weights)} (host)")
     if rollout.kv_cache_mb is not None:
         replica.append(f"KV cache {rollout.kv_cache_mb} MiB")
     else:
@@ -64,7 +66,13 @@ def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
 
 
 def _of_a_rank(config: Config, num_parameters: int) -> Iterator[str]:
-    ranks, whole = config.trainer.num_ranks, num_parameters * FLOAT32
+    ranks, whole, lora = config.trainer.num_ranks, num_parameters * FLOAT32, config.model.lora
+    if lora.rank is not None:
+        yield f"frozen weights {shown(num_parameters * NUM_BYTES[config.trainer.dtype] / ranks)}"
+        yield f"adapter of rank {lora.rank} (16 bytes for each of its parameters, gradients and AdamW included)"
+        if config.algorithm.needs_critic:
+            yield f"critic with all weights: {shown(4 * whole / ranks)}"
+        return
     yield f"weights {shown(whole / ranks)}"
     yield f"AdamW {shown(2 * whole / ranks)}"
     if ranks == 1 or whole > config.trainer.unsharded_gradients_mb * 2**20:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, UnreadableConfigError, read_config
+from configs.model import LoraConfig
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.snapshot import RolloutState, decode
+from trainer.checkpoint.adapter import saved_adapter
 from trainer.checkpoint.store import (
     Checkpoint,
     CheckpointError,
@@ -66,7 +68,33 @@ def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]
             f"trainer.total_steps={config.trainer.total_steps}: the checkpoint {found.path} has taken "
             f"{found.global_steps} steps already"
         )
+    if found is not None:
+        _refuse_another_adapter(config.model.lora, found)
     return found
+
+
+def _refuse_another_adapter(lora: LoraConfig, found: Checkpoint) -> None:
+    """Raises ConfigError, with both values, for a checkpoint whose weights have another shape or meaning."""
+    try:
+        saved = saved_adapter(found)
+    except CheckpointError as error:
+        raise ConfigError(f"resume: {error}") from error
+    before = LoraConfig() if saved is None else saved.lora
+    for key in ("rank", "alpha", "targets"):
+        ours, theirs = (_shown(getattr(one, key)) for one in (lora, before))
+        if ours != theirs:
+            raise ConfigError(f"model.lora.{key}={ours}: the checkpoint {found.path} was trained with {theirs}")
+
+
+def _shown(value: float | list[str] | None) -> str:
+    """As the command line takes it."""
+    match value:
+        case None:
+            return "null"
+        case list():
+            return f"[{','.join(value)}]"
+        case _:
+            return f"{value:g}"
 
 
 def holds_run(run_dir: Path) -> bool:

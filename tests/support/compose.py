@@ -27,9 +27,9 @@ def invocation(config: Config, run_dir: Path) -> Invocation:
 def changed(config: Any, **values: object) -> Any:
     """The config with `section__key=value` set."""
     for name, value in values.items():
-        section, _, key = name.rpartition("__")
-        new = {section: replace(getattr(config, section), **{key: value})} if section else {key: value}
-        config = replace(config, **new)
+        section, _, key = name.partition("__")
+        new = changed(getattr(config, section), **{key: value}) if key else value
+        config = replace(config, **{section: new})
     return config
 
 

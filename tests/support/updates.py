@@ -53,9 +53,11 @@ class FakeSource(FakePart):
     def __init__(self, name: str, events: list[str]):
         super().__init__(name, events)
         self.orders: list[tuple[Any, int | None]] = []
+        self.had_new: list[bool] = []
 
     async def publish(self, order: PublishOrder) -> Manifest:
         self.orders.append((order.receivers, order.base))
+        self.had_new.append(order.has_new)
         await self._do("publish")
         return replace(make_manifest(order.global_steps), nbytes=3_000_000)
 

@@ -1,21 +1,33 @@
-"""Exports a checkpoint as a Hugging Face folder: config, tokenizer and safetensors."""
+"""Exports a checkpoint: the policy as a Hugging Face folder, with config and tokenizer, or its adapter as PEFT's."""
 
+import json
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.checkpoint.store import Checkpoint
+from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, saved_adapter
+from trainer.checkpoint.store import Checkpoint, CheckpointError
 from trainer.tiny.model import new_directory
-from trainer.worker.state import policy_weights
+from trainer.worker.lora import base_checksum
+from trainer.worker.state import base_of, policy_weights
+from weight_sync.adapter import PREFIX, factor_names, merged
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-def export_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
+def export_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, base: str | None = None) -> None:
     """Write the policy as `folder`, completely or not at all. Its float32 weights must fit into host memory.
+
+    Args:
+        base: where the model lies that the checkpoint's adapter is merged into; as the checkpoint says, if not given.
 
     Raises:
         FileExistsError: `folder` exists.
+        CheckpointError: the model that the checkpoint's adapter is for is not there, or is another one.
         RuntimeError: the weights do not fit the model's config.
     """
     source = checkpoint.model_folder
@@ -23,9 +35,57 @@ def export_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
         with torch.device("meta"):  # allocates nothing: the weights are assigned below
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
         weights = policy_weights(checkpoint.train_folder)
+        if (adapter := saved_adapter(checkpoint)) is not None:
+            weights = _merged_weights(checkpoint, adapter, weights, base)
         model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
         model.tie_weights()
         model.save_pretrained(aside)
         for file in source.iterdir():
-            if file.name != "config.json":
+            if file.name not in ("config.json", ADAPTER_FILE):
                 shutil.copy(file, aside)
+
+
+def export_adapter(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
+    """Write the checkpoint's adapter as `folder` in PEFT's layout, completely or not at all.
+
+    Raises:
+        FileExistsError: `folder` exists.
+        CheckpointError: the checkpoint holds all weights, and no adapter.
+    """
+    if saved_adapter(checkpoint) is None:
+        raise CheckpointError(f"{checkpoint.path} has no adapter: the run trained all weights")
+    factors = policy_weights(checkpoint.train_folder)
+    config = json.loads((checkpoint.model_folder / ADAPTER_FILE).read_bytes())
+    modules = {name.rpartition(".lora_")[0] for name in factors}
+    if isinstance(config["target_modules"], str):  # not every reader knows PEFT's word for all layers
+        config["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
+    with new_directory(folder) as aside:
+        named = {PREFIX + name: factor.to(dtype).contiguous() for name, factor in factors.items()}
+        save_file(named, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (aside / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        for file in checkpoint.model_folder.iterdir():
+            if file.name not in ("config.json", "generation_config.json", ADAPTER_FILE):  # the base has those
+                shutil.copy(file, aside)
+
+
+def _merged_weights(
+    checkpoint: Checkpoint, adapter: SavedAdapter, factors: dict[str, Tensor], base: str | None
+) -> dict[str, Tensor]:
+    """The weights of the base, with the adapter merged as replicas merge it."""
+    path = base or adapter.base
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        why = f"cannot be loaded: {error}; export_hf --base says where it lies"
+        raise CheckpointError(f"{checkpoint.path} holds an adapter for {path}, which {why}") from error
+    if (found := base_checksum(model)) != (expected := base_of(checkpoint.train_folder)):
+        why = f"its weights have the checksum {found}, those that the adapter was trained on {expected}"
+        raise CheckpointError(f"{checkpoint.path} holds an adapter that is not for {path}: {why}")
+    assert adapter.lora.rank is not None
+    scale = adapter.lora.alpha / adapter.lora.rank
+    published = {PREFIX + name: factor for name, factor in factors.items()}
+    weights: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        a, b = (published.get(factor) for factor in factor_names(name))
+        weights[name] = weight if a is None or b is None else merged(weight, a, b, scale)
+    return weights

@@ -16,6 +16,7 @@ from configs.validate import ConfigError
 from trainer.batch import MicroBatch
 from trainer.worker.attention import tree_masks
 from trainer.worker.head import LogprobHead
+from weight_sync.adapter import published_name
 
 
 class Policy(nn.Module):
@@ -130,16 +131,28 @@ def gradients_fit(module: nn.Module, max_mb: int) -> bool:
     return 4 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad) <= max_mb * 2**20
 
 
-def parameter_specs(policy: Policy, dtype: torch.dtype) -> list[tuple[str, torch.dtype, list[int]]]:
+def parameter_specs(
+    policy: Policy, dtype: torch.dtype, frozen: bool = True
+) -> list[tuple[str, torch.dtype, list[int]]]:
     """(name, dtype, shape) of every tensor that `local_shards` yields a part of, in its order."""
-    return [(name, dtype, list(tensor.shape)) for name, tensor in policy.causal_lm.named_parameters()]
+    return [(name, dtype, list(tensor.shape)) for name, tensor in _published(policy, frozen)]
 
 
-def local_shards(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, this rank's rows on its device) one by one. FSDP2 shards dimension 0 as torch.chunk does.
+def local_shards(policy: Policy, dtype: torch.dtype, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's rows on its device) one by one. FSDP2 shards dimension 0 as torch.chunk does.
 
     The cast to the rollout's dtype happens here, once, on the sender.
+
+    Args:
+        frozen: whether parameters that are not trained are among them.
     """
-    for name, tensor in policy.causal_lm.named_parameters():  # names each tied parameter once
+    for name, tensor in _published(policy, frozen):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         yield name, local.detach().to(dtype)
+
+
+def _published(policy: Policy, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """By the names of Hugging Face, and factors of adapters by those of PEFT. Each tied parameter is named once."""
+    for name, parameter in policy.causal_lm.named_parameters():
+        if frozen or parameter.requires_grad:
+            yield published_name(name), parameter

@@ -12,7 +12,7 @@ class Optimizer:
     """AdamW with a schedule of the learning rate and clipping of the global gradient norm."""
 
     def __init__(self, module: nn.Module, lr: float, trainer: TrainerConfig):
-        self._parameters = list(module.parameters())
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._lr = lr
         self._trainer = trainer
         self.adamw = torch.optim.AdamW(

@@ -19,13 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 POLICY = "policy"
 CRITIC = "critic"
 WEIGHTS = "weights"
+BASE = "base"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,25 @@ class Trained:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    base: int | None = None
+    """Of a module with adapters: checksum of what is frozen, which is not saved."""
 
     def state_dict(self) -> dict[str, Any]:
         weights, moments = get_state_dict(self.module, self.optimizer)
-        return {WEIGHTS: weights, "optimizer": moments}
+        if self.base is None:
+            return {WEIGHTS: weights, "optimizer": moments}
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        adapter = {name: weight for name, weight in weights.items() if name in trained}
+        return {WEIGHTS: adapter, "optimizer": moments, BASE: self.base}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises RuntimeError for an adapter of another base."""
         weights, moments = state[WEIGHTS], state["optimizer"]
-        set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if self.base is not None and state[BASE] != self.base:
+            of = f"weights with the checksum {state[BASE]}, those of model.path have {self.base}"
+            raise RuntimeError(f"the checkpoint's adapter is for {of}")
+        options = StateDictOptions(strict=self.base is None)
+        set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
 
 
 class StateWriter:
@@ -110,7 +122,7 @@ def load(folder: Path, trained: Mapping[str, Trained]) -> int:
 
 
 def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Load the whole policy by Hugging Face names, without a process group."""
+    """Load the whole policy by Hugging Face names, or the factors of its adapter, without a process group."""
     prefix = f"{POLICY}.{WEIGHTS}."
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
@@ -120,6 +132,13 @@ def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
     }
     dcp_load(state, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(prefix).removeprefix("causal_lm."): tensor for name, tensor in state.items()}
+
+
+def base_of(folder: Path) -> int:
+    """Load the checksum of the weights that the policy's adapter is for."""
+    state: dict[str, Any] = {POLICY: {BASE: 0}}
+    dcp_load(state, checkpoint_id=folder, no_dist=True)
+    return state[POLICY][BASE]
 
 
 def model_files(model_path: str) -> dict[str, bytes]:

@@ -3,7 +3,9 @@
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,15 +18,18 @@ from configs.algorithm import Proximal
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import MicroBatch, StepResult
+from trainer.checkpoint.adapter import ADAPTER_FILE, adapter_json
 from trainer.losses.objective import Objective, Share, kl_estimate
 from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics, over_optimizer_steps
 from trainer.tokens import TrainedTokens, join
 from trainer.worker.critic import Critic
+from trainer.worker.lora import adapters_off, add_adapters, base_checksum
 from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
-from weight_sync.protocol import Checksums, Manifest, PublishOrder, Sender
+from weight_sync.adapter import is_factor
+from weight_sync.protocol import Adapter, Checksums, Manifest, PublishOrder, Sender
 
 MakeSender = Callable[[int, int, torch.device], Sender]
 """(rank, number of ranks, device of the parameters) -> this rank's sender."""
@@ -46,6 +51,7 @@ class TrainWorker:
         self._make_sender = make_sender
         self._global_steps = 0
         self._writer = StateWriter(config.checkpoint.timeout_s)
+        self._adapter: Adapter | None = None  # with model.lora.rank: what is trained
         self._is_finite = True  # whether all losses and logprobs of the current optimizer step are
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
@@ -81,7 +87,9 @@ class TrainWorker:
         self._always_reduces = not gradients_fit(self._policy, trainer.unsharded_gradients_mb)
         self._objective = Objective(self._config.algorithm)
         self._reference = self._critic = None
-        if self._config.algorithm.needs_reference:
+        if self._config.algorithm.needs_reference and self._adapter is not None:
+            self._reference = self._policy  # with the adapters off
+        elif self._config.algorithm.needs_reference:
             self._reference = self._load_policy(model_path, trainable=False)
             shard(self._reference, mesh, compute_dtype)
         if self._config.algorithm.needs_critic:
@@ -98,7 +106,7 @@ class TrainWorker:
         scores: dict[str, list[FloatArray]] = {}
         for batch in micro_batches:
             if self._reference is not None:
-                with torch.no_grad():
+                with torch.no_grad(), adapters_off(self._reference):
                     reference_logprobs, _ = self._reference(batch, self._device)
                 rollout_logprobs = torch.as_tensor(batch.tokens.rollout_logprobs, device=self._device)
                 kl = kl_estimate(rollout_logprobs, reference_logprobs, self._config.algorithm.kl_reward_estimator)
@@ -129,6 +137,8 @@ class TrainWorker:
             self._global_steps = global_steps + 1
             return StepResult({"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)})
         started = time.perf_counter()
+        if self._config.model.lora.dropout > 0:  # what is drawn must be the same when the step is taken again
+            torch.manual_seed(zlib.crc32(f"{self._config.seed} {global_steps} {self._rank}".encode()))
         plan = optimizer_steps or [range(len(micro_batches))]
         before = self._logprobs_before(micro_batches, len(plan))
         first = global_steps * self._config.trainer.optimizer_steps_per_batch
@@ -231,12 +241,15 @@ class TrainWorker:
         return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
 
     def publish(self, order: PublishOrder) -> Manifest:
-        """Offer this rank's rows of every parameter, without gathering any."""
-        specs = parameter_specs(self._policy, self._rollout_dtype)
-        return self._sender.publish(specs, self._shards, order)
+        """Offer this rank's rows of every parameter, without gathering any. With an adapter: of its factors, and of
+        what is frozen if a receiver is new."""
+        specs = parameter_specs(self._policy, self._rollout_dtype, frozen=order.has_new)
+        manifest = self._sender.publish(specs, lambda: self._shards(frozen=order.has_new), order)
+        return replace(manifest, adapter=self._adapter)
 
     def send(self, manifest: Manifest) -> Checksums:
-        return self._sender.send(self._shards, manifest)
+        frozen = self._adapter is None or not all(is_factor(entry.name) for entry in manifest.tensors)
+        return self._sender.send(lambda: self._shards(frozen=frozen), manifest)
 
     def stop_sending(self, manifest: Manifest) -> None:
         """Make a running `send` fail. May run concurrently with it."""
@@ -259,16 +272,19 @@ class TrainWorker:
         return self._global_steps
 
     def model_files(self) -> dict[str, bytes]:
-        """Return config and tokenizer of the policy, by file name."""
-        return model_files(self._model_path)
+        """Return config and tokenizer of the policy, and what its adapter is, by file name."""
+        lora = self._config.model.lora
+        adapter = {} if lora.rank is None else {ADAPTER_FILE: adapter_json(lora, self._model_path)}
+        return model_files(self._model_path) | adapter
 
-    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return local_shards(self._policy, self._rollout_dtype)
+    def _shards(self, *, frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        return local_shards(self._policy, self._rollout_dtype, frozen)
 
     @property
     def _trained(self) -> dict[str, Trained]:
         critic = {} if self._critic is None else {CRITIC: self._critic.trained}
-        return {POLICY: Trained(self._policy, self._optimizer.adamw), **critic}
+        base = None if self._adapter is None else self._adapter.base
+        return {POLICY: Trained(self._policy, self._optimizer.adamw, base), **critic}
 
     @property
     def _rollout_dtype(self) -> torch.dtype:
@@ -278,5 +294,11 @@ class TrainWorker:
         """Load the first policy: to train it, or to keep it as the reference."""
         trainer, algorithm = self._config.trainer, self._config.algorithm
         causal_lm = load_causal_lm(model_path, trainable and trainer.gradient_checkpointing)
+        lora = self._config.model.lora
+        if trainable and lora.rank is not None:
+            self._adapter = Adapter(scale=lora.alpha / lora.rank, base=base_checksum(causal_lm))
+            add_adapters(causal_lm, lora, self._config.seed, getattr(torch, trainer.dtype.value))
+        else:
+            causal_lm.requires_grad_(trainable)
         policy = Policy(causal_lm, self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0)
-        return policy.to(self._device).requires_grad_(trainable)
+        return policy.to(self._device)

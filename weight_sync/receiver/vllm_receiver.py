@@ -10,6 +10,7 @@ Runs inside vLLM's worker process. On CPU, importing it also changes two things 
 import contextlib
 import pickle
 from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from weight_sync import background
 from weight_sync.protocol import Manifest, ReceivingWorker, combine
+from weight_sync.receiver.merge import Merger
 from weight_sync.receiver.shadow import Shadow, load_weights
 from weight_sync.transports.registry import receive
 
@@ -59,6 +61,7 @@ class WeightReceiver:
     """
 
     receiver_shadow: Shadow | None = None
+    receiver_merger: Merger | None = None
     receiver_staging: "Staging | None" = None
     receiver_stream: torch.cuda.Stream | None = None
     """The same for all versions, because memory that was freed on one stream is not used again on another."""
@@ -72,8 +75,8 @@ class WeightReceiver:
                 torch.cuda.synchronize()  # the copies are made on the engine's stream, and staged over on another
                 self.receiver_stream = torch.cuda.Stream()
         manifest, worker = pickle.loads(pickled), self._receiver_worker(replica)
-        before = self.receiver_staging
-        self.receiver_staging = Staging(manifest, worker, self.receiver_shadow, self.receiver_stream, before)
+        before, stream = self.receiver_staging, self.receiver_stream
+        self.receiver_staging = Staging(manifest, worker, self._receiver_merger(), self.receiver_shadow, stream, before)
 
     def receiver_staged(self) -> int | None:
         """The checksum of what was staged, None while it is still received. Raises what went wrong."""
@@ -102,8 +105,9 @@ class WeightReceiver:
         self._receiver_refuse_transformed()
         manifest, model = pickle.loads(pickled), self._receiver_model()
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
-            worker, count = self._receiver_worker(replica), len(manifest.tensors)
-            checksums = receive(manifest, worker, lambda tensors: load_weights(model, tensors, count))
+            device, into = self._receiver_device(True), partial(load_weights, model)
+            with self._receiver_merger().merging(manifest, device, into) as load:
+                checksums = receive(manifest, self._receiver_worker(replica), load)
         return self._receiver_done(manifest.global_steps, combine(checksums))
 
     def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
@@ -123,6 +127,11 @@ class WeightReceiver:
                 if backend not in MOE_BACKENDS_THAT_KEEP_WEIGHTS:
                     what = f"experts cannot be updated with vLLM's MoE backend {backend}: it transforms their weights"
                     raise RuntimeError(f"{what}; {' and '.join(MOE_BACKENDS_THAT_KEEP_WEIGHTS)} do not")
+
+    def _receiver_merger(self) -> Merger:
+        """The same for all versions, because it keeps what adapters are merged into."""
+        self.receiver_merger = self.receiver_merger or Merger()
+        return self.receiver_merger
 
     def _receiver_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,6 +157,7 @@ class Staging:
         self,
         manifest: Manifest,
         worker: ReceivingWorker,
+        merger: Merger,
         shadow: Shadow,
         stream: torch.cuda.Stream | None,
         before: "Staging | None",
@@ -158,9 +168,9 @@ class Staging:
         def stage() -> int:
             if before is not None:
                 wait([before.checksum])
-            count = len(manifest.tensors)
             with torch.inference_mode(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                checksums = receive(manifest, worker, lambda tensors: shadow.load(tensors, count))
+                with merger.merging(manifest, torch.device(worker.device), shadow.load) as load:
+                    checksums = receive(manifest, worker, load)
                 if stream is not None:
                     stream.synchronize()
             return combine(checksums)

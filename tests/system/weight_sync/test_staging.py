@@ -11,6 +11,7 @@ import torch
 
 from tests.support.fakes import make_manifest, make_tag
 from weight_sync.protocol import Checksums, Load, Manifest, ReceivingWorker
+from weight_sync.receiver.merge import Merger
 from weight_sync.receiver.vllm_receiver import Staging
 from weight_sync.transports import registry
 
@@ -42,7 +43,7 @@ class SlowShadow:
 
 def staging(version: int, shadow: Any, before: Staging | None) -> Staging:
     manifest = replace(make_manifest(version), transport="no tensors")
-    return Staging(manifest, ReceivingWorker(replica="a", index=0, device="cpu"), shadow, None, before)
+    return Staging(manifest, ReceivingWorker(replica="a", index=0, device="cpu"), Merger(), shadow, None, before)
 
 
 def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,25 @@ def test_after_a_failure_the_base_is_known_again_only_when_all_hold_the_same_ver
         (only_b, None),
         (both, 4),
     ]
+    assert scene.source.had_new == [True, False, True, True, False, True, False], "whoever failed may hold nothing"
+
+
+def test_replicas_of_different_versions_are_not_new(scene: Scene) -> None:
+    scene.a.seconds["stage"] = 5
+
+    async def main() -> None:
+        await scene.train_and_update(6)
+        scene.source.global_steps = 7
+        catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+        await catching_up
+        await scene.train_and_update(8)
+        assert scene.source.orders[2] == (BOTH, 7)
+        scene.manager._held["a"] = 6  # as one that evaluated meanwhile
+        await scene.train_and_update(9)
+
+    run_virtual(main())
+    assert scene.source.orders[3] == (BOTH, None), "they hold no common version"
+    assert scene.source.had_new == [True, True, False, False]
 
 
 def test_a_replica_that_is_gone_does_not_keep_the_others_from_a_base(scene: Scene) -> None:

@@ -61,6 +61,9 @@ def test_memory_follows_from_the_headers_of_the_weights(tmp_path: Path) -> None:
     assert parts["per_rank"] == "weights 953.7 MiB, AdamW 1.9 GiB, gradients 3.7 GiB (whole until a step's last batch)"
     assert parts["per_worker"] == "weights 953.7 MiB, staging 953.7 MiB (host), KV cache 256 MiB"
     assert parts["shared"].startswith(f"1.9 GiB in {budget.DIRECTORY}, ")
+    adapted = budget.memory_parts(changed(config, model__lora__rank=8), known)
+    assert adapted["per_rank"].startswith("frozen weights 953.7 MiB, adapter of rank 8 (16 bytes for each")
+    assert "what adapters are merged into 1.9 GiB (host)" in adapted["per_worker"]
     large = budget.memory_parts(changed(config, trainer__unsharded_gradients_mb=100), known)
     assert "gradients 953.7 MiB" in large["per_rank"]
     assert "shared" not in budget.memory_parts(changed(config, weight_sync__transport=Transport.collective), known)

@@ -6,20 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from configs.model import LoraConfig, ModelConfig
 from configs.schema import Config, TrainerConfig
 from configs.validate import ConfigError
 from rollout.snapshot import capture, encode
 from scripts.launch.resume import find_checkpoint, read
 from tests.support.rollouts import CheckpointedRun
+from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, adapter_json, saved_adapter
 from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore
 from trainer.tracking.set_aside import SetAside
 
 
-def save(run_dir: Path, *steps: int) -> None:
+def save(run_dir: Path, *steps: int, lora: LoraConfig | None = None) -> None:
     store = CheckpointStore(run_dir / "checkpoints")
     for step in steps:
         aside = store.begin(step)
         files = {"rollouts.bin": encode(capture(CheckpointedRun([1.0]).rollouter)), "recorder.bin": b"{}"}
+        if lora is not None:
+            files[f"model/{ADAPTER_FILE}"] = adapter_json(lora, "org/base")
         store.publish(aside, step, store.seal(aside, step, files))
     (run_dir / "metrics.jsonl").write_text("{}\n")
 
@@ -155,3 +159,38 @@ def test_what_is_read_is_what_was_saved_or_an_error(tmp_path: Path) -> None:
     (found.path / "rollouts.bin").write_bytes(b"of another version")
     with pytest.raises(CheckpointError, match="cannot be resumed by this version"):
         read(found, aside)
+
+
+LORA = LoraConfig(rank=8, alpha=16.0, targets=["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize(
+    ("lora", "saved", "message"),
+    [
+        (replace(LORA, rank=16), LORA, "model.lora.rank=16: the checkpoint {} was trained with 8"),
+        (replace(LORA, alpha=32), LORA, "model.lora.alpha=32: the checkpoint {} was trained with 16"),
+        (
+            replace(LORA, targets=["all_linear"]),
+            LORA,
+            "model.lora.targets=[all_linear]: the checkpoint {} was trained with [q_proj,v_proj]",
+        ),
+        (LoraConfig(), LORA, "model.lora.rank=null: the checkpoint {} was trained with 8"),
+        (LORA, None, "model.lora.rank=8: the checkpoint {} was trained with null"),
+    ],
+)
+def test_another_adapter_than_the_checkpoint_s_is_refused_with_both_values(
+    tmp_path: Path, lora: LoraConfig, saved: LoraConfig | None, message: str
+) -> None:
+    save(tmp_path, 20, lora=saved)
+    config = replace(Config(), resume="auto", model=ModelConfig(lora=lora))
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(config, tmp_path, lambda told: None)
+    assert str(caught.value) == message.format(tmp_path / "checkpoints" / "step_000020")
+
+
+@pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4)])
+def test_the_same_adapter_goes_on_and_may_drop_more(tmp_path: Path, lora: LoraConfig) -> None:
+    save(tmp_path, 20, lora=lora)
+    config = replace(Config(), resume="auto", model=ModelConfig(lora=replace(lora, dropout=0.5)))
+    found = find_checkpoint(config, tmp_path, lambda told: None)
+    assert found is not None and saved_adapter(found) == SavedAdapter(lora, "org/base")

@@ -1,0 +1,48 @@
+"""A run that trains an adapter, with real vLLM: what travels, what is sampled from, what is saved."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.paths import ROOT
+from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, check_tokens, small, started
+from trainer.tracking.sinks import read_metrics
+
+RANK = 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_replicas_serve_the_weights_with_the_adapter_and_are_sent_the_adapter(tmp_path: Path, tiny_model: Path) -> None:
+    """Two steps on policy: every token of the second was sampled by merged weights."""
+    job = [
+        *small(tiny_model),
+        *("trainer.total_steps=2", "trainer.eval_every=0", "trainer.lr=0.05", "trainer.lr_warmup_steps=1"),
+        *("rollout.max_staleness=0", "checkpoint.every=2", f"model.lora.rank={RANK}"),
+    ]
+    with started(tmp_path, *job) as run:
+        assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()
+    check_tokens(run.run_dir)
+    steps = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    for record in steps:
+        assert record["actor/grad_norm"] > 0
+        assert record["actor/rollout_logprob_diff_max"] < 1e-4
+    export(run.run_dir, tmp_path / "adapter", "--adapter")
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    num_bytes = sum(4 * factor.numel() for factor in factors.values())
+    assert [record["weight_sync/megabytes"] for record in steps] == pytest.approx([num_bytes / 1e6] * 2)
+    assert all(factor.any() for factor in factors.values()), "every B has learned"
+    export(run.run_dir, tmp_path / "merged")
+    merged, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tiny_model))
+    changed = {name for name, weight in first.items() if not weight.equal(merged[name])}
+    assert changed == {name for name in first if name.endswith("_proj.weight")}
+
+
+def export(run_dir: Path, folder: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "scripts.export_hf", str(run_dir), str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,249 @@
+"""Train workers with adapters over FSDP2 and gloo against a plain float64 trainer; their checkpoints and exports."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
+
+from configs.model import LoraConfig
+from configs.schema import AlgorithmConfig, Config, DType, Layout, ModelConfig, RolloutConfig, TrainerConfig
+from rollout.types import FloatArray, TrajectoryGroup
+from tests.support import batches, worker_runs
+from tests.support.fakes import make_order
+from tests.support.reference import VOCAB_SIZE, double, grpo_loss, random_groups
+from tests.support.worker_runs import SAVED_AT, Inbox, Job, Outcome, one_rank, pack, run_worker
+from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from trainer.tiny.model import build_model, build_tokenizer
+from trainer.worker.export import export_adapter, export_hf
+from trainer.worker.lora import add_adapters
+from trainer.worker.state import policy_weights
+from trainer.worker.worker import TrainWorker
+from weight_sync.adapter import PREFIX, factor_names, merged, published_name
+
+pytestmark = pytest.mark.usefixtures("process_as_it_was")
+TIMEOUT_S = 60.0
+NUM_STEPS = 4
+LORA = LoraConfig(rank=4, alpha=8.0)
+CONFIG = Config(
+    model=ModelConfig(lora=LORA),
+    algorithm=AlgorithmConfig(group_size=4, kl_loss_coef=0.1),
+    rollout=RolloutConfig(temperature=0.8),
+    trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S),
+)
+DROPPING = replace(CONFIG, model=ModelConfig(lora=replace(LORA, dropout=0.2)))
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[list[TrajectoryGroup]]:
+    model = double(build_model(VOCAB_SIZE, seed=0))
+    return [random_groups(model, seed=seed, temperature=0.8) for seed in range(NUM_STEPS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+def scored(steps: Sequence[Sequence[TrajectoryGroup]], num_ranks: int) -> Any:
+    """Batches with the logprobs of the first policy, by plain forwards."""
+    first = build_model(VOCAB_SIZE, seed=0)
+    return [
+        batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
+        for groups in steps
+    ]
+
+
+def of_first(model: Any, groups: Sequence[TrajectoryGroup]) -> FloatArray:
+    """[T]: logprobs of the sampled tokens, by plain forwards."""
+    logprobs: list[Tensor] = []
+    for sequence in (s for group in groups for trajectory in group.trajectories for s in trajectory.sequences):
+        ids, start = torch.from_numpy(sequence.token_ids.astype(np.int64)), len(sequence.prompt_ids)
+        with torch.no_grad():
+            log_probs = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.8).log_softmax(-1)[start - 1 : -1]
+        mask = torch.from_numpy(sequence.loss_mask)
+        logprobs.append(log_probs[torch.arange(len(log_probs)), ids[start:]][mask])
+    return torch.cat(logprobs).float().numpy()
+
+
+@pytest.fixture(scope="module")
+def runs(process_as_it_was: None, folder: Path, steps: list[list[TrajectoryGroup]]) -> dict[str, Outcome]:
+    """On one rank and on two, saved while they go on and resumed from each other; and with dropout."""
+    build_model(VOCAB_SIZE, seed=0).save_pretrained(folder / "model")
+    alone, both = (Job(CONFIG, str(folder / "model"), scored(steps, ranks)) for ranks in (1, 2))
+    dropping = replace(alone, config=DROPPING)
+    one = one_rank(replace(alone, save=str(folder / "by_one")))
+    found = {"dropping": one_rank(replace(dropping, save=str(folder / "dropped")))}
+    found["dropping resumed"] = one_rank(replace(dropping, load=str(folder / "dropped")))
+    jobs = {"two": replace(both, save=str(folder / "by_two")), "1 -> 2": replace(both, load=str(folder / "by_one"))}
+    on_two = worker_runs.two_ranks(jobs, folder / "answer.pickle", TIMEOUT_S)
+    return {"one": one, "2 -> 1": one_rank(replace(alone, load=str(folder / "by_two")))} | on_two | found
+
+
+def plain_run(steps: Sequence[Sequence[TrajectoryGroup]]) -> tuple[list[float], dict[str, Tensor]]:
+    """(gradient norm of every step, final factors), by torch's own AdamW in float64."""
+    first = build_model(VOCAB_SIZE, seed=0)
+    model: Any = build_model(VOCAB_SIZE, seed=0)
+    add_adapters(model, LORA, CONFIG.seed, torch.float32)
+    model.double()
+    factors = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainer, norms = CONFIG.trainer, []
+    adamw = torch.optim.AdamW(factors.values(), betas=(0.9, 0.95), weight_decay=trainer.weight_decay)
+    for step, groups in enumerate(steps):
+        adamw.zero_grad()
+        grpo_loss(model, groups, CONFIG, double(first)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(factors.values(), trainer.max_grad_norm).item())
+        adamw.param_groups[0]["lr"] = trainer.lr * min(1.0, (step + 1) / trainer.lr_warmup_steps)
+        adamw.step()
+    return norms, {published_name(name): factor.detach() for name, factor in factors.items()}
+
+
+def adapter_of(found: Outcome) -> dict[str, Tensor]:
+    return {name: weight for name, weight in found.weights.items() if name.startswith(PREFIX)}
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_one_rank_and_two_are_the_plain_trainer_and_the_base_stays(
+    name: str, runs: dict[str, Outcome], steps: list[list[TrajectoryGroup]]
+) -> None:
+    norms, factors = plain_run(steps)
+    assert [metrics["actor/grad_norm"] for metrics in runs[name].metrics] == pytest.approx(norms, rel=1e-4)
+    found = adapter_of(runs[name])
+    assert found.keys() == factors.keys()
+    for factor, expected in factors.items():
+        assert (found[factor].double() - expected).norm() < 1e-4 * expected.norm(), factor
+    for weight, expected in build_model(VOCAB_SIZE, seed=0).named_parameters():
+        assert torch.equal(runs[name].weights[weight], expected), weight
+
+
+def test_the_reference_is_the_model_with_its_adapters_off(
+    runs: dict[str, Outcome], folder: Path, steps: list[list[TrajectoryGroup]]
+) -> None:
+    """After four steps, and no second model is there."""
+    expected = of_first(double(build_model(VOCAB_SIZE, seed=0)), steps[-1])
+    for name in ("one", "two"):
+        assert runs[name].scores.keys() == {"reference_logprobs", "kl"}
+        assert runs[name].scores["reference_logprobs"] == pytest.approx(expected, abs=1e-5)
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        assert worker._reference is worker._policy
+
+    run_worker(CONFIG, str(folder / "model"), use)
+
+
+@pytest.mark.parametrize(("whole", "resumed"), [("two", "2 -> 1"), ("one", "1 -> 2")])
+def test_a_resumed_run_goes_on_where_it_was(whole: str, resumed: str, runs: dict[str, Outcome]) -> None:
+    norms = [metrics["actor/grad_norm"] for metrics in runs[whole].metrics[SAVED_AT:]]
+    assert [metrics["actor/grad_norm"] for metrics in runs[resumed].metrics] == pytest.approx(norms, rel=1e-4)
+    for name, factor in adapter_of(runs[whole]).items():
+        torch.testing.assert_close(adapter_of(runs[resumed])[name], factor, rtol=0, atol=1e-5)
+
+
+def test_what_is_dropped_is_the_same_when_a_step_is_taken_again(runs: dict[str, Outcome]) -> None:
+    whole, resumed = adapter_of(runs["dropping"]), adapter_of(runs["dropping resumed"])
+    assert all(torch.equal(resumed[name], factor) for name, factor in whole.items())
+    assert not all(torch.allclose(factor, adapter_of(runs["one"])[name]) for name, factor in whole.items())
+
+
+def test_a_checkpoint_holds_the_factors_and_their_moments_only(folder: Path, runs: dict[str, Outcome]) -> None:
+    weights = policy_weights(folder / "by_two")
+    assert {published_name(name) for name in weights} == adapter_of(runs["two"]).keys()
+    saved = FileSystemReader(folder / "by_two").read_metadata().state_dict_metadata
+    of_policy = {name for name, entry in saved.items() if name.startswith("policy.") and is_matrix(entry)}
+    assert len(of_policy) == 3 * len(weights) and all(".lora_" in name for name in of_policy)
+
+
+def is_matrix(entry: Any) -> bool:
+    return isinstance(entry, TensorStorageMetadata) and len(entry.size) == 2
+
+
+def test_another_base_is_refused(folder: Path, runs: dict[str, Outcome]) -> None:
+    build_model(VOCAB_SIZE, seed=1).save_pretrained(folder / "other")
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        with pytest.raises(RuntimeError, match="the checkpoint's adapter is for weights with the checksum"):
+            worker.load_checkpoint(folder / "by_one")
+
+    run_worker(CONFIG, str(folder / "other"), use)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
+    layout: Layout, folder: Path, steps: list[list[TrajectoryGroup]], runs: dict[str, Outcome]
+) -> None:
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=True))
+    config = replace(config, algorithm=AlgorithmConfig(group_size=4))
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        metrics = worker.train_step(pack(steps[:1], layout, 1)[0].micro_batches[0], 0)
+        assert metrics["actor/grad_norm"].value == pytest.approx(runs["one"].metrics[0]["actor/grad_norm"], rel=0.1)
+        dtypes = {parameter.requires_grad: parameter.dtype for parameter in worker._policy.parameters()}
+        assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+    run_worker(config, str(folder / "model"), use)
+
+
+def test_the_base_travels_to_new_replicas_only(folder: Path) -> None:
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        first = worker.publish(make_order(0))
+        names = set(inbox.weights)
+        assert {name for name in names if not name.startswith(PREFIX)} == {
+            name for name, _ in build_model(VOCAB_SIZE, seed=0).named_parameters()
+        }
+        second = worker.publish(replace(make_order(1), has_new=False))
+        assert set(inbox.weights) == {name for name in names if name.startswith(PREFIX)} != set()
+        assert first.adapter == second.adapter and first.adapter is not None and first.adapter.scale == 2.0
+
+    run_worker(CONFIG, str(folder / "model"), use)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(runs: dict[str, Outcome], folder: Path) -> Checkpoint:
+    """That of the run on two ranks, as it lies on disk."""
+    store = CheckpointStore(folder / "checkpoints")
+    aside = store.begin(SAVED_AT)
+    shutil.copytree(folder / "by_two", aside / "train")
+    files: dict[str, bytes] = {}
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        files.update(worker.model_files())
+
+    build_tokenizer(["0123456789"]).save_pretrained(folder / "model")
+    run_worker(CONFIG, str(folder / "model"), use)
+    marker = store.seal(aside, SAVED_AT, {f"model/{name}": data for name, data in files.items()})
+    return store.publish(aside, SAVED_AT, marker)
+
+
+def test_exports_are_the_merged_weights_of_replicas_and_peft_s_layout(checkpoint: Checkpoint, folder: Path) -> None:
+    factors = {published_name(name): factor for name, factor in policy_weights(checkpoint.train_folder).items()}
+    export_adapter(checkpoint, folder / "adapter", torch.float32)
+    saved = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == factors.keys() and all(torch.equal(saved[name], factors[name]) for name in factors)
+    text = (folder / "adapter" / "adapter_config.json").read_text()
+    for line in ('"r": 4', '"lora_alpha": 8,', '"peft_type": "LORA"', '"q_proj"', f'"{folder / "model"}"'):
+        assert line in text
+    export_hf(checkpoint, folder / "merged", torch.float32)
+    found = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    for name, weight in build_model(VOCAB_SIZE, seed=0).named_parameters():
+        a, b = factor_names(name)
+        expected = merged(weight.detach(), factors[a], factors[b], 2.0) if a in factors else weight
+        assert torch.equal(found.get_parameter(name), expected), name
+    assert not (folder / "merged" / "adapter_config.json").exists(), "transformers would look for an adapter"
+
+
+def test_a_base_that_is_gone_or_another_one_is_not_merged_into(checkpoint: Checkpoint, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds an adapter for .*/nowhere, which cannot be loaded"):
+        export_hf(checkpoint, folder / "never", torch.float32, base=str(folder / "nowhere"))
+    build_model(VOCAB_SIZE, seed=1).save_pretrained(folder / "other")
+    with pytest.raises(CheckpointError, match=r"holds an adapter that is not for .*/other: its weights have"):
+        export_hf(checkpoint, folder / "never", torch.float32, base=str(folder / "other"))
+    assert not (folder / "never").exists()

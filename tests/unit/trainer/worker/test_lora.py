@@ -1,0 +1,185 @@
+"""Adapters beside linear layers against the dense weights that they stand for, and which layers get one."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from configs.model import LoraConfig
+from configs.validate import ConfigError
+from tests.support.families import random_model
+from trainer.worker.lora import LoraLinear, adapters_off, add_adapters, base_checksum
+from trainer.worker.model import Policy, parameter_specs
+from weight_sync.adapter import factor_names, merged, published_name
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+QWEN2_5_HALF_B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def adapted(causal_lm: Any, lora: LoraConfig = LORA, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A copy with adapters."""
+    adapted = copy.deepcopy(causal_lm)
+    add_adapters(adapted, lora, seed, dtype)
+    return adapted
+
+
+def randomize(causal_lm: nn.Module) -> None:
+    """Let every B be as after some steps."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in causal_lm.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(0, 0.1, generator=generator)
+
+
+def layers_of(causal_lm: nn.Module) -> dict[str, LoraLinear]:
+    return {name: module for name, module in causal_lm.named_modules() if isinstance(module, LoraLinear)}
+
+
+def random_layer(**given: Any) -> tuple[LoraLinear, nn.Linear]:
+    """With a B that is not 0, in float64, and the linear layer of the same function."""
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 4, dtype=torch.float64)
+    layer = LoraLinear(
+        plain, torch.randn(3, 5, dtype=torch.float64), **{"scale": 2.0, "dropout": 0.0, **given}
+    ).double()
+    layer.lora_B.weight.data.normal_()
+    dense = copy.deepcopy(plain)
+    dense.weight.data += 2.0 * layer.lora_B.weight.data @ layer.lora_A.weight.data
+    return layer, dense
+
+
+def test_a_layer_computes_what_dense_weights_do_and_its_gradients_are_theirs() -> None:
+    layer, dense = random_layer()
+    x, weights = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=1e-12)
+    for module in (layer, dense):
+        (module(x) * weights).sum().backward()
+    change = dense.weight.grad
+    assert change is not None
+    a, b = layer.lora_A.weight, layer.lora_B.weight
+    torch.testing.assert_close(b.grad, 2.0 * change @ a.detach().T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(a.grad, 2.0 * b.detach().T @ change, rtol=0, atol=1e-12)
+
+
+def test_what_is_dropped_is_drawn_in_passes_with_a_gradient_only() -> None:
+    layer, dense = random_layer(dropout=0.5)
+    x = torch.randn(7, 5, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=1e-12)
+    torch.manual_seed(4)
+    found = layer(x)
+    torch.manual_seed(4)
+    kept = F.dropout(x, 0.5)
+    a, b = layer.lora_A.weight, layer.lora_B.weight
+    torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias) + 2.0 * kept @ a.T @ b.T)
+    assert not torch.allclose(found, dense(x))
+
+
+def test_a_model_with_adapters_is_that_with_merged_weights_and_without_them_the_first() -> None:
+    first = random_model("qwen2")
+    model = adapted(first)
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, first(ids).logits), "B is 0"
+        randomize(model)
+        whole, factors = copy.deepcopy(first), {published_name(n): p for n, p in model.named_parameters()}
+        for name, weight in whole.named_parameters():
+            a, b = factor_names(name)
+            if a in factors:
+                weight.copy_(merged(weight, factors[a], factors[b], LORA.alpha / 3))
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
+        assert not torch.allclose(model(ids).logits, first(ids).logits)
+        with adapters_off(model):
+            assert torch.equal(model(ids).logits, first(ids).logits)
+        assert not torch.allclose(model(ids).logits, first(ids).logits)
+
+
+def test_only_factors_are_trained_in_float32_beside_a_base_in_the_compute_dtype() -> None:
+    first = random_model("llama")
+    model = adapted(first, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        is_factor = ".lora_" in name
+        assert (parameter.requires_grad, parameter.dtype) == (
+            is_factor,
+            torch.float32 if is_factor else torch.bfloat16,
+        ), name
+    names = {name for name, _ in first.named_parameters()}
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == names
+
+
+def test_every_a_follows_from_the_seed_and_is_drawn_as_peft_draws_it() -> None:
+    first = random_model("llama")
+    same, again, other = (layers_of(adapted(first, seed=seed)) for seed in (3, 3, 4))
+    factors = [layer.lora_A.weight for layer in same.values()]
+    assert all(torch.equal(same[name].lora_A.weight, again[name].lora_A.weight) for name in same)
+    assert not any(torch.equal(same[name].lora_A.weight, other[name].lora_A.weight) for name in same)
+    assert len({factor.sum().item() for factor in factors}) == len(factors)
+    for factor in factors:
+        bound = 1 / math.sqrt(factor.shape[1])
+        assert 0.8 * bound < factor.abs().max() <= bound
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral", "falcon_h1"])
+def test_all_linear_is_every_linear_layer_but_the_head(family: str) -> None:
+    first = random_model(family)
+    expected = {name for name, module in first.named_modules() if type(module) is nn.Linear} - {"lm_head"}
+    assert expected and layers_of(adapted(first)).keys() == expected
+
+
+def test_layers_are_named_by_their_ends() -> None:
+    first = random_model("qwen2")
+    lora = LoraConfig(rank=2, targets=["v_proj", "layers.1.mlp.up_proj"])
+    expected = {*(f"model.layers.{layer}.self_attn.v_proj" for layer in range(4)), "model.layers.1.mlp.up_proj"}
+    assert layers_of(adapted(first, lora)).keys() == expected
+
+
+@pytest.mark.parametrize("target", ["v_prj", "proj", "embed_tokens", "input_layernorm"])
+def test_a_target_that_is_no_linear_layer_is_refused_with_those_that_there_are(target: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(random_model("qwen2"), LoraConfig(rank=2, targets=["q_proj", target]), 0, torch.float32)
+    assert str(caught.value) == (
+        f"model.lora.targets=[q_proj,{target}]: Qwen2ForCausalLM has no linear layer {target}; "
+        "there are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    )
+
+
+def test_a_tied_head_is_refused_and_a_head_of_its_own_is_not() -> None:
+    lora = LoraConfig(rank=2, targets=["lm_head"])
+    with pytest.raises(ConfigError, match=r"targets=\[lm_head\]: lm_head of Qwen2ForCausalLM shares its weight"):
+        add_adapters(random_model("qwen2", tie_word_embeddings=True), lora, 0, torch.float32)
+    assert layers_of(adapted(random_model("qwen2", tie_word_embeddings=False), lora)).keys() == {"lm_head"}
+
+
+def test_the_checksum_of_the_base_is_of_its_names_and_values() -> None:
+    first, same, changed = random_model("qwen2"), random_model("qwen2"), random_model("qwen2")
+    changed.model.norm.weight.data[0] = 0.5
+    assert base_checksum(first) == base_checksum(same)
+    assert len({base_checksum(first), base_checksum(changed), base_checksum(random_model("llama"))}) == 3
+
+
+def test_an_update_of_a_model_of_half_a_billion_parameters_is_a_tenth_at_most() -> None:
+    """Counted, at rank 8 and at 32. The head is tied."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_5_HALF_B), dtype=torch.bfloat16)
+
+    def megabytes(lora: LoraConfig | None) -> float:
+        model = whole if lora is None else adapted(whole, lora, dtype=torch.bfloat16)
+        specs = parameter_specs(Policy(model, 1.0), torch.bfloat16, frozen=lora is None)
+        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in specs) / 1e6
+
+    assert megabytes(None) == pytest.approx(988, abs=1)
+    assert megabytes(LoraConfig(rank=8)) == pytest.approx(8.8, abs=0.1)
+    assert megabytes(LoraConfig(rank=32)) == pytest.approx(35.2, abs=0.1)

@@ -1,0 +1,35 @@
+"""Low-rank adapters on their way: what their factors are called, and how they become weights.
+
+The trainer publishes A [rank, in] and B [out, rank] under PEFT's names. Whoever needs the weights merges them here, so
+that a replica and an export hold the same bits. Nothing here imports torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "base_model.model."
+"""PEFT's, before the name of a module."""
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+
+def published_name(name: str) -> str:
+    """What a parameter of the trainer's model is called: by PEFT's name if it is a factor, else by its own."""
+    return PREFIX + name if name.endswith(FACTORS) else name
+
+
+def is_factor(published: str) -> bool:
+    return published.startswith(PREFIX) and published.endswith(FACTORS)
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """The published names of A and B of a weight, whether it has them or not."""
+    module = weight.removesuffix(".weight")
+    return PREFIX + module + FACTORS[0], PREFIX + module + FACTORS[1]
+
+
+def merged(weight: "Tensor", a: "Tensor", b: "Tensor", scale: float) -> "Tensor":
+    """W + scale B A in float32, rounded once to the dtype of W."""
+    change = b.float() @ a.float()
+    return (weight.float() + change.mul_(scale)).to(weight.dtype)

@@ -18,7 +18,7 @@ class Proximal(Enum):
     current = "current"
     """The policy before this step, which leaves pi_old / mu to algorithm.correction (decoupled PPO)."""
     interpolated = "interpolated"
-    """For a token that is d > 0 optimizer steps old, log pi_old = log mu + (d - 1) / d * (log pi - log mu)."""
+    """For a token that is d > 0 steps old, log pi_old = log mu + (d - 1) / d * (log pi - log mu)."""
 
 
 class LossAggregation(Enum):

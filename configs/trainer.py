@@ -16,20 +16,40 @@ class Layout(Enum):
     """One row per sequence, sorted by length."""
 
 
+class LearningRateSchedule(Enum):
+    """What the learning rate does after its warm-up, until the run's last optimizer step."""
+
+    constant = "constant"
+    linear = "linear"
+    """Falls along a line to min_lr_ratio * lr."""
+    cosine = "cosine"
+    """Falls along half a cosine to min_lr_ratio * lr."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     total_steps: int = 60
-    """Optimizer steps of the run, a multiple of weight_sync.interval."""
+    """Steps of the run, each on a batch of its own; a multiple of weight_sync.interval."""
     prompts_per_step: int = 16
-    """Groups per optimizer step."""
+    """Groups in the batch of a step."""
+    mini_batches: int = 1
+    """Parts of a batch, of whole groups and about equally many tokens. Each takes an optimizer step of its own."""
+    epochs: int = 1
+    """Times that each batch is gone through (verl's ppo_epochs), every time with its mini-batches in another order."""
     num_ranks: int = 1
     """FSDP ranks, each on its own GPU or in its own CPU process."""
     dtype: DType = DType.float32
     """Compute type of forward and backward; master weights and gradient reduction are float32."""
     lr: float = 3e-4
     """AdamW's learning rate after warm-up."""
+    lr_schedule: LearningRateSchedule = LearningRateSchedule.constant
+    """The learning rate after warm-up: constant, linear or cosine, by optimizer steps of the whole run."""
     lr_warmup_steps: int = 5
-    """Steps of linear warm-up; the learning rate is constant afterwards."""
+    """Optimizer steps of linear warm-up."""
+    lr_warmup_ratio: float | None = None
+    """Warm-up as a share of the run's optimizer steps, in place of lr_warmup_steps; null takes lr_warmup_steps."""
+    min_lr_ratio: float = 0.0
+    """With lr_schedule=linear or cosine: the share of the learning rate to which it falls."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     adam_beta1: float = 0.9
@@ -48,8 +68,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, for long sequences on GPUs."""
     record_tokens: bool = True
-    """Write token ids, logprobs and versions of what is trained, about 13 bytes per token, and of what replicas sample,
-    8 bytes: the audit holds one against the other."""
+    """Write what is trained, about 23 bytes per token (ids, versions, logprobs of rollout and trainer, advantages, what
+    was clipped), and what replicas sample, 8 bytes: the audit holds one against the other, the page shows it."""
     events: bool = True
     """Write what happens in events.jsonl: groups, turns, tools, rewards, updates, load. false: only steps, evaluations,
     checkpoints, and what becomes of replicas."""
@@ -62,10 +82,19 @@ class TrainerConfig:
     batch_timeout_s: float = 1800.0
     """Deadline in seconds for waiting for a batch; then the run ends. Pauses count, so it must be longer than any."""
     step_timeout_s: float = 1800.0
-    """Deadline in seconds for an optimizer step and for scoring a batch; then train workers restart (max_restarts)."""
+    """Deadline in seconds for training on a batch and for scoring it; then train workers restart (max_restarts)."""
     start_timeout_s: float = 600.0
     """Deadline in seconds for starting the train workers and for loading a checkpoint into them."""
     answer_timeout_s: float = 10.0
     """After a failed call, a train worker that does not answer for so many seconds counts as lost."""
     max_restarts: int = 3
     """How often the train workers may restart from the newest checkpoint after one died or hung."""
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """At most: a mini-batch with nothing to learn from takes none."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        return self.total_steps * self.optimizer_steps_per_batch

@@ -37,7 +37,7 @@ class TrajectoryBuffer:
     Example:
         slot = await buffer.claim()
         await buffer.put(slot, group)
-        batch = await buffer.next_batch(7)  # optimizer step 7
+        batch = await buffer.next_batch(7)  # step 7
         await buffer.advance(8)             # weights 8 are live: frees the slots of the batch
     """
 
@@ -123,7 +123,7 @@ class TrajectoryBuffer:
             self._changed.notify_all()
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
-        """Wait for the groups that optimizer step `global_steps` trains. Their slots stay held until `advance`. Raises
+        """Wait for the groups that step `global_steps` trains. Their slots stay held until `advance`. Raises
         TimeoutError past trainer.batch_timeout_s."""
         try:
             waiting = within(self.batch_timeout_s, "trainer.batch_timeout_s", "a batch")
@@ -188,7 +188,7 @@ class TrajectoryBuffer:
 
 
 def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
-    """The buffer of a run that has taken `global_steps` optimizer steps."""
+    """The buffer of a run that has taken `global_steps` steps."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
         groups_per_step=trainer.prompts_per_step,

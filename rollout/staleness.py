@@ -24,7 +24,7 @@ from rollout.types import staleness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessWindow:
-    """Arithmetic of versions and steps, both counted in optimizer steps (`global_steps`)."""
+    """Arithmetic of versions and steps, both counted in steps (`global_steps`)."""
 
     groups_per_step: int
     max_staleness: int
@@ -43,11 +43,11 @@ class StalenessWindow:
         return self.horizon * self.groups_per_step
 
     def last_step(self, version: int) -> int:
-        """The last optimizer step that may train a token of `version`."""
+        """The last step that may train a token of `version`."""
         return version + self.horizon - 1
 
     def is_fresh(self, version: int, step: int) -> bool:
-        """Whether optimizer step `step` may train a token of `version`."""
+        """Whether step `step` may train a token of `version`."""
         return staleness(version, step, self.update_interval) <= self.max_staleness
 
 
@@ -64,7 +64,7 @@ class SlotLedger:
 
     def __init__(self, window: StalenessWindow, policy: StalePolicy, total_groups: int, global_steps: int = 0):
         """`total_groups`: groups that the run trains; those that fail, are dropped or filtered out are claimed on top.
-        `global_steps`: optimizer steps that were taken already."""
+        `global_steps`: steps that were taken already."""
         self.window = window
         self.policy = policy
         self.live_version = global_steps
@@ -132,7 +132,7 @@ class SlotLedger:
         del self._in_flight[slot.slot_id]
 
     def drop_expired(self, step: int) -> list[int]:
-        """Give back, under the `drop` policy, the slots of ready groups too stale for optimizer step `step`."""
+        """Give back, under the `drop` policy, the slots of ready groups too stale for step `step`."""
         if self.policy is not StalePolicy.drop:
             return []
         expired = [slot_id for slot_id, last_step in self._ready.items() if last_step < step]
@@ -142,7 +142,7 @@ class SlotLedger:
         return expired
 
     def select(self, step: int) -> list[int] | None:
-        """Choose the slots that optimizer step `step` trains. Returns None when it has to wait for more groups.
+        """Choose the slots that step `step` trains. Returns None when it has to wait for more groups.
 
         Under `wait` the trainer waits for a group whose last step would pass, which keeps the bound. Under `mask` and
         `drop` it takes the ready groups that are nearest to their last step.

@@ -367,7 +367,7 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The groups of one optimizer step."""
+    """The groups of one step."""
 
     groups: tuple[TrajectoryGroup, ...]
     """By prompt ordinal, so the order of arrival cannot change the arithmetic."""
@@ -382,7 +382,7 @@ def staleness(version: Version, global_steps: int, interval: int = 1) -> Version
 
     Args:
         version: tag of the weights that sampled the token, or an array of such tags.
-        global_steps: optimizer steps taken before the step that trains it.
-        interval: weight_sync.interval, optimizer steps per version.
+        global_steps: steps taken before the one that trains it.
+        interval: weight_sync.interval, steps per version.
     """
     return (global_steps - version) // interval

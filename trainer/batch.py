@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from configs.schema import Layout
 from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
+from trainer.metrics import Metric
 from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
-from trainer.tokens import TokenSignals, join
+from trainer.tokens import TokenSignals, TrainedTokens, join
 
 Int64Array = NDArray[np.int64]
 
@@ -68,10 +69,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """All micro-batches of one optimizer step."""
+    """All micro-batches of a step."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     """Per rank. All ranks have the same number, because each runs the same collectives."""
+    optimizer_steps: tuple[range, ...]
+    """For each optimizer step, in order, the places of its micro-batches, the same for every rank.
+
+    Example, two mini-batches of 3 and 2 micro-batches, gone through twice: (0 1 2) (3 4) (3 4) (0 1 2)
+    """
     num_tokens: int
     """Loss tokens of the step, including those in no micro-batch."""
 
@@ -87,6 +93,24 @@ class StepBatch:
             for micro_batch, output in zip(micro_batches, rank_outputs, strict=True):
                 gathered[micro_batch.index] = output
         return gathered
+
+    def gather_trained(self, of_ranks: Sequence[TrainedTokens]) -> TrainedTokens:
+        """Put what each rank made of its tokens into the order of the step's loss tokens."""
+        gathered = TrainedTokens.none(self.num_tokens)
+        for micro_batches, tokens in zip(self.micro_batches, of_ranks, strict=True):
+            index = join([micro_batch.index for micro_batch in micro_batches], np.int64)
+            for name, into in gathered.arrays().items():
+                into[index] = tokens.arrays()[name]
+        return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an optimizer step gives back, of one rank or of all."""
+
+    metrics: dict[str, Metric]
+    tokens: TrainedTokens | None = None
+    """None where nothing was trained, and without trainer.record_tokens."""
 
 
 class Placed(NamedTuple):
@@ -114,16 +138,19 @@ def assemble(
     num_ranks: int,
     tokens_per_micro_batch: int,
     keep_idle: bool,
+    parts: Sequence[Sequence[int]] | None = None,
 ) -> StepBatch:
-    """Build the micro-batches of a step.
+    """Build the micro-batches of a step. Those of each part are balanced over the ranks, and are one optimizer step.
 
     Args:
         tokens: the loss tokens of `groups`.
         keep_idle: include trajectories whose advantages are all 0, because entropy, KL or critic give them a gradient.
+        parts: the places of the groups of each mini-batch; None: all in one. A part without anything to compute is
+            left out, unless it is the only one.
     """
     is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
     is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.advantages != 0]] = True
-    rows: list[Row] = []
+    rows: list[list[Row]] = []  # by group
     number, first_token = 0, 0
     for group in groups:
         learning: list[Placed] = []
@@ -135,17 +162,25 @@ def assemble(
                 first_token += num_tokens
             number += 1
         if layout is Layout.padded:
-            rows += [_row([one], [one.input_ids]) for one in learning]
+            rows.append([_row([one], [one.input_ids]) for one in learning])
         else:
-            rows += _trees(learning, tokens_per_micro_batch)
+            rows.append(list(_trees(learning, tokens_per_micro_batch)))
     if first_token != len(tokens.targets):
         raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
-    per_rank = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(rows, num_ranks)]
-    most = max(1, *(len(batches) for batches in per_rank))
-    micro_batches = tuple(
-        tuple(_collate(batch, tokens) for batch in [*batches, *[[]] * (most - len(batches))]) for batches in per_rank
+    of_parts = [[row for place in part for row in rows[place]] for part in parts or [range(len(groups))]]
+    per_rank: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
+    optimizer_steps: list[range] = []
+    for part_rows in [rows for rows in of_parts if rows] or [[]]:
+        packed = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(part_rows, num_ranks)]
+        most = max(1, *(len(batches) for batches in packed))
+        optimizer_steps.append(range(len(per_rank[0]), len(per_rank[0]) + most))
+        for batches, added in zip(per_rank, packed, strict=True):
+            batches += [*added, *[[]] * (most - len(added))]
+    return StepBatch(
+        micro_batches=tuple(tuple(_collate(batch, tokens) for batch in batches) for batches in per_rank),
+        optimizer_steps=tuple(optimizer_steps),
+        num_tokens=len(tokens.targets),
     )
-    return StepBatch(micro_batches=micro_batches, num_tokens=len(tokens.targets))
 
 
 def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:

@@ -23,11 +23,12 @@ from rollout.events.kinds import (
     nobody,
 )
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
-from trainer.advantages.credit import assign_credit, keeps_idle, needs_scores, trainable
+from trainer.advantages.credit import assign_credit, needs_scores, trainable
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
 from trainer.metrics import timed, to_floats
-from trainer.tokens import TokenSignals, sampled_tokens
+from trainer.mini_batches import mini_batched
+from trainer.tokens import TokenSignals, TrainedTokens, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.step_metrics import group_metrics
@@ -59,19 +60,21 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TakenStep:
-    """An optimizer step that is not settled yet."""
+    """A step that is not settled yet."""
 
     done: int
-    """Optimizer steps taken, this one included."""
+    """Steps taken, this one included."""
     groups: Sequence[TrajectoryGroup]
     advantages: Sequence[FloatArray]
     """By group, [G]."""
     metrics: dict[str, float]
+    tokens: TrainedTokens | None
+    """None where nobody records them."""
 
 
 @dataclass(kw_only=True, eq=False)
 class TrainLoop:
-    """Takes the optimizer steps of a run.
+    """Takes the steps of a run, each on a batch of its own.
 
     Consumes groups of the buffer and produces versions of the weights. A step begins as soon as its batch is there and
     the weights of the step before are published: while it trains, the replicas stage and commit them, and the step
@@ -121,7 +124,7 @@ class TrainLoop:
                 await self._step(global_steps, tasks)
 
     async def _step(self, global_steps: int, tasks: asyncio.TaskGroup) -> None:
-        """Take one optimizer step, and publish its weights. `global_steps` were taken before it."""
+        """Take one step: train on a batch, and publish the weights. `global_steps` were taken before it."""
         done = global_steps + 1
         timings: dict[str, float] = {}
         with timed(timings, "step"):
@@ -134,7 +137,7 @@ class TrainLoop:
             else:
                 step_batch, of_credit = None, {}
                 advantages = [np.zeros(len(group.trajectories), np.float32) for group in batch.groups]
-            actor, fleet = await asyncio.gather(
+            (actor, tokens), fleet = await asyncio.gather(
                 self._train(step_batch, global_steps, timings), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
             with self._part(done, StepPart.update, timings, "update_weights"):
@@ -144,7 +147,8 @@ class TrainLoop:
             update = await self._publish(done, timings, tasks)
         of_groups = group_metrics(batch.groups, advantages, global_steps, self.config.weight_sync.interval)
         seconds = timings["timing_s/step"]
-        trained = 0 if step_batch is None or actor["actor/skipped_steps"] else step_batch.num_trained
+        has_learned = step_batch is not None and actor["actor/skipped_steps"] < len(step_batch.optimizer_steps)
+        trained = step_batch.num_trained if step_batch is not None and has_learned else 0
         metrics = {
             **of_groups,
             **of_credit,
@@ -157,7 +161,7 @@ class TrainLoop:
             "perf/groups_per_second": len(batch.groups) / seconds,
             "perf/trainer_idle": 1 - actor["perf/trainer_busy_s"] / seconds,
         }
-        step = TakenStep(done, batch.groups, advantages, metrics)
+        step = TakenStep(done, batch.groups, advantages, metrics, tokens)
         self._settling = tasks.create_task(self._settle(step, update, tasks), name=f"settle-{done}")
 
     async def _publish(
@@ -231,7 +235,7 @@ class TrainLoop:
         }
         for group in step.groups:
             self.emit(GroupTrained(global_steps=step.done, ordinal=group.prompt.ordinal))
-        self.recorder.record_step(step.done, metrics, step.groups, step.advantages)
+        self.recorder.record_step(step.done, metrics, step.groups, step.advantages, step.tokens)
         if self.checkpointer.is_due(step.done):
             self.checkpointer.commit({"recorder": self.recorder.state()})
         await self._evaluate_if_due(step.done, tasks)
@@ -246,14 +250,15 @@ class TrainLoop:
         if needs_scores(algorithm):
             with self._part(done, StepPart.score, timings):
                 async with self.manager.publishing:  # workers that score cannot publish: who wants them to waits here
-                    scores = await self.workers.score(self._packed(groups, tokens, keep_idle=True))
+                    scores = await self.workers.score(self._whole(groups, tokens))
         with self._part(done, StepPart.assemble, timings):
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
             trained = trainable(groups, algorithm.mask_truncated)
-            step_batch = self._packed(trained, credit.tokens, keep_idle=keeps_idle(algorithm))
+            step_batch = mini_batched(trained, credit.tokens, self.config, global_steps)
         return step_batch, credit.advantages, credit.metrics
 
-    def _packed(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> StepBatch:
+    def _whole(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> StepBatch:
+        """The micro-batches of all the tokens, to score them."""
         trainer = self.config.trainer
         return assemble(
             groups,
@@ -261,16 +266,17 @@ class TrainLoop:
             layout=trainer.layout,
             num_ranks=trainer.num_ranks,
             tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-            keep_idle=keep_idle,
+            keep_idle=True,
         )
 
     async def _train(
         self, step_batch: StepBatch | None, global_steps: int, timings: dict[str, float]
-    ) -> dict[str, float]:
-        """Run the optimizer step on the workers, while nobody reads their weights."""
+    ) -> tuple[dict[str, float], TrainedTokens | None]:
+        """Take the batch's optimizer steps on the workers, while nobody reads their weights."""
         async with self.manager.publishing:
             with self._part(global_steps + 1, StepPart.train, timings, "train_step"):
-                return to_floats(await self.workers.train_step(step_batch, global_steps))
+                result = await self.workers.train_step(step_batch, global_steps)
+        return to_floats(result.metrics), result.tokens
 
     def _record_skipped(
         self, done: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,6 +96,14 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for key, metric in part.items():
             merged[key] = merged[key].merge(metric) if key in merged else metric
     return merged
+
+
+def over_optimizer_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge a rank's metrics of the optimizer steps of one batch: of sums, such as losses, the mean over the steps."""
+    return {
+        key: Sum(metric.value / len(steps)) if isinstance(metric, Sum) else metric
+        for key, metric in merge_metrics(steps).items()
+    }
 
 
 def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:

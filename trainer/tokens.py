@@ -1,4 +1,4 @@
-"""The loss tokens of one optimizer step as flat arrays, with all that the loss reads.
+"""The loss tokens of one step as flat arrays, with all that the loss reads.
 
 Everything that depends on the whole step (advantages, loss weights, covariances) is computed on the driver over all its
 tokens. A micro-batch only takes its share, so no split over micro-batches or ranks can change the loss.
@@ -35,12 +35,12 @@ class TokenSignals:
     staleness: IntArray
     """Versions between the weights that sampled the token and those that it trains."""
     steps_behind: IntArray
-    """The same distance in optimizer steps: with weight_sync.interval=I, a version lasts I steps."""
+    """The same distance in steps: with weight_sync.interval=I, a version lasts I steps."""
     rollout_logprobs: FloatArray
     """log mu, by the policy that sampled."""
     advantages: FloatArray
     loss_weights: FloatArray
-    """The step's loss is the sum of loss_weights * loss (`aggregation_weights`)."""
+    """An optimizer step's loss is the sum of loss_weights * loss over its tokens (`aggregation_weights`)."""
     selected: BoolArray | None = None
     """clip_cov and kl_cov: the tokens whose covariance stands out."""
     reference_logprobs: FloatArray | None = None
@@ -56,11 +56,40 @@ class TokenSignals:
         return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """What a step made of its loss tokens. Arrays [T] in the order of `TokenSignals`; of a rank, in that of its
+    micro-batches."""
+
+    logprobs: FloatArray
+    """log pi, by the policy before the optimizer step that first trained the token. NaN where none was computed,
+    because the token had nothing to teach."""
+    advantages: FloatArray
+    is_clipped: BoolArray
+    """The clip of the loss was active: the token has no gradient, or a smaller one."""
+    is_rejected: BoolArray
+    """algorithm.rejection or icepop left it out of the policy loss."""
+
+    def arrays(self) -> dict[str, NDArray]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def none(cls, num_tokens: int) -> Self:
+        """Tokens of which none was computed."""
+        return cls(
+            logprobs=np.full(num_tokens, np.nan, np.float32),
+            advantages=np.zeros(num_tokens, np.float32),
+            is_clipped=np.zeros(num_tokens, np.bool_),
+            is_rejected=np.zeros(num_tokens, np.bool_),
+        )
+
+
 def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interval: int = 1) -> TokenSignals:
     """Return the tokens that the policy sampled in `groups`, with advantages and loss weights of 0.
 
     Args:
-        global_steps: optimizer steps taken before the one that trains them.
+        global_steps: steps taken before the one that trains them.
         interval: weight_sync.interval.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -89,7 +118,7 @@ def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, ho
         seq_mean_token_sum       1 / B
         seq_mean_token_mean      1 / (B n)       GRPO, arXiv:2402.03300, eq. 3
         seq_mean_token_sum_norm  1 / (B horizon) Dr. GRPO, arXiv:2503.20783
-    N and B count every trajectory of the step, even those that are not computed because they have no gradient.
+    N and B count every trajectory of the mini-batch, even those that are not computed because they have no gradient.
     """
     lengths = np.bincount(trajectories)
     num_trajectories = max(1, np.count_nonzero(lengths))

@@ -61,6 +61,12 @@ def _correction_problems(config: Config) -> Iterator[Problem]:
     is_auto = correction is Correction.auto
     if not is_auto and CORRECTIONS[correction].weights is Weights.none:
         return
+    num_steps = config.trainer.optimizer_steps_per_batch
+    if algorithm.loss == "reinforce" and num_steps > 1:
+        reason = "has no ratio pi / pi_old, so nothing corrects for what the optimizer steps before have changed"
+        allowed = f"with {num_steps} optimizer steps per batch (trainer.mini_batches x epochs), {reason}"
+        yield Problem("algorithm.loss", f"{allowed}: choose another, or algorithm.correction=none")
+        return
     if algorithm.loss == "reinforce" and algorithm.proximal is not Proximal.current:
         if config.rollout.max_staleness > 0 or not is_auto:
             reason = "this loss has no ratio pi / pi_old, so its importance weights must cover the whole way to pi"

@@ -14,6 +14,7 @@ from configs.model import ALL_LINEAR, LoraConfig
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
+from configs.trainer import LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
@@ -144,6 +145,11 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
     trainer, checkpoint, interval = config.trainer, config.checkpoint, config.weight_sync.interval
     if trainer.prompts_per_step < trainer.num_ranks:
         yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
+    elif trainer.mini_batches * trainer.num_ranks > trainer.prompts_per_step:
+        most = trainer.prompts_per_step // trainer.num_ranks
+        groups = f"of trainer.prompts_per_step={trainer.prompts_per_step}, each has a group for every rank"
+        yield Problem("trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks})")
+    yield from _learning_rate_problems(trainer)
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:
             allowed = f"with checkpoint.keep_every, must be a multiple of weight_sync.interval={interval}"
@@ -151,6 +157,18 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
         if checkpoint.keep_every % checkpoint.every:
             allowed = f"must be a multiple of checkpoint.every={checkpoint.every}: no other step has a checkpoint"
             yield Problem("checkpoint.keep_every", allowed)
+
+
+def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:
+    schedule, total, ratio = trainer.lr_schedule, trainer.total_optimizer_steps, trainer.lr_warmup_ratio
+    never_falls = trainer.lr_warmup_steps >= total if ratio is None else ratio >= 1
+    if schedule is LearningRateSchedule.constant:
+        if trainer.min_lr_ratio != 0:
+            yield Problem("trainer.min_lr_ratio", "only trainer.lr_schedule=linear and cosine read it")
+    elif never_falls:
+        key = "trainer.lr_warmup_steps" if ratio is None else "trainer.lr_warmup_ratio"
+        of_run = f"the run's {total} optimizer steps (trainer.total_steps x mini_batches x epochs)"
+        yield Problem(key, f"with trainer.lr_schedule={schedule.value}, the warm-up must end before {of_run}")
 
 
 def weight_sync_problems(config: Config) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 An event says what happened, its `Stamped` when and in which process. Where something begins and ends there are two
 kinds: a run that is killed leaves the first alone. docs/observe.md has the table.
 
-`global_steps` is a number of optimizer steps taken: the version of weights or, of a step, what it makes of it. So step
+`global_steps` is a number of steps taken: the version of weights or, of a step, what it makes of it. So step
 number 7 of a run, which trains weights 6 into weights 7, is 7 everywhere.
 """
 

@@ -43,6 +43,7 @@ from scripts.launch.cluster import cluster, resolve_device
 from scripts.launch.data import load_rows
 from scripts.launch.run import train
 from scripts.launch.start import StartedRun, make_workers, owner, start
+from trainer.tokens import TrainedTokens
 from trainer.tracking.console import PlainConsole
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
@@ -80,8 +81,9 @@ class Curve(RunRecorder):
         metrics: dict[str, float],
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
+        tokens: TrainedTokens | None = None,
     ) -> None:
-        super().record_step(global_steps, metrics, groups, advantages)
+        super().record_step(global_steps, metrics, groups, advantages, tokens)
         self.samples[global_steps] = self.counts.trajectories
         self.seconds[global_steps] = self.counts.training_seconds
 

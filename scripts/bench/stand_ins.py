@@ -8,8 +8,8 @@ from rollout.rewards.places import Called
 from rollout.rewards.scoring import RewardScorer
 from rollout.types import FloatArray
 from scripts.bench.simulated_engine import simulated_manifest
-from trainer.batch import StepBatch
-from trainer.metrics import Last, Max, Metric
+from trainer.batch import StepBatch, StepResult
+from trainer.metrics import Last, Max
 from weight_sync.protocol import Manifest, PublishOrder
 
 
@@ -23,10 +23,10 @@ class SimulatedTrainer:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         raise RuntimeError("the job has no reference policy")
 
-    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         await asyncio.sleep(self._train_s)
         self.global_steps = global_steps + 1
-        return {"perf/trainer_busy_s": Max(self._train_s), "actor/skipped_steps": Last(0.0)}
+        return StepResult({"perf/trainer_busy_s": Max(self._train_s), "actor/skipped_steps": Last(0.0)})
 
     def gauges(self) -> dict[str, float]:
         return {}
@@ -59,7 +59,9 @@ class Nothing:
     async def gauges(self) -> dict[str, float]:
         return {}
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None: ...
+    def record_step(
+        self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None
+    ) -> None: ...
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None: ...
 

@@ -121,7 +121,7 @@ async def train_step(policy: Policy, group: TrajectoryGroup, layout: Layout, bud
     step = assemble([group], tokens, layout=layout, num_ranks=1, tokens_per_micro_batch=budget, keep_idle=False)
     for batch in step.micro_batches[0]:
         logprobs, entropy = policy(batch, CPU)
-        share, _ = objective(logprobs, entropy, batch)
+        share = objective(logprobs, entropy, batch).loss
         share.backward()
         loss, computed = loss + share.item(), computed + batch.input_ids.size
     seconds = time.perf_counter() - started

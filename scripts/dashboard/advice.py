@@ -1,10 +1,11 @@
-"""One sentence of advice: which side waits for which, and the key to turn. The rules are one table, the first that
-applies speaks. Pure arithmetic over the latest steps."""
+"""One sentence of advice with its numbers. What a change would give is the predictor's to say; the rules are one table
+for what it cannot: what failed, what teaches nothing, and who waits for whom while there are few steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PREDICTED = "prediction"
 LATEST_STEPS = 20
 """Steps that the advice is about."""
 
@@ -44,6 +45,8 @@ class Rule:
     name: str
     applies: Callable[[Numbers], bool]
     text: Callable[[Numbers], str]
+    is_of_speed: bool = False
+    """Silent where there is a prediction."""
 
 
 def share(value: float | None) -> str:
@@ -89,6 +92,7 @@ RULES: tuple[Rule, ...] = (
             f"The trainer waits {share(n.trainer_idle)} for rollouts while replicas are idle "
             f"{share(n.replica_idle)} and no slot is free: raise rollout.max_staleness (now {n.max_staleness})."
         ),
+        is_of_speed=True,
     ),
     Rule(
         "seats",
@@ -97,6 +101,7 @@ RULES: tuple[Rule, ...] = (
             f"The trainer waits {share(n.trainer_idle)} for rollouts; {n.waiting:.0f} requests queue at a "
             f"replica with its KV cache {share(n.kv_usage)} full: raise rollout.max_num_seqs (now {n.max_num_seqs})."
         ),
+        is_of_speed=True,
     ),
     Rule(
         "replicas",
@@ -105,6 +110,7 @@ RULES: tuple[Rule, ...] = (
             f"The trainer waits {share(n.trainer_idle)} for rollouts and replicas are idle "
             f"{share(n.replica_idle)}: add replicas (rollout.num_replicas, now {n.num_replicas})."
         ),
+        is_of_speed=True,
     ),
     Rule(
         "ranks",
@@ -113,6 +119,7 @@ RULES: tuple[Rule, ...] = (
             f"Replicas are idle {share(n.replica_idle)} and the trainer waits {share(n.trainer_idle)}: the "
             "trainer is the slower side, add ranks (trainer.num_ranks) or take a replica away."
         ),
+        is_of_speed=True,
     ),
     Rule(
         "pauses",
@@ -121,6 +128,7 @@ RULES: tuple[Rule, ...] = (
             f"Updates freeze replicas {1000 * (n.pause_s or 0):.0f} ms in each step of {n.step_s:.2f} s "
             f"({share((n.pause_s or 0) / (n.step_s or 1))}): raise weight_sync.interval, or see docs/weight-sync.md."
         ),
+        is_of_speed=True,
     ),
     Rule(
         "equal_rewards",
@@ -150,14 +158,19 @@ RULES: tuple[Rule, ...] = (
             f"Balanced: the trainer waits {share(n.trainer_idle)} for rollouts, "
             f"replicas are idle {share(n.replica_idle)}."
         ),
+        is_of_speed=True,
     ),
 )
 
 
-def advise(numbers: Numbers) -> tuple[str, str]:
-    """(name of the rule, sentence)."""
+def advise(numbers: Numbers, predicted: str | None = None, gain: float = 0.0) -> tuple[str, str]:
+    """(name of the rule, sentence): of the first rule that applies. `predicted`: what the predictor says. It speaks in
+    the place of the rules of speed where it knows a change with a `gain`, and last of all where it knows none."""
     for rule in RULES:
-        if rule.applies(numbers):
+        if rule.is_of_speed and predicted is not None:
+            if gain > 0 or rule is RULES[-1]:
+                return PREDICTED, predicted
+        elif rule.applies(numbers):
             return rule.name, rule.text(numbers)
     return "nothing", "No step has been recorded yet."
 

@@ -11,6 +11,15 @@ from scripts.dashboard.steps import StepIndex
 from trainer.tracking.events.slices import version_slices
 from trainer.tracking.events.view import GroupView, RunView, StepView, TrajectoryView
 
+PARTS = {
+    "wait": "waiting for its batch",
+    "assemble": "putting the batch together",
+    "score": "scoring it",
+    "train": "training",
+    "update": "waiting for a weight update or publishing",
+    "checkpoint": "copying a checkpoint",
+}
+"""Part of a step -> what it is, in a sentence."""
 MOST_GROUPS = 64
 """Groups in one picture: those that were ready last."""
 
@@ -92,7 +101,7 @@ def _why(step: StepView, groups: list[GroupView], critical: TrajectoryView | Non
         return "the events have no parts of this step"
     longest = max(parts, key=lambda part: parts[part])
     total = sum(parts.values())
-    text = f"Step {step.global_steps} took {total:.2f} s, {parts[longest]:.2f} s of it in '{longest}'."
+    text = f"Step {step.global_steps} took {total:.2f} s, {parts[longest]:.2f} s of it {PARTS[longest]}."
     wait = next((span for part, span in step.parts if part == "wait"), None)
     if not groups or critical is None or wait is None or (groups[0].ready or 0.0) <= wait.start:
         return text + " Its groups were ready before it began." if groups else text

@@ -1,32 +1,31 @@
 """What the page asks for and gets: plain data of run folders, by the names of the routes. It only reads files."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from configs.checkpoint import CONFIG_FILE
-from scripts.dashboard.advice import LATEST_STEPS, advise, gather
+from scripts.dashboard.advice import PREDICTED, advise, gather
 from scripts.dashboard.anatomy import anatomy, anatomy_of_records
 from scripts.dashboard.happened import Happenings
 from scripts.dashboard.lanes import timeline
 from scripts.dashboard.pages import number, read_objects, read_page, read_tail
-from scripts.dashboard.runs import DashboardError, changed, named
+from scripts.dashboard.prediction import Predictor
+from scripts.dashboard.runs import DashboardError, changed, flat_config, named
 from scripts.dashboard.steps import Steps, group_table, shortened, trajectory_row
 from scripts.dashboard.tokens import token_strip
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.sinks import METRICS_FILE
 
 PULSE_KEYS = (
-    *("critic/rewards/mean", "eval/accuracy", "actor/entropy", "rollout/zero_variance_groups"),
+    *("critic/rewards/mean", "eval/accuracy", "actor/entropy", "actor/ess", "actor/pg_clipfrac"),
     *("perf/throughput/generated", "perf/throughput/trained", "perf/trainer_idle", "perf/replica_idle"),
     *("staleness/mean", "staleness/max", "rollout/inflight_groups", "rollout/ready_groups", "rollout/free_slots"),
     *("weight_sync/pause_ms", "weight_sync/swap_ms", "response_length/mean", "response_length/max"),
     *("timing_s/step", "timing_s/wait_batch", "timing_s/train_step", "timing_s/update_weights", "timing_s/elapsed"),
-    *("rollout/replicas_ready", "rollout/replicas_lost", "rollout/replicas_replaced", "rollout/retried_groups"),
+    *("rollout/zero_variance_groups", "rollout/retried_groups"),
+    *("rollout/replicas_ready", "rollout/replicas_lost", "rollout/replicas_replaced"),
 )
 """Metrics that the page draws without being asked."""
 ADVICE_BYTES = 400_000
@@ -37,6 +36,8 @@ MOST_FLEET = 500
 """Events of the fleet that one answer has, the latest."""
 MOST_UPDATES = 30
 """Updates of a replica that one answer has, the latest."""
+MOST_LOADS = 300
+"""Samples of the load of a replica that one answer has."""
 MOST_CONFIG_BYTES = 1 << 20
 PAGE = 50
 """Groups of a page."""
@@ -46,8 +47,10 @@ MOST_PAGE = 500
 class Answers:
     """Example: Answers([run_dir]).metrics("gsm8k", ["critic/rewards/mean"])["rows"]"""
 
-    def __init__(self, runs: list[Path]):
+    def __init__(self, runs: list[Path], predictor: Predictor | None = None):
+        """`predictor`: asked for advice; None leaves that to the rules."""
         self._asked = runs
+        self._predictor = predictor
         self._steps: dict[Path, Steps] = {}
         self._happenings: dict[Path, Happenings] = {}
 
@@ -107,8 +110,9 @@ class Answers:
         }
 
     def advice(self, run: str) -> dict[str, Any]:
-        """One sentence, and the numbers that it is about."""
-        records, _ = read_objects(read_tail(self.folder(run) / METRICS_FILE, ADVICE_BYTES))
+        """One sentence, what it rests on, and whether a better one is being worked out."""
+        folder = self.folder(run)
+        records, _ = read_objects(read_tail(folder / METRICS_FILE, ADVICE_BYTES))
         rows = [{key: value for key, value in record.items() if number(value) is not None} for record in records]
         happenings = self.happenings_of(run)
         happenings.look()
@@ -117,8 +121,15 @@ class Answers:
             for samples in happenings.view.loads.values()
             if samples
         ]
-        rule, text = advise(gather(rows, self._flat_config(run), loads))
-        return {"rule": rule, "text": text, "steps": LATEST_STEPS}
+        numbers = gather(rows, flat_config(folder), loads)
+        steps = max((int(row["step"]) for row in rows if "timing_s/step" in row), default=0)
+        found = None if self._predictor is None else self._predictor.latest(folder, steps)
+        rule, text = advise(numbers, *(() if found is None else (found.text, found.gain)))
+        about = f"From the latest {numbers.steps} steps."
+        if found is not None:
+            about = found.about if rule == PREDICTED else f"{about} No prediction: {found.why}." if found.why else about
+        is_pending = self._predictor is not None and self._predictor.is_busy
+        return {"rule": rule, "text": text, "about": about, "is_pending": is_pending}
 
     def staleness(self, run: str, step: int = 0) -> dict[str, Any]:
         """Sampled tokens of a step by staleness in versions; of the latest step with `step` 0."""
@@ -185,7 +196,8 @@ class Answers:
         steps = self.steps_of(run)
         entry = steps.entry(step, ordinal, index)
         strip = token_strip(steps, step, entry, max(0, start))
-        return {"step": step, "record": steps.record(step, entry), "strip": strip, "start": start}
+        size = len(steps.index(step).groups[ordinal])
+        return {"step": step, "record": steps.record(step, entry), "strip": strip, "start": start, "group_size": size}
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -219,6 +231,7 @@ class Answers:
                     "since": states[name][0] if name in states else None,
                     "version": max((v for v, one in view.updates[name].items() if one.verified), default=None),
                     "load": _load(view.loads[name][-1]) if view.loads[name] else None,
+                    "loads": _thinned(view.loads[name]),
                     "updates": [
                         [version, one.pause_s, one.error]
                         for version, one in sorted(view.updates[name].items())[-MOST_UPDATES:]
@@ -232,6 +245,7 @@ class Answers:
             "left_out": max(0, len(view.fleet) - MOST_FLEET),
             "messages": [[time, text] for time, text in view.messages[-MOST_FLEET:]],
             "dropped": view.num_dropped,
+            "has_ended": view.ended is not None,
             "error": None if view.ended is None else view.ended.error,
         }
 
@@ -265,21 +279,6 @@ class Answers:
         paths = [folder / "driver.log", *sorted((folder / "logs").glob("*.log"))]
         return {path.name: path for path in paths if path.is_file()}
 
-    def _flat_config(self, run: str) -> dict[str, Any]:
-        """Values by key; none of a file that is not there or cannot be read."""
-        path = self.folder(run) / CONFIG_FILE
-        try:
-            given = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        except (OSError, OmegaConfBaseException, YAMLError, UnicodeDecodeError):
-            return {}
-        sections = given.items() if isinstance(given, dict) else ()
-        return {
-            f"{section}.{key}": value
-            for section, values in sections
-            if isinstance(values, dict)
-            for key, value in values.items()
-        }
-
 
 def _text(path: Path) -> str | None:
     """None for a file that is not there."""
@@ -288,6 +287,13 @@ def _text(path: Path) -> str | None:
             return shortened(file.read(MOST_CONFIG_BYTES).decode(errors="replace"))
     except FileNotFoundError:
         return None
+
+
+def _thinned(samples: Sequence[Any]) -> list[list[Any]]:
+    """[time, running, waiting, kv_usage] of MOST_LOADS samples over the whole run at most."""
+    every = max(1, math.ceil(len(samples) / MOST_LOADS))
+    chosen = [one for i, one in enumerate(samples) if i % every == 0]
+    return [[one.time, one.load.running, one.load.waiting, number(one.load.kv_usage)] for one in chosen]
 
 
 def _load(sample: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     run=FOLDER          a folder of a run, of one that goes on too; give it twice to compare two [the newest in runs/]
     port=0              where to listen on 127.0.0.1; 0 takes a free port
-    --export FILE.html  write the run into one file that needs no server, and stop
+    --export FILE.html  write the run, with the predictor's advice, into one file that needs no server, and stop
     --with-parent       end when standard input ends, as `dashboard=true` of a run wants it
 
 It only reads files, in a process of its own: a run never waits for it, and one that was killed or copied opens like
@@ -77,8 +77,9 @@ def parsed(words: Sequence[str]) -> Options:
 
 def write_report(runs: Sequence[Path], output: Path) -> None:
     from scripts.dashboard.export import report
+    from scripts.dashboard.prediction import Predictor
 
-    output.write_text(report(list(runs)), encoding="utf-8")
+    output.write_text(report(list(runs), Predictor()), encoding="utf-8")
     sys.stdout.write(f"{output}: {output.stat().st_size / 1e6:.1f} MB\n")
 
 
@@ -88,6 +89,7 @@ async def serve_dashboard(options: Options) -> None:
     from rollout.http.server import listen, serve, url_of
     from scripts.dashboard.answers import Answers
     from scripts.dashboard.app import TokenInPath, dashboard_app
+    from scripts.dashboard.prediction import Predictor
 
     try:
         listener = listen(HOST, options.port)
@@ -99,7 +101,7 @@ async def serve_dashboard(options: Options) -> None:
         _end_with_standard_input()
     sys.stdout.write(f"dashboard of {options.runs[0]}: {url_of(listener)}/{token}/\n")
     sys.stdout.flush()
-    app = TokenInPath(dashboard_app(Answers(list(options.runs))), token)
+    app = TokenInPath(dashboard_app(Answers(list(options.runs), Predictor())), token)
     await serve(app, listener, limits, Access.of(limits, None, on_loopback=True))
 
 

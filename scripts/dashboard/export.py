@@ -13,6 +13,7 @@ from typing import Any
 
 from scripts.dashboard.answers import PULSE_KEYS, Answers
 from scripts.dashboard.app import STATIC, to_json
+from scripts.dashboard.prediction import Predictor
 from scripts.dashboard.runs import DashboardError
 
 STEPS_SHOWN = 3
@@ -23,16 +24,16 @@ MOST_LOOKS = 10_000
 _script = re.compile(r'<script src="static/([\w.]+)"></script>\n')
 
 
-def report(runs: list[Path]) -> str:
-    """The whole file. Raises OSError."""
-    answers = Answers(runs)
+def report(runs: list[Path], predictor: Predictor | None = None) -> str:
+    """The whole file. `predictor`: it waits for its advice. Raises OSError."""
+    answers = Answers(runs, predictor)
     names = [name for name, path in answers.folders().items() if path in runs]
     found: dict[str, Any] = {}
     for name in names:
         for _ in range(MOST_LOOKS):
             if answers.happenings_of(name).look() >= 1:
                 break
-        found |= _answers_of(answers, name)
+        found |= _answers_of(answers, name, predictor)
     known = answers.runs()
     found["runs"] = known | {"runs": [run for run in known["runs"] if run["name"] in names]}
     return _page(found)
@@ -49,7 +50,7 @@ def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple | list) else str(value)
 
 
-def _answers_of(answers: Answers, run: str) -> dict[str, Any]:
+def _answers_of(answers: Answers, run: str, predictor: Predictor | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     to_answer = answers.routes()
 
@@ -62,7 +63,9 @@ def _answers_of(answers: Answers, run: str) -> dict[str, Any]:
         more = answers.metrics(run, list(PULSE_KEYS), metrics["offset"], metrics["identity"])
         metrics["rows"] += more["rows"]
         metrics["offset"], metrics["has_more"] = more["offset"], more["has_more"]
-    put("advice")
+    if put("advice")["is_pending"] and predictor is not None:
+        predictor.wait()
+        put("advice")
     put("staleness", step=0)
     put("fleet")
     put("discarded", offset=0)

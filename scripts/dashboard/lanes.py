@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from scripts.dashboard.happened import Window
-from trainer.tracking.events.slices import Lanes, version_slices
+from trainer.tracking.events.slices import Lanes, served_slices, version_slices
 from trainer.tracking.events.view import ReplicaUpdateView, RunView, TrajectoryView, TurnView
 
 MOST_TURNS = 20_000
@@ -16,10 +16,11 @@ MOST_TURNS = 20_000
 def timeline(window: Window) -> dict[str, Any]:
     """What the screen draws. Times are seconds since the start of the window; those before it are negative.
 
-    `replicas`: by name `lanes` (how many), `turns` and `updates`. A turn: [lane, start, end, [[start, end, version]],
-    ordinal, episode, turn, tokens, reward, step that trained it, whether it is an evaluation's]; its end is null while
-    it goes on. `steps`: [step, part, start, end]. `ranks`: by number [version, start, end]. `borders`: [version,
-    start, end] of updates, which cross all lanes. `evaluations`: [version, start, end].
+    `replicas`: by name `lanes` (how many), `turns` and `updates`. A turn: [lane, start, end, [[start, end, version]]
+    from its first token on, ordinal, episode, turn, tokens, reward, step that trained it, whether it is of an
+    evaluation]; its end is null while it goes on. `steps`: [step, part, start, end]. `ranks`: by number [version,
+    start, end]. `borders`: [version, start, end] of updates, which cross all lanes. `evaluations`: [version, start,
+    end].
     """
     view, zero = window.view, window.since
     turns = sorted(_turns(view, window), key=lambda pair: pair[1].start)
@@ -85,10 +86,11 @@ def _replica(
         end = until if turn.end is None else turn.end
         lane = lanes.take()
         heappush(busy, (end, lane))
-        cuts = [
-            [_at(cut.start, zero), _at(cut.end, zero), cut.version]
-            for cut in version_slices(turn.start, end, turn.borders, swaps)
-        ]
+        if turn.end is None:
+            slices = served_slices(turn.start, end, swaps)
+        else:
+            slices = version_slices(turn.first_token or turn.start, end, turn.borders, swaps)
+        cuts = [[_at(cut.start, zero), _at(cut.end, zero), cut.version] for cut in slices]
         group = None if trajectory.is_evaluation else view.groups.get(trajectory.ordinal)
         rows.append(
             [

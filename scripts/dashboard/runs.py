@@ -2,6 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from configs.checkpoint import CONFIG_FILE
 from trainer.tracking.events.lines import EVENTS_FILE
@@ -24,6 +29,22 @@ def is_run(folder: Path) -> bool:
 def changed(folder: Path) -> float:
     """When one of the files by which a run is known was written last, in seconds since the epoch."""
     return max(((folder / name).stat().st_mtime for name in SIGNS if (folder / name).is_file()), default=0.0)
+
+
+def flat_config(folder: Path) -> dict[str, Any]:
+    """Values of config.yaml by key, such as "rollout.max_staleness"; none of a file that is not there or cannot be
+    read."""
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
+    except (OSError, OmegaConfBaseException, YAMLError, UnicodeDecodeError):
+        return {}
+    sections = given.items() if isinstance(given, dict) else ()
+    return {
+        f"{section}.{key}": value
+        for section, values in sections
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
 
 
 def newest_run(root: Path) -> Path:

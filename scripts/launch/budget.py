@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from configs.schema import Config, DType, ModelKind, Staging, Transport
 from configs.validate import ConfigError
+from trainer.learning_rate import num_warmup_steps
 from weight_sync.transports.cleanup import DIRECTORY
 
 FLOAT32 = 4
@@ -20,7 +21,7 @@ TINY_VOCABULARY, TINY_HEADS = 448, 2 * (4 + 2) * 32
 
 
 def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
-    """What an optimizer step and the whole run train on. `num_rows`: of the training set; None where it is missing."""
+    """What a step and the whole run train on. `num_rows`: of the training set; None where it is missing."""
     algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
     trajectories = trainer.prompts_per_step * algorithm.group_size
     prompts = trainer.total_steps * trainer.prompts_per_step
@@ -29,7 +30,8 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
         f"and {config.data.max_prompt_tokens} prompt tokens each",
         "loss": f"{algorithm.loss}, {(algorithm.loss_aggregation or algorithm.default_aggregation).value}, "
         f"correction {algorithm.correction.value}, entropy {algorithm.entropy_coef:g}, KL {algorithm.kl_loss_coef:g}",
-        "optimizer": f"AdamW, lr {trainer.lr:g} after {trainer.lr_warmup_steps} steps, "
+        "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, "
+        f"then {trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch, "
         f"weight decay {trainer.weight_decay:g}, gradient norm at most {trainer.max_grad_norm:g}",
     }
     if num_rows is not None:

@@ -1,14 +1,15 @@
-"""One sentence that says what to change, with its numbers. It imports nothing that simulates: a page may ask it."""
+"""One sentence that says what to change, with its numbers, from predictions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-WAITS = 0.15
-"""Share of the time from which a wait is worth a word."""
+from scripts.predict.counterfactual import Cost
+from scripts.predict.simulate import Prediction
+
 GAIN = 0.05
-"""Predicted gain in throughput below which nothing is proposed."""
-LATEST = 20
-"""Steps that count."""
+"""Predicted gain in throughput below which nothing is proposed, and share of a step below which no cost is told."""
+ALIKE = 0.02
+"""Of changes whose gains differ by less, the first that was tried is proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,75 +19,40 @@ class Option:
     change: str
     """For example "rollout.max_staleness=4"."""
     samples_per_s: float
+    is_free: bool = True
+    """It needs no more replicas and ranks than there are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Of the time of the latest steps."""
-
-    waits: float
-    """The trainer waits for a batch."""
-    updates: float
-    """It waits for a weight update, or publishes."""
-    trains: float
-    replica_idle: float
-    """Replicas have no request."""
-
-    @classmethod
-    def of(cls, steps: Sequence[Mapping[str, float]]) -> "Shares | None":
-        """Of records of metrics.jsonl; those of other things than steps are passed over. None if there is no step."""
-        latest = [step for step in steps if "timing_s/step" in step][-LATEST:]
-        seconds = sum(step["timing_s/step"] for step in latest)
-        if seconds <= 0:
-            return None
-        idle = [step["perf/replica_idle"] * step["timing_s/step"] for step in latest if "perf/replica_idle" in step]
-        return cls(
-            waits=sum(step["timing_s/wait_batch"] for step in latest) / seconds,
-            updates=sum(step["timing_s/update_weights"] for step in latest) / seconds,
-            trains=sum(step["timing_s/train_step"] for step in latest) / seconds,
-            replica_idle=sum(idle) / seconds,
-        )
+@dataclass(frozen=True, slots=True)
+class Advice:
+    text: str
+    gain: float
+    """Of the free change that it proposes; 0 where it proposes none."""
 
 
-def advice_of_metrics(steps: Sequence[Mapping[str, float]], max_staleness: int) -> str:
-    """What the latest steps say alone, without a prediction. `steps`: records of metrics.jsonl."""
-    shares = Shares.of(steps)
-    if shares is None:
-        return "No step yet."
-    waits, idle = f"{shares.waits:.0%}", f"{shares.replica_idle:.0%}"
-    if shares.waits >= WAITS and shares.replica_idle >= WAITS:
-        return (
-            f"The trainer waits {waits} of the time for rollouts while replicas have no request {idle} of it: they "
-            f"wait for one another; raise rollout.max_staleness (now {max_staleness})."
-        )
-    if shares.waits >= WAITS:
-        return (
-            f"The trainer waits {waits} of the time for rollouts and replicas have no request {idle} of it: generation "
-            "is the limit; another replica would help, another rank would not."
-        )
-    if shares.updates >= WAITS:
-        return (
-            f"The trainer waits {shares.updates:.0%} of the time for weight updates: raise weight_sync.interval, or "
-            "use a faster weight_sync.transport."
-        )
-    if shares.replica_idle >= WAITS:
-        return (
-            f"Replicas have no request {idle} of the time and the trainer trains {shares.trains:.0%} of it: training "
-            "is the limit; another rank would help, another replica would not."
-        )
-    return f"Balanced: the trainer waits {waits} of the time for rollouts, replicas have no request {idle} of it."
-
-
-def advice(samples_per_s: float, trainer_idle: float, replica_idle: float, options: Sequence[Option]) -> str:
-    """What predictions say. `options`: changes that could be made; they need not cost the same."""
-    now = (
-        f"{samples_per_s:.1f} samples/s, the trainer idle {trainer_idle:.0%}, replicas without a request "
-        f"{replica_idle:.0%} of the time"
+def advice(now: Prediction, options: Sequence[Option], costs: Sequence[Cost] = ()) -> Advice:
+    """What predictions say. `costs`: what things cost a step, the dearest first."""
+    step_s, wait_s = now.seconds / len(now.step_s), sum(now.wait_s) / len(now.wait_s)
+    text = (
+        f"A step of {step_s:.2f} s waits {wait_s:.2f} s ({wait_s / step_s:.0%}) for rollouts, and replicas have no "
+        f"request {now.replica_idle:.0%} of the time"
     )
-    if not options:
-        return f"Predicted {now}."
-    best = max(options, key=lambda option: option.samples_per_s)
-    if best.samples_per_s < samples_per_s * (1 + GAIN):
-        return f"Predicted {now}: no change that was tried gives {GAIN:.0%} more."
-    gain = best.samples_per_s / samples_per_s - 1
-    return f"Predicted {now}: {best.change} gives {best.samples_per_s:.1f} samples/s, {gain:+.0%}."
+    dear = [cost for cost in costs if cost.step_s >= GAIN * step_s][:2]
+    if dear:
+        text += "; " + ", ".join(f"without {cost.of} it would take {cost.step_s:.2f} s less" for cost in dear)
+    free, dearer = _best(now, options, is_free=True), _best(now, options, is_free=False)
+    found: list[str] = []
+    if free is not None and free[1] >= GAIN:
+        found.append(f"{free[0].change} gives {free[1]:+.0%} samples/s on the same machines")
+    elif free is not None:
+        found.append(f"no change that was tried gives {GAIN:.0%} more samples/s on the same machines")
+    if dearer is not None and dearer[1] >= GAIN:
+        found.append(f"{dearer[0].change} gives {dearer[1]:+.0%}")
+    gain = free[1] if free is not None and free[1] >= GAIN else 0.0
+    return Advice(f"{text}: {', '.join(found)}." if found else f"{text}.", gain)
+
+
+def _best(now: Prediction, options: Sequence[Option], *, is_free: bool) -> tuple[Option, float] | None:
+    gains = [(one, one.samples_per_s / now.samples_per_s - 1) for one in options if one.is_free is is_free]
+    most = max((gain for _, gain in gains), default=0.0)
+    return next((pair for pair in gains if pair[1] >= most - ALIKE), None)

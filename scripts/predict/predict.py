@@ -8,7 +8,7 @@ from typing import Any
 from scripts.bench.common import write_line
 from scripts.predict.advice import Option, advice
 from scripts.predict.command import Arguments
-from scripts.predict.counterfactual import costs
+from scripts.predict.counterfactual import Cost, costs
 from scripts.predict.files import RunFiles, read_run
 from scripts.predict.fit import fit, measured_rate
 from scripts.predict.profile import Profile, read_profile, to_json
@@ -16,6 +16,9 @@ from scripts.predict.report import as_figures, of_choices, show_choices, show_co
 from scripts.predict.setup import Setup
 from scripts.predict.simulate import simulate
 from scripts.predict.sweep import Choice, around, marginal, of_axes, sweep
+
+OTHER_OBJECTIVE = {"group_size", "stale_policy"}
+"""Fields of `Setup` that change what is learned from."""
 
 
 def predict(arguments: Arguments) -> dict[str, Any]:
@@ -36,22 +39,35 @@ def predict(arguments: Arguments) -> dict[str, Any]:
     per_step = f"{base.prompts_per_step} x {base.group_size} samples"
     show_choices(f"{base.num_replicas} replicas, {base.num_ranks} ranks, {per_step} a step", choices)
     figures |= {"setup": asdict(base), "now": as_figures(now), "choices": of_choices(choices[1:])}
-    options = [Option(change=choice.name, samples_per_s=choice.prediction.samples_per_s) for choice in choices[1:]]
+    options = _options(arguments, base, choices[1:])
     if "marginal" in arguments.parts:
         more = marginal(profile, now)
         show_marginal(more)
         figures["one_more"] = {"replica": round(more.replica, 4), "rank": round(more.rank, 4)}
         options += [
-            Option(change="one more replica", samples_per_s=more.base + more.replica),
-            Option(change="one more rank", samples_per_s=more.base + more.rank),
+            Option(change="one more replica", samples_per_s=more.base + more.replica, is_free=False),
+            Option(change="one more rank", samples_per_s=more.base + more.rank, is_free=False),
         ]
+    found: list[Cost] = []
     if "costs" in arguments.parts:
         found = costs(profile, now)
         show_costs(found)
         figures["costs_s"] = {cost.of: round(cost.step_s, 4) for cost in found}
-    sentence = advice(now.samples_per_s, now.trainer_idle, now.replica_idle, options)
-    write_line(sentence + "\n")
-    return figures | {"advice": sentence, "seconds": round(time.perf_counter() - began, 1)}
+    given = advice(now, options, found)
+    write_line(given.text + "\n")
+    return figures | {"advice": given.text, "gain": given.gain, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def _options(arguments: Arguments, base: Setup, choices: Sequence[Choice]) -> list[Option]:
+    """Of what was tried, what may be proposed: all that was asked for, else what leaves the objective as it is."""
+    options: list[Option] = []
+    for choice in choices:
+        setup = choice.prediction.setup
+        is_free = setup.num_replicas + setup.num_ranks <= base.num_replicas + base.num_ranks
+        is_asked = bool(arguments.axes) or not choice.change.keys() & OTHER_OBJECTIVE
+        if is_asked and (is_free or "marginal" not in arguments.parts):
+            options.append(Option(change=choice.name, samples_per_s=choice.prediction.samples_per_s, is_free=is_free))
+    return options
 
 
 def _profile(arguments: Arguments, runs: Sequence[RunFiles]) -> Profile | None:

@@ -20,7 +20,7 @@ from scripts.predict.episodes import ByThemselves, DrawnReward, Draws, Together
 from scripts.predict.machine import Machine
 from scripts.predict.profile import Profile
 from scripts.predict.setup import Setup
-from trainer.batch import StepBatch
+from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.checkpointer import is_first_update_after
 from trainer.metrics import Last, Max, Metric
 from weight_sync.protocol import Manifest, PublishOrder
@@ -131,7 +131,7 @@ class ProfiledTrainer(SimulatedTrainer):
         """Of the batch that comes next."""
         self.busy_s = 0.0
 
-    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         profile, clock = self.profile, asyncio.get_running_loop().time
         computed = profile.computed_per_sampled * self.sampled_tokens
         await asyncio.sleep(profile.driver_s)
@@ -146,7 +146,7 @@ class ProfiledTrainer(SimulatedTrainer):
         self.busy_s += busy_s
         self.global_steps = global_steps + 1
         metrics: dict[str, Metric] = {"perf/trainer_busy_s": Max(busy_s), "perf/padded_tokens": Last(computed)}
-        return metrics | {"actor/skipped_steps": Last(0.0)}
+        return StepResult(metrics | {"actor/skipped_steps": Last(0.0)})
 
     async def publish(self, order: PublishOrder) -> Manifest:
         await asyncio.sleep(self.profile.publish_s)

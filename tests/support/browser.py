@@ -14,7 +14,7 @@ import httpx
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-START_S, WAIT_S = 60.0, 30.0
+START_S, WAIT_S = 60.0, 60.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -74,9 +74,13 @@ class Tab:
 
     def open(self, url: str) -> None:
         """Load it anew."""
-        self.call("Page.navigate", url="about:blank")
+        self.leave()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
+
+    def leave(self) -> None:
+        """Open nothing: a page that asks for news asks no more."""
+        self.call("Page.navigate", url="about:blank")
 
     def press(self, key: str) -> None:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")

@@ -26,7 +26,7 @@ class Trained(Nothing):
 
     steps: list[list[tuple[int, bytes, Any]]] = field(default_factory=list)
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None:
+    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None) -> None:
         rows = [
             (group.prompt.ordinal, sequence.token_ids.tobytes(), sequence.spans)
             for group in groups

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, Weigh
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import with_sequence
-from trainer.batch import StepBatch
+from trainer.batch import StepBatch, StepResult
 from trainer.loop import TrainLoop
 from trainer.metrics import Last, Max, Mean, Metric, Sum
+from trainer.tokens import TrainedTokens
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class World:
     batches: list[StepBatch] = field(default_factory=list)
     scored: list[StepBatch] = field(default_factory=list)
     records: dict[int, dict[str, float]] = field(default_factory=dict)
+    recorded_tokens: dict[int, TrainedTokens | None] = field(default_factory=dict)
     recorded_advantages: list[list[list[float]]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -87,21 +89,23 @@ class World:
         kl[::3] = np.arange(len(kl) // 3)
         return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
 
-    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         assert self.publishing.locked(), "the weights may be read meanwhile"
         if batch is None:
             await self.happen(f"skip_step {global_steps}")
-            return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+            return StepResult({"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)})
         await self.happen(f"train_step {global_steps}")
         self.batches.append(batch)
         is_broken = global_steps in self.broken_steps
-        return {
+        metrics: dict[str, Metric] = {
             "actor/pg_loss": Sum(math.nan if is_broken else -0.5),
             "actor/grad_norm": Last(math.inf if is_broken else 1.0),
             "actor/ppo_kl": Mean(1.0, 4),
             "perf/trainer_busy_s": Max(0.0),
             "actor/skipped_steps": Last(float(is_broken)),
         }
+        logprobs = np.full(batch.num_tokens, -global_steps, np.float32)
+        return StepResult(metrics, replace(TrainedTokens.none(batch.num_tokens), logprobs=logprobs))
 
     async def update_weights(self, global_steps: int, published: asyncio.Event) -> Report:
         assert not self.updating.locked(), "one update at a time"
@@ -131,10 +135,12 @@ class World:
         metrics: dict[str, float],
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
+        tokens: TrainedTokens | None,
     ) -> None:
         self.events.append(f"record {global_steps}")
         assert [group.prompt.ordinal for group in groups] == [2 * global_steps - 2, 2 * global_steps - 1]
         self.records[global_steps] = metrics
+        self.recorded_tokens[global_steps] = tokens
         self.recorded_advantages.append([group_advantages.tolist() for group_advantages in advantages])
 
     def record_skipped_step(
@@ -187,6 +193,8 @@ def run(  # noqa: PLR0913
     max_skipped_steps: int = 3,
     first_step: int = 0,
     is_evaluated: bool = True,
+    mini_batches: int = 1,
+    epochs: int = 1,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
@@ -195,6 +203,8 @@ def run(  # noqa: PLR0913
             eval_every=eval_every,
             max_skipped_steps=max_skipped_steps,
             num_ranks=num_ranks,
+            mini_batches=mini_batches,
+            epochs=epochs,
             layout=Layout.padded,
             tokens_per_micro_batch=8,
         ),

@@ -44,7 +44,7 @@ class Recorded(Nothing):
 
     steps: list[dict[str, Any]] = field(default_factory=list)
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None:
+    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None) -> None:
         self.steps.append({"step": global_steps, **metrics})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
+from trainer.batch import StepResult
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
 from trainer.metrics import Last
 from trainer.worker.recovery import RecoveringWorkers
@@ -47,7 +48,7 @@ class Group:
         await asyncio.sleep(0)
         self.weights = [*self.weights, batch]  # even if it dies in it
         self._happen(f"train {global_steps}")
-        return {"trained": Last(float(len(self.weights)))}
+        return StepResult({"trained": Last(float(len(self.weights)))})
 
     async def publish(self, order: Any) -> Any:
         self._happen(f"publish {order.global_steps}")
@@ -98,8 +99,8 @@ class Scene:
 
     async def train(self, *steps: int) -> list[float]:
         batches: Any = {step: f"b{step}" for step in steps}
-        metrics = [await self.workers.train_step(batch, step) for step, batch in batches.items()]
-        return [of_step["trained"].value for of_step in metrics]
+        results = [await self.workers.train_step(batch, step) for step, batch in batches.items()]
+        return [result.metrics["trained"].value for result in results]
 
     async def save(self, step: int) -> Checkpoint:
         aside = self.store.begin(step)

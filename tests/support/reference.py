@@ -172,9 +172,11 @@ def learning_tokens(
     return list(log_ratios), torch.cat(entropies), torch.cat(advantages)
 
 
-def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+def token_losses(
+    logprobs: Tensor, before: Tensor, rollout_logprobs: Tensor, advantage: float, algorithm: AlgorithmConfig
+) -> Tensor:
     """A >= 0: -A min(r, 1 + high); A < 0: -A min(max(r, 1 - low), c); each times min(pi_old / mu, cap)."""
-    old = rollout_logprobs if algorithm.proximal is Proximal.rollout else logprobs.detach()
+    old = rollout_logprobs if algorithm.proximal is Proximal.rollout else before
     ratio = torch.exp(logprobs - old)
     if advantage >= 0:
         bounded = ratio.clamp(max=1 + algorithm.clip_ratio_high)
@@ -184,11 +186,16 @@ def token_losses(logprobs: Tensor, rollout_logprobs: Tensor, advantage: float, a
 
 
 def grpo_loss(
-    model: nn.Module, groups: Sequence[TrajectoryGroup], config: Config, first_model: nn.Module | None = None
+    model: nn.Module,
+    groups: Sequence[TrajectoryGroup],
+    config: Config,
+    first_model: nn.Module | None = None,
+    before: nn.Module | None = None,
 ) -> Tensor:
     """Token mean over every masked token of the step, those of advantage 0 too.
 
-    With `first_model` also the entropy bonus and the KL to it, by the k3 estimator.
+    With `first_model` also the entropy bonus and the KL to it, by the k3 estimator. `before`: the model before the
+    first optimizer step on the batch, if this is another.
     """
     losses, num_tokens = torch.zeros((), dtype=torch.float64), 0
     temperature = config.rollout.temperature
@@ -197,7 +204,9 @@ def grpo_loss(
             mask = loss_mask_of(trajectory)
             logprobs, entropy = (x[mask] for x in sequence_logprobs(model, trajectory, temperature))
             rollout_logprobs = rollout_logprobs_of(trajectory)[mask]
-            losses = losses + token_losses(logprobs, rollout_logprobs, advantage, config.algorithm).sum()
+            with torch.no_grad():
+                old = sequence_logprobs(before or model, trajectory, temperature)[0][mask]
+            losses = losses + token_losses(logprobs, old, rollout_logprobs, advantage, config.algorithm).sum()
             if first_model is not None:
                 with torch.no_grad():
                     log_ratio = sequence_logprobs(first_model, trajectory, temperature)[0][mask]
@@ -217,11 +226,13 @@ class ReferenceTrainer:
         self.config = config
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.model.named_parameters()}
 
-    def step(self, groups: Sequence[TrajectoryGroup], global_steps: int) -> tuple[float, float]:
-        """(loss, gradient norm before clipping)"""
+    def step(
+        self, groups: Sequence[TrajectoryGroup], global_steps: int, before: nn.Module | None = None
+    ) -> tuple[float, float]:
+        """(loss, gradient norm before clipping) of the optimizer step that `global_steps` others precede."""
         trainer = self.config.trainer
         self.model.zero_grad()
-        loss = grpo_loss(self.model, groups, self.config, self.first_model)
+        loss = grpo_loss(self.model, groups, self.config, self.first_model, before)
         loss.backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5

@@ -127,7 +127,8 @@ def train_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
                 if job.save is not None:
                     worker.stage_checkpoint(job.save)
                 random = torch.rand(()).item()
-            metrics.append(worker.train_step(job.steps[step].micro_batches[rank], step))
+            batch = job.steps[step]
+            metrics.append(worker.train_step(batch.micro_batches[rank], step, batch.optimizer_steps).metrics)
         if job.save is not None:
             try:
                 worker.finish_checkpoint()

@@ -22,7 +22,7 @@ class Credit:
     """What the tokens of a step learn."""
 
     tokens: TokenSignals
-    """Of the trajectories that are trained (`is_trainable`), with advantages and loss weights."""
+    """Of the trajectories that are trained (`is_trainable`), with advantages, and loss weights as of one mini-batch."""
     advantages: list[FloatArray]
     """Per group [G]: the mean advantage of each trajectory's tokens; 0 where it has no reward."""
     metrics: dict[str, float]
@@ -91,14 +91,20 @@ def assign_credit(
         credit = replace(credit, tokens=credit.tokens.take(trained))
     if algorithm.kl_reward_coef:
         credit.metrics["actor/reward_kl_penalty"] = float(np.mean(kl)) if len(kl) else 0.0
-    aggregation = algorithm.loss_aggregation or algorithm.default_aggregation
-    horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
     tokens, selected = credit.tokens, None
     if algorithm.loss in ("clip_cov", "kl_cov") and len(tokens.targets):
         values = covariances(tokens.rollout_logprobs, tokens.advantages)
         selected = select_tokens(values, algorithm, np.random.default_rng((config.seed, global_steps)))
-    loss_weights = aggregation_weights(tokens.trajectories, aggregation, horizon)
-    return replace(credit, tokens=replace(tokens, loss_weights=loss_weights, selected=selected))
+    weights = loss_weights(tokens.trajectories, config)
+    return replace(credit, tokens=replace(tokens, loss_weights=weights, selected=selected))
+
+
+def loss_weights(trajectories: IntArray, config: Config) -> FloatArray:
+    """[T] -> [T]: the weights of tokens that take an optimizer step together, by their trajectories' numbers."""
+    algorithm = config.algorithm
+    aggregation = algorithm.loss_aggregation or algorithm.default_aggregation
+    horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
+    return aggregation_weights(trajectories, aggregation, horizon)
 
 
 def _by_group(

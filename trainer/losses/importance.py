@@ -3,7 +3,7 @@
 Three policies: mu sampled the token (`rollout_logprobs`), pi_old is the proximal policy against which the loss takes
 its ratio (`old_logprobs`), pi is the one being optimised (`logprobs`). The loss corrects from pi_old to pi, the
 importance weights w = pi_old / mu correct the rest, and rejection looks at the whole gap, r = pi / mu. Nothing here has
-a gradient. With one optimizer step per batch, proximal=current makes w = r.
+a gradient. In the first optimizer step on a batch, proximal=current makes w = r.
 """
 
 import math
@@ -18,15 +18,18 @@ from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, maxima, means, su
 from trainer.metrics import EffectiveSampleSize, Max, Mean, Metric
 
 
-def proximal_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, steps_behind: Tensor, proximal: Proximal) -> Tensor:
-    """[T] log pi_old.
+def proximal_logprobs(before: Tensor, rollout_logprobs: Tensor, steps_behind: Tensor, proximal: Proximal) -> Tensor:
+    """[T] log pi_old, the same in all optimizer steps on a batch.
 
-    rollout: mu itself. current: the policy before this step, which with one optimizer step per batch is the forward
-    pass at hand (decoupled PPO, arXiv:2505.24298). interpolated: the policy one optimizer step before, assumed on the
-    log-linear path from mu, d optimizer steps behind, to pi: log mu + (d - 1) / d (log pi - log mu), and mu for d = 0
-    (A-3PO, arXiv:2512.06547). d counts optimizer steps and not versions: a version lasts weight_sync.interval of them.
+    rollout: mu itself. current: the policy before the first optimizer step on the batch (decoupled PPO,
+    arXiv:2505.24298). interpolated: the policy one step before that one, assumed on the log-linear path from mu, d
+    steps behind, to it: log mu + (d - 1) / d (log pi - log mu), and mu for d = 0 (A-3PO, arXiv:2512.06547). d
+    counts steps and not versions: a version lasts weight_sync.interval of them.
+
+    Args:
+        before: [T] log pi before the first optimizer step on the batch; in that step, the forward pass at hand.
     """
-    current = logprobs.detach()
+    current = before.detach()
     if proximal is Proximal.rollout:
         return rollout_logprobs
     if proximal is Proximal.current:

@@ -1,6 +1,6 @@
 """The objective of an optimizer step: policy loss, off-policy correction, entropy bonus and KL to the reference."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,19 @@ from trainer.metrics import Mean, Metric, Sum
 LARGEST_K3 = 10.0
 
 
+class Share(NamedTuple):
+    """A micro-batch's share of the objective."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    is_clipped: Tensor
+    """[T] bool: the clip of the policy loss was active."""
+    is_kept: Tensor
+    """[T] bool: neither rejected nor of an importance weight of 0."""
+
+
 class Objective:
-    """Sum over the step's tokens of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
+    """Sum over a mini-batch of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
 
     L is the policy loss, w the importance weight, and `kept` is 0 where the token is rejected. Both apply to the policy
     loss only: entropy and KL are of all tokens. A rejected token still counts in the means of loss_weight.
@@ -32,8 +43,8 @@ class Objective:
     Example:
         objective = Objective(config.algorithm)
         logprobs, entropy = policy(micro_batch)
-        loss, metrics = objective(logprobs, entropy, micro_batch)
-        loss.backward()
+        share = objective(logprobs, entropy, micro_batch)
+        share.loss.backward()
     """
 
     def __init__(self, algorithm: AlgorithmConfig):
@@ -41,10 +52,14 @@ class Objective:
         self._correction = resolve(algorithm)
         self._policy_loss = load_policy_loss(algorithm.loss)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """Return the micro-batch's share of the objective, and its metrics. `logprobs` and `entropy` are [T]."""
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch, before: Tensor | None = None) -> Share:
+        """Return the micro-batch's share of the objective. `logprobs` and `entropy` are [T].
+
+        Args:
+            before: [T] log pi before the first optimizer step of the batch; None: this is the first.
+        """
         algorithm = self._algorithm
-        tokens = loss_tokens(logprobs, batch, algorithm)
+        tokens = loss_tokens(logprobs, batch, algorithm, before)
         loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
         losses, is_clipped = self._policy_loss(tokens, algorithm)
         weights = importance_weights(tokens, self._correction.weights, algorithm)
@@ -68,7 +83,7 @@ class Objective:
             metrics |= gap_metrics(tokens, algorithm.importance_cap)
             if self._correction.rejection is not None:
                 metrics |= _rejected(tokens, kept)
-        return total, metrics
+        return Share(total, metrics, is_clipped, kept & (weights != 0))
 
 
 def load_policy_loss(loss: str) -> PolicyLoss:
@@ -91,15 +106,19 @@ def load_policy_loss(loss: str) -> PolicyLoss:
     return checked
 
 
-def loss_tokens(logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig) -> LossTokens:
-    """Return the micro-batch's tokens as tensors on the device of `logprobs`."""
+def loss_tokens(
+    logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, before: Tensor | None = None
+) -> LossTokens:
+    """Return the micro-batch's tokens as tensors on the device of `logprobs`. `before`: see `Objective`."""
     tokens, device = batch.tokens, logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
     steps_behind = torch.as_tensor(tokens.steps_behind, device=device)
     selected = torch.zeros_like(steps_behind) if tokens.selected is None else torch.as_tensor(tokens.selected)
     return LossTokens(
         logprobs=logprobs,
-        old_logprobs=proximal_logprobs(logprobs, rollout_logprobs, steps_behind, algorithm.proximal),
+        old_logprobs=proximal_logprobs(
+            logprobs if before is None else before, rollout_logprobs, steps_behind, algorithm.proximal
+        ),
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
         sequences=torch.as_tensor(tokens.sequences, dtype=torch.int64, device=device),

@@ -9,7 +9,7 @@ from rollout.types import TrajectoryGroup
 
 
 class SkippedStepsError(RuntimeError):
-    """More optimizer steps were skipped than trainer.max_skipped_steps. The message names step, batch and prompts."""
+    """More steps were skipped than trainer.max_skipped_steps. The message names step, batch and prompts."""
 
 
 def broken_rollouts(groups: Sequence[TrajectoryGroup]) -> str | None:
@@ -24,6 +24,6 @@ def broken_rollouts(groups: Sequence[TrajectoryGroup]) -> str | None:
 
 
 def not_finite(metrics: Mapping[str, float]) -> str:
-    """Name the metrics of an optimizer step that are NaN or infinite."""
+    """Name the metrics of a step that are NaN or infinite."""
     names = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
     return f"not finite: {', '.join(names) or 'logprobs'}"

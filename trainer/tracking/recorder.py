@@ -19,6 +19,7 @@ from rollout.events.kinds import (
     nobody,
 )
 from rollout.types import DiscardedGroup, FloatArray, TrajectoryGroup
+from trainer.tokens import TrainedTokens
 from trainer.tracking.console import Console
 from trainer.tracking.flat_groups import FlatGroups
 from trainer.tracking.records import (
@@ -145,8 +146,10 @@ class RunRecorder:
         metrics: dict[str, float],
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
+        tokens: TrainedTokens | None = None,
     ) -> None:
-        """Record an optimizer step. `global_steps` counts it already: the first step is 1."""
+        """Record a step. `global_steps` counts it already: the first step is 1. `tokens`: what the training made of
+        them, where that is known."""
         counts = self.counts
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         counts.steps = global_steps
@@ -157,7 +160,7 @@ class RunRecorder:
         counts.training_seconds += metrics["timing_s/step"]
         if "weight_sync/pause_ms" in metrics:
             counts.pause_ms.append(metrics["weight_sync/pause_ms"])
-        self._write_trajectories(global_steps, groups, advantages)
+        self._write_trajectories(global_steps, groups, advantages, tokens)
         more = {
             "timing_s/elapsed": counts.elapsed,
             "actor/skipped_steps": float(counts.skipped_steps),
@@ -171,7 +174,11 @@ class RunRecorder:
         self._emit(StepRecorded(global_steps=global_steps, file=f"{TRAJECTORIES}/step_{global_steps:06d}.jsonl"))
 
     def _write_trajectories(
-        self, global_steps: int, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
+        self,
+        global_steps: int,
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[FloatArray],
+        tokens: TrainedTokens | None,
     ) -> None:
         records = [
             record
@@ -181,7 +188,7 @@ class RunRecorder:
         path = self._run_dir / TRAJECTORIES / f"step_{global_steps:06d}.jsonl"
         with self._failed.tolerated(TRAJECTORIES):
             if self._record_tokens:
-                write_atomically(path.with_suffix(".npz"), token_arrays(groups, advantages))
+                write_atomically(path.with_suffix(".npz"), token_arrays(groups, advantages, tokens))
             write_atomically(path, to_lines(records))
 
     def record_discarded(self, group: DiscardedGroup) -> None:

@@ -1,6 +1,6 @@
 """What a run writes about its trajectories. Each dataclass is a line of a JSONL file in the run folder:
 
-trajectories/step_000012.jsonl   TrajectoryRecord   what optimizer step 12 trained
+trajectories/step_000012.jsonl   TrajectoryRecord   what step 12 trained
 trajectories/step_000012.npz     `token_arrays`     the tokens and logprobs of the same, with trainer.record_tokens
 evaluations/step_000012.jsonl    SampleRecord       what an evaluation of version 12 got
 discarded/step_000012.jsonl      DiscardRecord      the groups that were discarded while step 12 was the next, and why
@@ -28,11 +28,16 @@ from rollout.types import (
     TrajectoryGroup,
     VersionSpan,
 )
-from trainer.tokens import join
+from trainer.tokens import TrainedTokens, join
 
 TRAJECTORIES = "trajectories"
 EVALUATIONS = "evaluations"
 DISCARDED = "discarded"
+TRAINED = {
+    **{"logprobs": "trainer_logprobs", "advantages": "token_advantages"},
+    **{"is_clipped": "is_clipped", "is_rejected": "is_rejected"},
+}
+"""Field of `TrainedTokens` -> name of its array in the file."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.(jsonl|npz)(\.partial)?")
 R = TypeVar("R")
 
@@ -237,15 +242,22 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in named if name is not None)
 
 
-def token_arrays(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> bytes:
+def token_arrays(
+    groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray], tokens: TrainedTokens | None = None
+) -> bytes:
     """Return the groups' tokens as a file for `numpy.load`.
 
     Of each trajectory, [B]: `ordinals`, `replicas`, `rewards`, `advantages` and `num_sequences`. Of each of their
     sequences, [S]: `prompt_lengths` and `response_lengths`. The sequences' tokens are concatenated: `prompt_ids` [sum
     of prompt lengths]; `response_ids`, `loss_mask`, `rollout_logprobs` and `versions` [sum of response lengths].
+    Of `tokens`, if they are given, those that the loss mask selects, [T]: `trainer_logprobs` (NaN where the trainer
+    computed none), `token_advantages`, `is_clipped`, `is_rejected`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    trained = {}
+    if tokens is not None:
+        trained = {TRAINED[name]: array for name, array in tokens.arrays().items()}
     file = BytesIO()
     np.savez(
         file,
@@ -261,6 +273,7 @@ def token_arrays(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatAr
         loss_mask=join([sequence.loss_mask for sequence in sequences], np.bool_),
         rollout_logprobs=join([sequence.rollout_logprobs for sequence in sequences], np.float32),
         versions=join([sequence.token_versions() for sequence in sequences], np.int32),
+        **trained,
     )
     return file.getvalue()
 

@@ -33,7 +33,7 @@ class Sink(Protocol):
     def name(self) -> str: ...
 
     def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
-        """Record `metrics` under `step`, the number of optimizer steps taken (`global_steps`), and of `samples` what
+        """Record `metrics` under `step`, the number of steps taken (`global_steps`), and of `samples` what
         it can show."""
         ...
 
@@ -147,7 +147,7 @@ class Tracker:
         self.failed = failed or FailedWrites()
 
     def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
-        """Record `metrics` and `samples` under `step`, the number of optimizer steps taken."""
+        """Record `metrics` and `samples` under `step`, the number of steps taken."""
         for sink in self._sinks:
             with self.failed.tolerated(sink.name):
                 sink.log(step, metrics, samples)

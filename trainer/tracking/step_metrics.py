@@ -1,4 +1,4 @@
-"""Metrics of the trajectory groups of one optimizer step: rewards, lengths, staleness."""
+"""Metrics of the trajectory groups of one step: rewards, lengths, staleness."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from trainer.tokens import join
 def group_metrics(
     groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray], global_steps: int, interval: int
 ) -> dict[str, float]:
-    """Return the metrics of the groups that optimizer step `global_steps` trains. `interval`: weight_sync.interval."""
+    """Return the metrics of the groups that step `global_steps` trains. `interval`: weight_sync.interval."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [trajectory for trajectory in trajectories if trajectory.is_scored]
     rewards = np.array([trajectory.shaped_reward for trajectory in scored] or [0.0])

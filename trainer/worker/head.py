@@ -75,9 +75,7 @@ class LogprobHead:
             logger.warning("%s: its logits are more than a scaled linear layer: all are kept in memory", name)
         return rule
 
-    def _general(
-        self, output_type: type, hidden: Tensor, targets: Tensor, max_logits: int
-    ) -> tuple[Tensor, Tensor]:
+    def _general(self, output_type: type, hidden: Tensor, targets: Tensor, max_logits: int) -> tuple[Tensor, Tensor]:
         logprobs = partial(self._logprobs, output_type)
         chunk = max(1, max_logits // self._causal_lm.config.get_text_config().vocab_size)
         if len(targets) <= chunk:

@@ -19,6 +19,7 @@ from trainer.worker.head import LogprobHead
 from weight_sync.adapter import published_name
 
 
+
 class Policy(nn.Module):
     """Wraps the LM: one forward returns logprobs and entropy of loss tokens, and holds few logits at a time."""
 

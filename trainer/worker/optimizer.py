@@ -5,10 +5,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from configs.schema import TrainerConfig
+from trainer.learning_rate import lr_factor
 
 
 class Optimizer:
-    """AdamW with linear warm-up of the learning rate and clipping of the global gradient norm."""
+    """AdamW with a schedule of the learning rate and clipping of the global gradient norm."""
 
     def __init__(self, module: nn.Module, lr: float, trainer: TrainerConfig):
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -29,9 +30,9 @@ class Optimizer:
             norm = norm.full_tensor()
         return norm.item()
 
-    def step(self, global_steps: int) -> None:
-        """Step with the learning rate of `global_steps`."""
-        lr = self._lr * min(1.0, (global_steps + 1) / max(1, self._trainer.lr_warmup_steps))
+    def step(self, place: int) -> None:
+        """Step with the learning rate of the run's optimizer step `place`, counted from 0."""
+        lr = self._lr * lr_factor(place, self._trainer)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
@@ -40,3 +41,9 @@ class Optimizer:
     def lr(self) -> float:
         """Learning rate of the last step."""
         return self.adamw.param_groups[0]["lr"]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, those before a checkpoint that was loaded included."""
+        counts = [state["step"] for state in self.adamw.state.values()]
+        return int(torch.stack(counts).max().item()) if counts else 0

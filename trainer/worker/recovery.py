@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from configs.schema import Config
 from rollout.events.kinds import Emit, TrainersRestarted, nobody
 from rollout.types import FloatArray
-from trainer.batch import StepBatch
+from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
-from trainer.metrics import Metric
 from weight_sync.protocol import Manifest, PublishOrder, UpdateReport, WeightUpdateError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class RecoveringWorkers:
         self._keeps_batches = config.checkpoint.every > 0
         self._max_restarts = config.trainer.max_restarts
         self._trained: dict[int, StepBatch | None] = {}  # by global_steps before it, in order; None: skipped
-        self.global_steps = 0  # optimizer steps taken
+        self.global_steps = 0  # steps taken
         self._resumed: Checkpoint | None = None
         self._restarts = 0
         self._recovering = asyncio.Lock()
@@ -94,13 +93,13 @@ class RecoveringWorkers:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         return await self.again_if_lost(lambda: self._group.score(batch))
 
-    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
-        """Take an optimizer step; without a batch, only count it."""
-        metrics = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
+        """Take the optimizer steps on a batch; without one, only count the step."""
+        result = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
         if self._keeps_batches:
             self._trained[global_steps] = batch
         self.global_steps = global_steps + 1
-        return metrics
+        return result
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Publish the weights. Wait for a running restart, but start none: it would outlast the update's deadlines.

@@ -53,7 +53,7 @@ def token_logprobs(  # noqa: PLR0913
     entropy_has_gradient: bool,
     max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs [T], entropy [T]) of softmax(logits / temperature), where logits = rule(hidden @ weight.T + bias).
+    """Return (logprobs [T], entropy [T]) of softmax(logits / temperature), logits = rule(hidden @ weight.T + bias).
 
     They are float32, as are all sums, and float64 if `hidden` is. The gradients are those of `hidden`, `weight` and
     `bias`, each in its own dtype. The logprob of a target outside of the vocabulary is NaN.

@@ -4,21 +4,24 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from configs.algorithm import Proximal
 from configs.schema import Config
 from rollout.types import FloatArray
-from trainer.batch import MicroBatch
+from trainer.batch import MicroBatch, StepResult
 from trainer.checkpoint.adapter import ADAPTER_FILE, adapter_json
-from trainer.losses.objective import Objective, kl_estimate
-from trainer.metrics import Last, Max, Metric, Sum, merge_metrics
+from trainer.losses.objective import Objective, Share, kl_estimate
+from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics, over_optimizer_steps
+from trainer.tokens import TrainedTokens, join
 from trainer.worker.critic import Critic
 from trainer.worker.lora import adapters_off, add_adapters, base_checksum
 from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
@@ -38,7 +41,7 @@ class TrainWorker:
     Example:
         worker = TrainWorker(config=config, device="cpu", make_sender=make_sender)
         worker.setup("Qwen/Qwen3-0.6B", rank=0, world_size=1, master="127.0.0.1:29500")
-        metrics = worker.train_step(micro_batches, global_steps=0)
+        result = worker.train_step(micro_batches, global_steps=0)
         publication = worker.publish(order)
     """
 
@@ -49,7 +52,7 @@ class TrainWorker:
         self._global_steps = 0
         self._writer = StateWriter(config.checkpoint.timeout_s)
         self._adapter: Adapter | None = None  # with model.lora.rank: what is trained
-        self._is_finite = True  # whether all losses and logprobs of the current step are
+        self._is_finite = True  # whether all losses and logprobs of the current optimizer step are
 
     def setup(self, model_path: str, rank: int, world_size: int, master: str) -> int:
         """Join the process group at `master` (host:port), load and shard the model. Return its parameter count.
@@ -115,59 +118,126 @@ class TrainWorker:
             self._reference.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
         return scores
 
-    def train_step(self, micro_batches: tuple[MicroBatch, ...] | None, global_steps: int) -> dict[str, Metric]:
-        """Take an optimizer step over this rank's micro-batches, and return this rank's metrics. None: only count it.
+    def train_step(
+        self,
+        micro_batches: tuple[MicroBatch, ...] | None,
+        global_steps: int,
+        optimizer_steps: Sequence[range] | None = None,
+    ) -> StepResult:
+        """Train on this rank's micro-batches of a step, and return this rank's share.
 
-        All ranks must call with equally many micro-batches. `global_steps` were taken before.
+        All ranks must call with equally many micro-batches and the same optimizer steps.
+
+        Args:
+            micro_batches: None: only count the step.
+            global_steps: that were taken before.
+            optimizer_steps: the places of each one's micro-batches (`StepBatch.optimizer_steps`); None: one, of all.
         """
         if micro_batches is None:
             self._global_steps = global_steps + 1
-            return {"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)}
+            return StepResult({"actor/skipped_steps": Last(1.0), "perf/trainer_busy_s": Max(0.0)})
         started = time.perf_counter()
         if self._config.model.lora.dropout > 0:  # what is drawn must be the same when the step is taken again
             torch.manual_seed(zlib.crc32(f"{self._config.seed} {global_steps} {self._rank}".encode()))
-        parts = []
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            self._policy.set_requires_gradient_sync(is_last or self._always_reduces)  # pyright: ignore
-            parts.append(self.forward_backward(batch))
-            if self._critic is not None:
-                parts.append(self._critic.forward_backward(batch, is_last))
-                self._is_finite &= math.isfinite(parts[-1]["critic/vf_loss"].value)
-        parts.append(self.optim_step(global_steps))
-        parts.append({"perf/trainer_busy_s": Max(time.perf_counter() - started)})
-        return merge_metrics(parts)
+        plan = optimizer_steps or [range(len(micro_batches))]
+        before = self._logprobs_before(micro_batches, len(plan))
+        first = global_steps * self._config.trainer.optimizer_steps_per_batch
+        steps: list[dict[str, Metric]] = []
+        of_tokens: dict[int, torch.Tensor] = {}  # by micro-batch, when it was first trained
+        for place, part in enumerate(plan, first):
+            parts: list[dict[str, Metric]] = []
+            for index in part:
+                metrics, computed = self._add_gradient(micro_batches[index], index == part[-1], before[index])
+                parts.append(metrics)
+                of_tokens.setdefault(index, computed)
+            steps.append(merge_metrics([*parts, self.optim_step(place)]))
+        self._global_steps = global_steps + 1
+        padded = sum(micro_batches[index].input_ids.size for part in plan for index in part)
+        metrics = over_optimizer_steps(steps) | {
+            "actor/skipped_steps": Last(sum(step["actor/skipped_steps"].value for step in steps)),
+            "trainer/optimizer_steps": Last(float(self._optimizer.num_steps)),
+            "perf/padded_tokens": Sum(float(padded)),
+            "perf/trainer_busy_s": Max(time.perf_counter() - started),
+        }
+        in_order = [of_tokens[index] for index in sorted(of_tokens)]
+        return StepResult(metrics, self._trained_tokens(micro_batches, in_order))
 
-    def forward_backward(self, batch: MicroBatch) -> dict[str, Metric]:
-        """Accumulate the gradient of the micro-batch's share of the objective. The shares of all ranks add up to it."""
+    def _logprobs_before(self, micro_batches: Sequence[MicroBatch], num_steps: int) -> Sequence[torch.Tensor | None]:
+        """[T] per micro-batch: log pi before the first optimizer step, if another needs it: there it is not at hand."""
+        if num_steps == 1 or self._config.algorithm.proximal is Proximal.rollout:
+            return [None] * len(micro_batches)
+        with torch.no_grad():
+            logprobs = [self._policy(batch, self._device)[0] for batch in micro_batches]
+        self._policy.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
+        return logprobs
+
+    def _add_gradient(
+        self, batch: MicroBatch, is_last: bool, before: torch.Tensor | None
+    ) -> tuple[dict[str, Metric], torch.Tensor]:
+        """Of policy and critic. The last micro-batch of the optimizer step reduces it over the ranks, or every one."""
+        self._policy.set_requires_gradient_sync(is_last or self._always_reduces)  # pyright: ignore
+        metrics, computed = self.forward_backward(batch, before)
+        if self._critic is not None:
+            metrics |= self._critic.forward_backward(batch, is_last)
+            self._is_finite &= math.isfinite(metrics["critic/vf_loss"].value)
+        return metrics, computed
+
+    def forward_backward(
+        self, batch: MicroBatch, before: torch.Tensor | None = None
+    ) -> tuple[dict[str, Metric], torch.Tensor]:
+        """Accumulate the gradient of the micro-batch's share of the objective. The shares of all ranks add up to it.
+
+        Args:
+            before: [T] log pi before the first optimizer step of the batch; None: before this one.
+
+        Returns:
+            The metrics, and of the micro-batch's tokens, [3, T]: logprobs, whether clipped, whether rejected.
+        """
         logprobs, entropy = self._policy(batch, self._device)
-        loss, metrics = self._objective(logprobs, entropy, batch)
-        self._is_finite &= bool(loss.isfinite() & logprobs.isfinite().all())
-        (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
-        return metrics | {"perf/padded_tokens": Sum(float(batch.input_ids.size))}
+        share: Share = self._objective(logprobs, entropy, batch, before)
+        self._is_finite &= bool(share.loss.isfinite() & logprobs.isfinite().all())
+        (share.loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
+        computed = torch.stack([one.detach().float() for one in (logprobs, share.is_clipped, ~share.is_kept)])
+        return share.metrics, computed
 
-    def optim_step(self, global_steps: int) -> dict[str, Metric]:
+    def _trained_tokens(
+        self, micro_batches: tuple[MicroBatch, ...], computed: list[torch.Tensor]
+    ) -> TrainedTokens | None:
+        """What the step made of this rank's tokens, copied to the host at once. None if nobody records it."""
+        if not self._config.trainer.record_tokens:
+            return None
+        logprobs, is_clipped, is_rejected = torch.cat(computed, dim=1).cpu().numpy()
+        return TrainedTokens(
+            logprobs=logprobs,
+            advantages=join([batch.tokens.advantages for batch in micro_batches], np.float32),
+            is_clipped=is_clipped > 0,
+            is_rejected=is_rejected > 0,
+        )
+
+    def optim_step(self, place: int) -> dict[str, Metric]:
         """Clip the gradients of policy and critic, step, clear the gradients.
 
-        If a loss, a logprob or a norm was NaN or infinite on any rank, no rank steps: only the version goes up.
+        If a loss, a logprob or a norm was NaN or infinite on any rank, no rank steps.
+
+        Args:
+            place: of the optimizer step among those of the whole run, for the learning rate.
         """
         optimizers = {"actor": self._optimizer}
         if self._critic is not None:
             optimizers["critic"] = self._critic.optimizer
         metrics: dict[str, Metric] = {}
         for name, optimizer in optimizers.items():
-            metrics[f"{name}/grad_norm"] = Last(optimizer.clip())
+            metrics[f"{name}/grad_norm"] = Mean(optimizer.clip(), 1)
         mine = self._is_finite and all(math.isfinite(norm.value) for norm in metrics.values())
         num_finite = torch.tensor(float(mine), device=self._device)
         dist.all_reduce(num_finite)
         is_finite = num_finite.item() == self._world_size
         for name, optimizer in optimizers.items():
             if is_finite:
-                optimizer.step(global_steps)
+                optimizer.step(place)
             optimizer.adamw.zero_grad()
             metrics[f"{name}/lr"] = Last(optimizer.lr)
         self._is_finite = True
-        self._global_steps = global_steps + 1
         return metrics | {"actor/skipped_steps": Last(0.0 if is_finite else 1.0)}
 
     def publish(self, order: PublishOrder) -> Manifest:

@@ -19,9 +19,9 @@ from configs.runtime.environment import QUIET_NCCL
 from configs.schema import Config
 from rollout.events.kinds import Emit, RankPublished, nobody
 from rollout.types import FloatArray
-from trainer.batch import StepBatch
+from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.store import CheckpointError
-from trainer.metrics import Metric, merge_metrics
+from trainer.metrics import merge_metrics
 from weight_sync.protocol import Manifest, PublishOrder, combine, merge
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TrainWorkerGroup:
     Example:
         group = TrainWorkerGroup(config=config, device="cuda", make_sender=make_sender, on_start=on_start)
         await group.setup("Qwen/Qwen3-0.6B")
-        metrics = await group.train_step(batch, global_steps=0)
+        result = await group.train_step(batch, global_steps=0)
         manifest = await group.publish(order)
     """
 
@@ -183,12 +183,18 @@ class TrainWorkerGroup:
             scores = await self._on_each(calls)
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
 
-    async def train_step(self, batch: StepBatch | None, global_steps: int) -> dict[str, Metric]:
-        """Take an optimizer step on all ranks, or without a batch only count it. Return their merged metrics."""
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
+        """Train on the batch on all ranks, or without one only count the step. Return what they made together."""
         per_rank = [None] * len(self.actors) if batch is None else batch.micro_batches
-        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"optimizer step {global_steps}"):
-            calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps) for mine in per_rank]
-            return merge_metrics(await self._on_each(calls))
+        plan = None if batch is None else batch.optimizer_steps
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"training step {global_steps}"):
+            calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps, plan) for mine in per_rank]
+            results = await self._on_each(calls)
+        tokens = [result.tokens for result in results if result.tokens is not None]
+        return StepResult(
+            merge_metrics([result.metrics for result in results]),
+            batch.gather_trained(tokens) if batch is not None and tokens else None,
+        )
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Let every rank offer its rows."""

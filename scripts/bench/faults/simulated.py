@@ -37,7 +37,7 @@ class Trained(Nothing):
         self.tokens = 0
         self.descending_versions = 0
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any) -> None:
+    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None) -> None:
         self.ordinals += [group.prompt.ordinal for group in groups]
         self.tokens += sum(group.num_tokens for group in groups)
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):

@@ -11,11 +11,11 @@ screens.anatomy = {
     const step = Number(params.get("last") || params.get("step") || done);
     const data = await get("anatomy", {run: currentRun(), step});
     const picture = anatomyPicture(data);
-    clear(main, h("h1", null, `Batch of step ${step}`), stepChooser("anatomy", numbers, step, step),
+    clear(main, h("h1", null, `Batch of step ${step}`), stepChooser("anatomy", numbers, null, step),
       h("section", {class: "card advice"}, data.why),
       h("section", {class: "card"}, picture, anatomyLegend(data)),
       data.left_out ? h("p", {class: "muted"}, `${data.left_out} groups that were ready earlier are left out`) : null,
-      card("Groups, the last to be ready first", table(["prompt", "claimed", "ready", "waited", "reward", "attempts"],
+      card("Groups, the last to be ready first; seconds before and after the beginning of the step", table(["prompt", "claimed", "ready", "waited for the step", "mean reward", "attempts"],
         data.groups.map((group) => [h("a", {href: to("groups", {step, ordinal: group.ordinal})}, group.ordinal),
           seconds2(group.claimed), seconds2(group.ready), group.ready === null || group.ready > 0 ? "-" : seconds(-group.ready),
           short(group.reward), group.moves.length ? `${group.moves.length + 1}: ${group.moves.join("; ")}` : "1"]))));
@@ -25,7 +25,7 @@ screens.anatomy = {
 };
 
 const seconds2 = (value) => (value === null ? "-" : `${value < 0 ? "-" : "+"}${Math.abs(value).toFixed(2)} s`);
-const KINDS = {wait: "--line", tool: "--s3", reward: "--warn"};
+const KINDS = {wait: "--line", tool: "--muted", reward: "--ink"};
 
 function anatomyPicture(data) {
   const rows = data.groups.flatMap((group) => group.trajectories.map((one) => ({group, one})));
@@ -41,13 +41,14 @@ function anatomyPicture(data) {
     const tone = css("--bar"), ink = css("--ink");
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = css("--muted");
-    for (const at of ticks(low, high, 8)) context.fillText(`${short(at)} s`, px(at), 12);
+    const times = ticks(low, high, 8), texts = tickTexts(times, short);
+    times.forEach((at, i) => context.fillText(`${texts[i]} s`, px(at), 12));
     for (const [name, start, end] of data.parts) {
       const w = Math.max(1, px(end === null ? high : end) - px(start));
       context.fillStyle = name === "wait" ? css("--line") : `hsl(215 ${css("--token")})`;
       context.fillRect(px(start), 18, w, 16);
       context.fillStyle = ink;
-      if (w > 30) context.fillText(name, px(start) + 3, 30, w - 4);
+      if (w > context.measureText(name).width + 6) context.fillText(name, px(start) + 3, 30);
     }
     context.fillStyle = ink;
     context.fillText("step", 4, 30);
@@ -59,7 +60,7 @@ function anatomyPicture(data) {
       }
       for (const [kind, start, end, version] of row.one.bars) {
         context.fillStyle = kind === "turn" ? barColour(version, tone) : css(KINDS[kind]);
-        context.fillRect(px(start), y, Math.max(0.7, px(end) - px(start)), Math.max(1, tall - 1));
+        context.fillRect(px(start), y, Math.max(0.7, px(end) - px(start)), tall < 4 ? tall : tall - 1);
       }
       if (isCritical(row)) {
         context.strokeStyle = css("--bad");

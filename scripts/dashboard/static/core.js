@@ -109,12 +109,14 @@ class Metrics {
 function short(value) {
   if (value === null || value === undefined) return "-";
   const size = Math.abs(value);
+  if (size >= 1e9) return value.toExponential(1);
   if (size >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
   if (Number.isInteger(value)) return String(value);
   return value.toFixed(size >= 100 ? 0 : size >= 1 ? 2 : 3);
 }
 
+const countOf = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 const percent = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(0)}%`);
 const seconds = (value) => (value === null || value === undefined ? "-" : value < 1 ? `${(1000 * value).toFixed(0)} ms` : `${value.toFixed(2)} s`);
 const clock = (time) => (time === null || time === undefined ? "-" : new Date(1000 * time).toLocaleString());

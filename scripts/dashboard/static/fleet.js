@@ -9,14 +9,15 @@ screens.fleet = {
       await metrics.read();
       const data = await get("fleet", {run: currentRun()});
       clear(main, h("h1", null, "Fleet"),
-        h("p", null, `${short(metrics.last("rollout/replicas_ready"))} replicas ready, ${short(metrics.last("rollout/replicas_lost"))} lost, `
+        h("p", null, `${data.has_ended ? "The run has ended. " : ""}Replicas: ${short(metrics.last("rollout/replicas_ready"))} ready, ${short(metrics.last("rollout/replicas_lost"))} lost, `
           + `${short(metrics.last("rollout/replicas_replaced"))} replaced, ${short(metrics.last("rollout/retried_groups"))} groups tried again.`
           + (data.events_seen < 1 ? ` Events are being read: ${percent(data.events_seen)}.` : "")),
         data.error ? h("section", {class: "card error"}, `the run ended with: ${data.error}`) : null,
         data.has_events ? null : h("p", {class: "muted"}, "this run has no events.jsonl: only its metrics say something of its replicas"),
         data.replicas.length ? card("Replicas", replicaTable(data.replicas)) : null,
+        loadCharts(data.replicas),
         data.has_events ? card("What happened", h("div", null, table(["time", "replica", "state", "what"],
-          data.events.slice().reverse().map(([time, replica, state, text]) => [clock(time), replica || "all", state, text]), "nothing"),
+          data.events.slice().reverse().map(([time, replica, state, text]) => [clock(time), replica || "all", state, text]), "no replica was lost, added, paused or replaced"),
         data.left_out ? h("p", {class: "muted"}, `${data.left_out} earlier ones are left out`) : null)) : null,
         data.messages.length ? card("Trainer and resumes", table(["time", "what"], data.messages.map(([time, text]) => [clock(time), text]))) : null,
         data.dropped ? h("p", {class: "bad"}, `${data.dropped} events were dropped: see docs/observe.md`) : null);
@@ -27,9 +28,19 @@ screens.fleet = {
 };
 
 function replicaTable(replicas) {
-  return table(["replica", "state", "serves", "running", "waiting", "KV cache", "latest pauses"], replicas.map((one) => [
-    one.name, one.state || "-", one.version === null ? "-" : `v${one.version}`, one.load ? one.load.running : "-", one.load ? one.load.waiting : "-",
-    one.load ? percent(one.load.kv_usage) : "-", pauses(one.updates)]));
+  return table(["replica", "state", "serves", "running", "waiting", "KV cache", "as of", "latest pauses"], replicas.map((one) => [
+    one.name, one.state || "no change", one.version === null ? "-" : `v${one.version}`, one.load ? one.load.running : "-", one.load ? one.load.waiting : "-",
+    one.load ? percent(one.load.kv_usage) : "-", one.load ? clock(one.load.time) : "-", pauses(one.updates)]));
+}
+
+/** What replicas had to do over the run, one line each. */
+function loadCharts(replicas) {
+  const known = replicas.filter((one) => one.loads.length).slice(0, 8);
+  if (!known.length) return null;
+  const zero = Math.min(...known.map((one) => one.loads[0][0]));
+  const chart = (title, place, more) => lines(title, known.map((one, i) => ({name: one.name, colour: `--s${i % 4}`,
+    points: one.loads.filter((sample) => sample[place] !== null).map((sample) => [sample[0] - zero, sample[place]])})), {xName: "s", ...more});
+  return h("div", {class: "grid"}, chart("Requests in the engine", 1), chart("Requests that wait for a seat", 2), chart("KV cache in use", 3, {format: percent}));
 }
 
 function pauses(updates) {

@@ -48,13 +48,30 @@ function groupTable(data, asked) {
     "aria-label": `sort by ${shown}`,
     onclick: () => { location.hash = to("groups", {...asked, sort: name, offset: 0, descending: asked.sort === name ? !asked.descending : name !== "ordinal"}); },
   }, shown + (asked.sort === name ? (asked.descending ? " ↓" : " ↑") : "")));
-  return table([...head, "source", "begins"], data.rows.map((row) => [
-    h("a", {href: to("groups", {...asked, ordinal: row.ordinal})}, row.ordinal), short(row.reward), short(row.std), short(row.tokens),
-    short(row.longest), row.failed ? h("span", {class: "bad"}, row.failed) : 0, versionRange(row.versions), seconds(row.seconds),
-    row.source, row.prompt.slice(0, 80)]), "no group is like that");
+  const hasSource = data.rows.some((row) => row.source);
+  const low = Math.min(0, ...data.rows.map((row) => row.reward || 0)), high = Math.max(1e-9, ...data.rows.map((row) => row.reward || 0));
+  const known = commonStart(data.rows.map((row) => row.prompt));
+  return table([...head, ...(hasSource ? ["source"] : []), "begins"], data.rows.map((row) => [
+    h("a", {href: to("groups", {...asked, ordinal: row.ordinal})}, row.ordinal), meter(row.reward, low, high), short(row.std), short(row.tokens),
+    short(row.longest), row.failed ? h("span", {class: "bad"}, row.failed) : 0, h("span", {class: "nowrap"}, versionRange(row.versions)), h("span", {class: "nowrap"}, seconds(row.seconds)),
+    ...(hasSource ? [row.source] : []), h("div", {class: "begins", title: row.prompt}, known ? `… ${row.prompt.slice(known)}` : row.prompt)]), "no group is like that");
 }
 
-const versionRange = (pair) => (pair === null ? "-" : pair[0] === pair[1] ? `v${pair[0]}` : `v${pair[0]} to v${pair[1]}`);
+/** How many characters, whole words, all texts begin with; 0 where one has no more than them. */
+function commonStart(texts) {
+  if (texts.length < 2) return 0;
+  let length = Math.min(...texts.map((text) => text.length));
+  while (texts.some((text) => !text.startsWith(texts[0].slice(0, length)))) length -= 1;
+  return texts.some((text) => text.length === length) ? 0 : texts[0].lastIndexOf(" ", length - 1) + 1;
+}
+
+/** A number with a bar. */
+function meter(value, low, high) {
+  if (value === null) return "-";
+  return h("span", {class: "meter"}, h("span", null, short(value)), h("i", null, h("i", {style: {width: `${(100 * (value - low)) / (high - low)}%`}})));
+}
+
+const versionRange = (pair) => (pair === null ? "-" : pair[0] === pair[1] ? `v${pair[0]}` : `v${pair[0]} – v${pair[1]}`);
 
 function pager(data, asked) {
   const go = (offset) => { location.hash = to("groups", {...asked, offset}); };

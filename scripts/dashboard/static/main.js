@@ -56,6 +56,7 @@ async function reopen() {
   clear(document.getElementById("main"), main);
   document.getElementById("main").setAttribute("aria-busy", "false");
   document.body.dataset.screen = name;
+  performance.mark("shown");
   main.querySelectorAll("canvas").forEach((one) => one.redraw());
   opened = screen && screen.refresh ? screen : null;
 }

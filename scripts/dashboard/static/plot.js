@@ -1,6 +1,7 @@
 "use strict";
 // Lines over steps and bars, drawn on canvas.
 
+const SMOOTHED = 20; // of more points, the mean over a part of so many is drawn over faint ones
 const MARGIN = {left: 46, right: 10, top: 8, bottom: 20};
 
 /** Round numbers between two values: ticks(0, 0.94) is [0, 0.2, 0.4, 0.6, 0.8]. */
@@ -11,6 +12,24 @@ function ticks(low, high, count = 4) {
   const found = [];
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
   return found;
+}
+
+/** Ticks as texts, all with as many digits as their distance needs: 0.0, 0.5, 1.0. */
+function tickTexts(values, format) {
+  if (format !== short || values.length < 2) return values.map(format);
+  const step = Math.abs(values[1] - values[0]), most = Math.max(...values.map(Math.abs));
+  if (most >= 1e4 || step >= 1) return values.map(format);
+  const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)));
+  return values.map((value) => value.toFixed(digits));
+}
+
+/** The mean of each point and those around it, so many in all. */
+function smoothed(points, width) {
+  const half = Math.floor(width / 2);
+  return points.map(([x], i) => {
+    const near = points.slice(Math.max(0, i - half), i + half + 1);
+    return [x, near.reduce((sum, point) => sum + point[1], 0) / near.length];
+  });
 }
 
 function range(values, zero) {
@@ -35,8 +54,16 @@ function lines(title, series, options = {}) {
     const px = (x) => MARGIN.left + ((x - x0) / (x1 - x0)) * (right - MARGIN.left);
     const py = (y) => bottom - ((y - y0) / (y1 - y0)) * (bottom - MARGIN.top);
     frame = {px, right};
-    axes(context, {x0, x1, y0, y1, px, py, right, bottom, format});
-    for (const one of shown) drawLine(context, one, px, py);
+    axes(context, {x0, x1, y0, y1, px, py, right, bottom, format, xName: options.xName || "step"});
+    for (const one of shown) {
+      const mean = one.dots ? 1 : Math.floor(one.points.length / SMOOTHED);
+      if (mean > 1) {
+        context.globalAlpha = 0.28;
+        drawLine(context, one, px, py, 1);
+        context.globalAlpha = 1;
+      }
+      drawLine(context, mean > 1 ? {...one, points: smoothed(one.points, mean)} : one, px, py, 1.8);
+    }
     if (hovered !== null) {
       context.strokeStyle = css("--muted");
       context.beginPath();
@@ -60,26 +87,30 @@ function lines(title, series, options = {}) {
   return card(title, shown.length ? [view, legend] : h("p", {class: "muted"}, "nothing recorded yet"));
 }
 
-function axes(context, {x0, x1, y0, y1, px, py, right, bottom, format}) {
+function axes(context, {x0, x1, y0, y1, px, py, right, bottom, format, xName}) {
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = css("--muted");
   context.strokeStyle = css("--line");
   context.lineWidth = 1;
-  for (const y of ticks(y0, y1)) {
+  const heights = ticks(y0, y1), texts = tickTexts(heights, format);
+  heights.forEach((y, i) => {
     context.beginPath();
     context.moveTo(MARGIN.left, Math.round(py(y)) + 0.5);
     context.lineTo(right, Math.round(py(y)) + 0.5);
     context.stroke();
     context.textAlign = "right";
-    context.fillText(format(y), MARGIN.left - 6, py(y) + 4);
-  }
+    context.fillText(texts[i], MARGIN.left - 6, py(y) + 4);
+  });
+  context.fillText(xName, MARGIN.left - 12, bottom + 14);
   context.textAlign = "center";
-  for (const x of ticks(x0, x1, 6)) context.fillText(short(x), px(x), bottom + 14);
+  const across = ticks(x0, x1, 6), names = tickTexts(across, short);
+  across.forEach((x, i) => context.fillText(names[i], px(x), bottom + 14));
 }
 
-function drawLine(context, one, px, py) {
+function drawLine(context, one, px, py, thick) {
   context.strokeStyle = context.fillStyle = css(one.colour);
-  context.lineWidth = 1.8;
+  context.lineWidth = thick;
+  context.lineJoin = "round";
   context.beginPath();
   one.points.forEach(([x, y], i) => (i ? context.lineTo(px(x), py(y)) : context.moveTo(px(x), py(y))));
   context.stroke();

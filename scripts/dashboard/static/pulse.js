@@ -8,35 +8,48 @@ screens.pulse = {
     const advice = h("section", {class: "card advice", "aria-live": "polite"}, "…");
     const tiles = h("div", {class: "tiles"});
     const charts = h("div", {class: "grid"});
-    clear(main, h("h1", null, "Pulse"), advice, tiles, charts);
+    clear(main, h("h1", null, "Pulse"), advice, tiles, h("p", {class: "muted note"}, `Throughput, idle shares, pause and step: means of the latest ${MEAN_STEPS} steps. `
+      + "Faint lines: every step; strong ones: means of the steps around."), charts);
+    let isPending = false;
+    const advise = async () => {
+      const given = await get("advice", {run: currentRun()});
+      isPending = given.is_pending;
+      clear(advice, given.text, h("p", {class: "muted"}, given.about, isPending ? " The predictor is at work." : ""));
+    };
     const refresh = async (first) => {
       const isNew = await metrics.read();
-      if (!isNew && !first) return;
+      if (!isNew && !first) return isPending ? advise() : null;
       fillTiles(tiles, metrics);
       const stale = await get("staleness", {run: currentRun(), step: 0});
       clear(charts, pulseCharts(metrics, stale));
       say(`step ${metrics.rows.length ? metrics.rows[metrics.rows.length - 1].step : 0}`);
-      clear(advice, (await get("advice", {run: currentRun()})).text);
+      return advise();
     };
     await refresh(true);
     return {refresh: () => refresh(false)};
   },
 };
 
+const MEAN_STEPS = 20;
+
 function fillTiles(tiles, metrics) {
   const last = (key) => metrics.last(key);
+  const mean = (key) => {
+    const values = metrics.points(key).slice(-MEAN_STEPS).map((point) => point[1]);
+    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+  };
   const tile = (name, value) => h("div", {class: "tile"}, h("span", null, name), h("b", null, value));
   clear(tiles,
     tile("reward", short(last("critic/rewards/mean"))),
     tile("accuracy", short(last("eval/accuracy"))),
-    tile("tokens/s sampled", short(last("perf/throughput/generated"))),
-    tile("tokens/s trained", short(last("perf/throughput/trained"))),
-    tile("trainer idle", percent(last("perf/trainer_idle"))),
-    tile("replicas idle", percent(last("perf/replica_idle"))),
-    tile("staleness, max", `${short(last("staleness/max"))} versions`),
-    tile("pause", `${short(last("weight_sync/pause_ms"))} ms`),
-    tile("step", seconds(last("timing_s/step"))),
-    tile("slots: in flight / ready / free",
+    tile("tokens/s sampled", short(mean("perf/throughput/generated"))),
+    tile("tokens/s trained", short(mean("perf/throughput/trained"))),
+    tile("trainer idle", percent(mean("perf/trainer_idle"))),
+    tile("replicas idle", percent(mean("perf/replica_idle"))),
+    tile("staleness, at most", `${short(last("staleness/max"))} versions`),
+    tile("pause of an update", `${short(mean("weight_sync/pause_ms"))} ms`),
+    tile("step", seconds(mean("timing_s/step"))),
+    tile("slots: busy / ready / free",
       ["inflight_groups", "ready_groups", "free_slots"].map((name) => short(last(`rollout/${name}`))).join(" / ")));
 }
 
@@ -59,5 +72,7 @@ function pulseCharts(metrics, stale) {
       of("train", "timing_s/train_step", "--s0"), of("update", "timing_s/update_weights", "--s2")]),
     lines("Response length, tokens", [of("mean", "response_length/mean", "--s0"), of("max", "response_length/max", "--s3")]),
     lines("Groups that teach nothing", [of("equal rewards", "rollout/zero_variance_groups", "--s1")], {format: percent}),
+    lines("Entropy of the policy, nats", [of("entropy", "actor/entropy", "--s2")]),
+    lines("Off-policy: trainer against rollout", [of("effective sample size", "actor/ess", "--s0"), of("tokens clipped", "actor/pg_clipfrac", "--s1")], {format: percent}),
   ];
 }

@@ -25,7 +25,7 @@ screens.timeline = {
       data.is_cut ? h("p", {class: "muted"}, `there is more than one picture holds (${data.left_out} turns left out): choose fewer steps`) : null,
       h("p", {class: "muted"}, "Wheel or + and - zoom, drag or arrow keys move, 0 shows all, a click opens the trajectory. "
         + "A bar is a turn at a replica, its colours are the versions that sampled it; a band across all lanes is a weight update, "
-        + "a hairline in a replica is the pause of its swap."));
+        + "a hairline in a replica is the pause of its swap, the thin line above it the staging of the weights. Times are from the start of the first step."));
     picture.element.redraw();
     let shown = newest;
     return {
@@ -47,7 +47,9 @@ async function steps() {
   }
 }
 
+/** One step at a time where `first` is null. */
 function stepChooser(screen, numbers, first, last) {
+  if (first === null) return oneStepChooser(screen, numbers, last);
   const go = (a, b) => { location.hash = to(screen, {first: a, last: b}); };
   const width = numbers.indexOf(last) - numbers.indexOf(first);
   const at = (index) => numbers[Math.max(0, Math.min(numbers.length - 1, index))];
@@ -61,6 +63,15 @@ function stepChooser(screen, numbers, first, last) {
     h("button", {onclick: () => { location.hash = to(screen, {}); }}, "newest"));
 }
 
+function oneStepChooser(screen, numbers, step) {
+  const beside = (by) => numbers[numbers.indexOf(step) + by];
+  const go = (to_) => { location.hash = to(screen, {step: to_}); };
+  const input = h("input", {type: "number", value: step, min: numbers[0], max: numbers[numbers.length - 1], "aria-label": "step", onchange: () => go(input.value)});
+  const walk = (by, name) => h("button", {disabled: beside(by) === undefined, onclick: () => go(beside(by))}, name);
+  return h("div", {class: "controls"}, walk(-1, "earlier"), "step", input, walk(1, "later"),
+    h("button", {onclick: () => { location.hash = to(screen, {}); }}, "newest"));
+}
+
 class Timeline {
   constructor(data) {
     this.data = data;
@@ -69,7 +80,7 @@ class Timeline {
     this.rows = []; // {y, height, kind, name, replica}
     this.layOut();
     this.from = this.start = Math.min(0, ...this.turns.map((turn) => turn.start).filter((at) => at > -data.length));
-    this.until = this.end = Math.max(data.length, this.from + 1e-3);
+    this.until = this.end = Math.max(this.lastEnd(), this.from + 1e-3);
     const label = `timeline of steps ${data.first} to ${data.last}: ${this.turns.length} turns on ${Object.keys(data.replicas).length} replicas, `
       + `${data.borders.length} weight updates, versions ${[...this.versions].sort((a, b) => a - b).join(", ")}`;
     this.element = canvas(this.height, label, (context, width) => this.draw(context, width));
@@ -77,12 +88,19 @@ class Timeline {
     this.listen();
   }
 
+  /** When the last bar ends: a run that has ended may have been there for a while after it. */
+  lastEnd() {
+    const {data} = this;
+    const ends = [...this.turns.map((turn) => turn.end), ...[...data.steps, ...data.borders, ...data.evaluations].map((one) => one[one.length - 1])];
+    return ends.includes(null) || !ends.length ? data.length : Math.min(data.length, Math.max(...ends));
+  }
+
   layOut() {
     const {data} = this;
     let y = 24;
     const row = (kind, name, height, more) => { this.rows.push({kind, name, y, height, ...more}); y += height + 6; };
     row("steps", "trainer", 18);
-    if (data.evaluations.length) row("evaluations", "evaluation", 10);
+    if (data.evaluations.some(([, , end]) => end === null || end > 0)) row("evaluations", "evaluation", 10);
     for (const rank of Object.keys(data.ranks)) row("rank", `rank ${rank}`, 10, {items: data.ranks[rank]});
     const lanes = Object.values(data.replicas).reduce((sum, one) => sum + one.lanes, 0);
     const tall = Math.max(2, Math.min(14, Math.floor(520 / Math.max(lanes, 1))));
@@ -92,11 +110,11 @@ class Timeline {
       const {y: top} = this.rows[this.rows.length - 1];
       for (const [lane, start, end, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation] of replica.turns) {
         cuts.forEach((cut) => this.versions.add(cut[2]));
-        this.turns.push({y: top + lane * tall, height: Math.max(1, tall - 1), start, end: end === null ? data.length : end,
+        this.turns.push({y: top + lane * tall, height: tall < 4 ? tall : tall - 1, start, end: end === null ? data.length : end,
           goesOn: end === null, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation, name});
       }
     }
-    this.height = y + 6;
+    this.height = y + 16;
   }
 
   x(time) { return 92 + ((time - this.from) / (this.until - this.from)) * (this.width - 100); }
@@ -117,6 +135,8 @@ class Timeline {
       context.fillRect(this.x(start), 18, Math.max(1, this.x(end === null ? this.data.length : end) - this.x(start)), this.height);
     }
     context.globalAlpha = 1;
+    context.fillStyle = muted;
+    for (const [version, start] of this.data.borders) context.fillText(`v${version}`, this.x(start), this.height - 3);
     for (const turn of this.turns) this.drawTurn(context, turn, tone, muted);
     for (const row of this.rows) this.drawRow(context, row, tone, ink, muted);
     context.restore();
@@ -127,20 +147,21 @@ class Timeline {
   drawTimes(context, muted, line) {
     context.strokeStyle = line;
     context.fillStyle = muted;
-    for (const at of ticks(this.from, this.until, 8)) {
+    const times = ticks(this.from, this.until, 8), texts = tickTexts(times, short);
+    times.forEach((at, i) => {
       const x = Math.round(this.x(at)) + 0.5;
-      if (x < 92) continue;
+      if (x < 92) return;
       context.beginPath();
       context.moveTo(x, 16);
       context.lineTo(x, this.height);
       context.stroke();
-      context.fillText(`${short(at)} s`, x + 2, 12);
-    }
+      context.fillText(`${texts[i]} s`, x + 2, 12);
+    });
   }
 
   drawTurn(context, turn, tone, muted) {
     if (turn.end < this.from || turn.start > this.until) return;
-    if (!turn.cuts.length) {
+    if (!turn.cuts.length || turn.cuts[0][0] > turn.start) {
       context.fillStyle = muted;
       context.globalAlpha = 0.5;
       context.fillRect(this.x(turn.start), turn.y, Math.max(0.5, this.x(turn.end) - this.x(turn.start)), turn.height);
@@ -157,7 +178,9 @@ class Timeline {
       const x = this.x(start), w = Math.max(1, this.x(end === null ? this.data.length : end) - x);
       context.fillStyle = colour;
       context.fillRect(x, row.y, w, row.height);
-      if (w > 34 && row.height > 12) { context.fillStyle = ink; context.fillText(text, x + 3, row.y + 13, w - 6); }
+      const seen = Math.max(x, 92), room = x + w - seen - 6;
+      context.fillStyle = ink;
+      if (room > context.measureText(text).width && row.height > 12) context.fillText(text, seen + 3, row.y + 13);
     };
     if (row.kind === "steps") {
       const colours = {wait: css("--line"), train: css("--token") && `hsl(215 ${css("--token")})`};
@@ -184,7 +207,9 @@ class Timeline {
   }
 
   legend() {
-    return versionLegend([...this.versions].sort((a, b) => a - b));
+    const isWaiting = this.turns.some((turn) => !turn.cuts.length || turn.cuts[0][0] > turn.start);
+    return [versionLegend([...this.versions].sort((a, b) => a - b)), isWaiting ? h("div", {class: "legend"}, h("span", null,
+      h("i", {style: {background: "var(--muted)", opacity: 0.5}}), "until the first token, or of a version that is not known")) : null];
   }
 
   // -- what a person does --

@@ -55,8 +55,10 @@ class Recorder(RunRecorder):
         super().__init__(run_dir, Tracker([]), console)
         self.steps: Steps = []
 
-    def record_step(self, global_steps: int, metrics: dict[str, float], groups: Any, advantages: Any) -> None:
-        super().record_step(global_steps, metrics, groups, advantages)
+    def record_step(
+        self, global_steps: int, metrics: dict[str, float], groups: Any, advantages: Any, tokens: Any = None
+    ) -> None:
+        super().record_step(global_steps, metrics, groups, advantages, tokens)
         self.steps.append((groups, metrics))
 
 
@@ -96,7 +98,7 @@ async def synchronous_run(config: Config, parts: StartedRun) -> Steps:
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
             keep_idle=False,
         )
-        metrics = await parts.workers.train_step(batch, step)
+        metrics = (await parts.workers.train_step(batch, step)).metrics
         await parts.manager.update_weights(step + 1)
         steps.append((groups, {key: metric.value for key, metric in metrics.items()}))
     return steps

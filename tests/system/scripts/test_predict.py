@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.dashboard.prediction import Predicted
 from scripts.predict.command import parse
 from scripts.predict.predict import predict
 from scripts.predict.profile import read_profile
@@ -21,4 +22,5 @@ def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytes
     assert figures["choices"][0]["samples_per_s"] < figures["now"]["samples_per_s"]
     assert set(figures["one_more"]) == {"replica", "rank"} and figures["costs_s"]["stragglers"] > 0
     assert figures["advice"] in capsys.readouterr().out
+    assert Predicted.of(json.dumps(figures), "", 0, steps=12).text == figures["advice"], "the page reads it"
     assert read_profile(tmp_path / "p.json").turn_tokens.mean == pytest.approx(30, rel=0.15)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from configs import load
-from configs.algorithm import ADVANTAGES, LOSSES, Correction
+from configs.algorithm import ADVANTAGES, LOSSES, Correction, Proximal
 from configs.checkpoint import is_checkpoint
 from configs.checks.ranges import NUM_ARITHMETIC, RANGES, bounds, out_of_range
 from configs.cli.overrides import check_overrides
 from configs.rewards import BUILT_IN_REWARDS
 from configs.schema import Config, Device, ModelKind, PauseMode, SinkName, Transport
+from configs.trainer import LearningRateSchedule
 from configs.validate import ConfigError, check
 from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
@@ -93,6 +94,7 @@ def test_known_keys_groups_and_options_pass() -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 SHARED = {"gpu_share": 0.5}
+COSINE = LearningRateSchedule.cosine
 NUMBERS = [key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}]
 
 
@@ -200,6 +202,38 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16"),
+        (
+            {"trainer__mini_batches": 9, "trainer__num_ranks": 2},
+            "trainer.mini_batches=9: at most 8: of trainer.prompts_per_step=16, each has a group for every rank (train",
+        ),
+        ({"trainer__mini_batches": 0}, "trainer.mini_batches=0: must be between 1 and"),
+        ({"trainer__mini_batches": -1}, "trainer.mini_batches=-1: must be between 1 and"),
+        ({"trainer__epochs": 0}, "trainer.epochs=0: must be between 1 and 1000"),
+        ({"trainer__lr_warmup_ratio": 1.1}, "trainer.lr_warmup_ratio=1.1: must be between 0 and 1"),
+        ({"trainer__min_lr_ratio": -0.1}, "trainer.min_lr_ratio=-0.1: must be between 0 and 1"),
+        ({"trainer__min_lr_ratio": 0.1}, "trainer.min_lr_ratio=0.1: only trainer.lr_schedule=linear and cosine read"),
+        (
+            {"trainer__lr_schedule": COSINE, "trainer__lr_warmup_steps": 60},
+            "trainer.lr_warmup_steps=60: with trainer.lr_schedule=cosine, the warm-up must end before the run's 60 opt",
+        ),
+        (
+            {"trainer__lr_schedule": COSINE, "trainer__lr_warmup_ratio": 1.0, "trainer__epochs": 2},
+            "trainer.lr_warmup_ratio=1.0: with trainer.lr_schedule=cosine, the warm-up must end before the run's 120 o",
+        ),
+        (
+            {"algorithm__loss": "reinforce", "algorithm__proximal": Proximal.current, "trainer__mini_batches": 4},
+            "algorithm.loss=reinforce: with 4 optimizer steps per batch (trainer.mini_batches x epochs), has no ratio",
+        ),
+    ],
+)
+def test_optimizer_steps_and_rates_that_cannot_work_are_refused(values: dict[str, object], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 

@@ -14,6 +14,7 @@ from tests.support.batches import learning
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import only
 from trainer.batch import MicroBatch, StepBatch, assemble
+from trainer.tokens import TrainedTokens
 
 LAYOUTS = list(Layout)
 
@@ -276,3 +277,34 @@ def test_without_anything_to_learn_every_rank_still_has_a_forward(layout: Layout
     batch = solved.assemble(layout, 3, 16)
     assert batch.num_tokens == 7
     assert [[b.input_ids.tolist() for b in rank] for rank in batch.micro_batches] == [[[[0]]]] * 3
+
+
+def told(places: np.ndarray, advantages: np.ndarray) -> TrainedTokens:
+    return TrainedTokens(
+        logprobs=places.astype(np.float32),
+        advantages=advantages,
+        is_clipped=places % 2 == 0,
+        is_rejected=places % 3 == 0,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(step=steps(), num_ranks=st.integers(1, 4), budget=st.integers(1, 80))
+@settings(max_examples=50, deadline=None)
+def test_what_ranks_made_of_their_tokens_goes_back_to_its_place(
+    layout: Layout, step: Step, num_ranks: int, budget: int
+) -> None:
+    """Each rank says of a token its place; those that taught nothing have no logprob and no advantage."""
+    batch = step.assemble(layout, num_ranks, budget)
+    made = []
+    for micro_batches in batch.micro_batches:
+        places = np.concatenate([one.index for one in micro_batches])
+        advantages = np.concatenate([one.tokens.advantages for one in micro_batches])
+        made.append(told(places, advantages))
+    gathered, expected = batch.gather_trained(made), expected_tokens(step, keep_idle=False)
+    for place in range(batch.num_tokens):
+        if place in expected:
+            assert gathered.logprobs[place] == place and gathered.advantages[place] == expected[place].advantage
+            assert (gathered.is_clipped[place], gathered.is_rejected[place]) == (place % 2 == 0, place % 3 == 0)
+        else:
+            assert np.isnan(gathered.logprobs[place]) and not gathered.advantages[place]

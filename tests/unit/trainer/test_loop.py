@@ -52,6 +52,13 @@ def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
     assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
 
 
+def test_a_record_has_what_its_own_step_made_of_its_tokens() -> None:
+    """Not what the next one made, which trains before the record is written."""
+    world = run(World(update_ends_after={1: "train_step 1"}), total_steps=2)
+    of_steps = {step: set(tokens.logprobs.tolist()) for step, tokens in world.recorded_tokens.items() if tokens}
+    assert of_steps == {1: {0.0}, 2: {-1.0}}
+
+
 @pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "publish 2", "live 2", "stage 2", "advance 2"])
 def test_an_error_anywhere_ends_the_run_at_once(fails: str) -> None:
     world = World(fails=fails, due=(2,), update_ends_after={2: "train_step 2"})
@@ -159,6 +166,17 @@ def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns
     assert sum(len(b.index) for rank in trained.micro_batches for b in rank) == 18, "without the advantage of 0"
     assert world.records[1]["actor/reward_kl_penalty"] == pytest.approx(28 / 24)
     assert world.records[1]["timing_s/score"] > 0
+
+
+def test_mini_batches_and_epochs_are_one_step_of_one_version() -> None:
+    world = run(World(), total_steps=1, mini_batches=2, epochs=3)
+    assert world.events == ["next_batch 0", "train_step 0", "publish 1", "live 1", "advance 1", "record 1"]
+    (batch,) = world.batches
+    assert len(batch.optimizer_steps) == 6 and len(set(batch.optimizer_steps)) == 2
+    weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
+    assert weights == pytest.approx([1 / 12] * 24), "each half has a mean of its own"
+    assert world.recorded_advantages[0] == [pytest.approx([1.499997] + [-0.499999] * 3)] * 2
+    assert world.records[1]["perf/trained_tokens"] == 24, "each once"
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

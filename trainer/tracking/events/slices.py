@@ -36,6 +36,21 @@ def version_slices(
     return slices
 
 
+def served_slices(start: float, end: float, swaps: Iterable[tuple[float, int]]) -> list[VersionSlice]:
+    """The same of a turn that goes on, whose borders come with its end: by the weights that its replica had meanwhile.
+    Before the first swap that is known there is none.
+
+    Example: served_slices(2, 9, [(1, 4), (3, 5)]) == [VersionSlice(2, 3, 4), VersionSlice(3, 9, 5)]
+    """
+    known = sorted(swaps)
+    ends = [*(time for time, _ in known[1:]), end]
+    return [
+        VersionSlice(max(start, begins), min(end, ends_at), version)
+        for (begins, version), ends_at in zip(known, ends, strict=False)
+        if begins < end and ends_at > start
+    ]
+
+
 class Lanes:
     """Numbers of lanes for what overlaps: the lowest one that is free.
 

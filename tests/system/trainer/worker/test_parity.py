@@ -178,7 +178,7 @@ def test_policy_reference_and_critic_of_another_family_train(
         assert scores["reference_logprobs"][0] == pytest.approx(expected, abs=1e-5)
         reference = {"reference_logprobs": step.gather([scores["reference_logprobs"]])}
         (ready,) = pack(groups, Layout.tree, keep_idle=True, **known, **reference).micro_batches[0]
-        metrics = to_floats(worker.train_step((ready,), 0))
+        metrics = to_floats(worker.train_step((ready,), 0).metrics)
         assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
 

@@ -40,7 +40,7 @@ def loss_and_gradients(batch: StepBatch, algorithm: AlgorithmConfig, dtype: torc
     objective, total = Objective(algorithm), 0.0
     for micro_batch in (b for rank in batch.micro_batches for b in rank):
         logprobs, entropy = policy(micro_batch, CPU)
-        loss, _ = objective(logprobs, entropy, micro_batch)
+        loss = objective(logprobs, entropy, micro_batch).loss
         loss.backward()
         total += loss.item()
     return total, gradients_of(causal_lm)

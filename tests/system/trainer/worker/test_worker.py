@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny.model import build_model
+from trainer.tokens import sampled_tokens
 from trainer.worker import token_logprobs
 from trainer.worker.worker import TrainWorker
 
@@ -87,9 +89,7 @@ def two_ranks(
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
-def assert_same(
-    found: Outcome, expected: Outcome, tolerance: float = 1e-4, vocabulary: int = VOCAB_SIZE
-) -> None:
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4, vocabulary: int = VOCAB_SIZE) -> None:
     for key in ("actor/pg_loss", "actor/grad_norm"):
         values = [metrics[key] for metrics in found.metrics]
         assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=1e-7), key
@@ -143,10 +143,10 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         whole = worker.forward_backward
 
-        def watched(batch: MicroBatch) -> dict[str, Metric]:
-            metrics = whole(batch)
+        def watched(batch: MicroBatch, before: torch.Tensor | None = None) -> tuple[dict[str, Metric], torch.Tensor]:
+            result = whole(batch, before)
             seen.append(any(parameter.grad is not None for parameter in worker._policy.parameters()))
-            return metrics
+            return result
 
         worker.forward_backward = watched
         worker.train_step((first, *rest), 0)
@@ -201,11 +201,36 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "correction/ratio_fraction_low": (ratio < 1 / 1.1).double().mean().item(),
             "actor/lr": 0.005,
             "actor/skipped_steps": 0,
+            "trainer/optimizer_steps": 1,
             "perf/padded_tokens": batches[0].micro_batches[0][0].input_ids.size,
         },
         rel=1e-4,
         abs=1e-6,
     )
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_step_gives_back_what_it_made_of_every_token(
+    layout: Layout, model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    batch = pack([steps[0]], layout, 1)[0]
+    log_ratios, _, _ = learning_tokens(build_model(VOCAB_SIZE, seed=0), steps[0], CONFIG.rollout.temperature)
+    rollout_logprobs = sampled_tokens(steps[0], 0).rollout_logprobs
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        result = worker.train_step(batch.micro_batches[0], 0)
+        tokens = result.tokens
+        assert tokens is not None
+        whole = batch.gather_trained([tokens])
+        computed = ~np.isnan(whole.logprobs)
+        assert computed.sum() == batch.num_trained < batch.num_tokens
+        log_ratio = whole.logprobs[computed] - rollout_logprobs[computed]
+        assert log_ratio == pytest.approx(torch.cat(log_ratios).detach().numpy(), abs=1e-4)
+        assert (whole.advantages[computed] != 0).all() and (whole.advantages[~computed] == 0).all()
+        assert 0 < tokens.is_clipped.mean() == pytest.approx(result.metrics["actor/pg_clipfrac"].value)
+        assert not tokens.is_rejected.any()
+
+    run_worker(CONFIG, model_path, use)
 
 
 UNPREDICTABLE = ("actor/pg_loss", "actor/grad_norm", "perf/trainer_busy_s")  # the first two are tested above
@@ -264,7 +289,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]
         assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-        metrics = to_floats(worker.train_step(empty.micro_batches[0], 0))
+        metrics = to_floats(worker.train_step(empty.micro_batches[0], 0).metrics)
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
         worker.publish(make_order(0))
         untrained = dict(build_model(VOCAB_SIZE, seed=0).named_parameters())
@@ -280,7 +305,7 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
 
 
 def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:
-    return [worker.forward_backward(micro_batch) for micro_batch in batch.micro_batches[0]]
+    return [worker.forward_backward(micro_batch)[0] for micro_batch in batch.micro_batches[0]]
 
 
 def test_a_second_rank_that_never_comes_is_an_error_within_the_deadline(model_path: str) -> None:

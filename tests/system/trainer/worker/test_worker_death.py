@@ -118,7 +118,7 @@ def killed(scene: Scene) -> Scene:
                 if step == KILLED_IN:
                     await asyncio.sleep(0)
                     os.kill(victim, signal.SIGKILL)
-                metrics.append(to_floats(await call))
+                metrics.append(to_floats((await call).metrics))
                 if scene.checkpointer.is_due(step + 1):
                     await scene.checkpointer.stage(step + 1)
                     scene.checkpointer.commit({"recorder": b"{}"})
@@ -127,7 +127,9 @@ def killed(scene: Scene) -> Scene:
 
     async def train_undisturbed() -> list[dict[str, float]]:
         await scene.group.start_again(None)
-        return [to_floats(await scene.group.train_step(batch, step)) for step, batch in enumerate(scene.steps)]
+        return [
+            to_floats((await scene.group.train_step(batch, step)).metrics) for step, batch in enumerate(scene.steps)
+        ]
 
     victim = scene.run(scene.pid(1))
     scene.metrics["killed"] = scene.run(train())
@@ -187,7 +189,7 @@ def test_a_rank_that_stands_still_is_started_again_at_the_deadline(
             await killed.workers.score(killed.steps[0])
         return await killed.workers.train_step(killed.steps[0], -1)
 
-    assert to_floats(killed.run(scenario()))["actor/grad_norm"] > 0
+    assert to_floats(killed.run(scenario()).metrics)["actor/grad_norm"] > 0
     assert "train workers start again (3 of at most 3)" in killed.reports[-2]
     assert psutil.wait_procs(stopped, timeout=10)[1] == [], "what stands still is ended too"
 

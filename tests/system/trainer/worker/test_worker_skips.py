@@ -101,13 +101,13 @@ def test_a_broken_step_moves_nothing_but_the_version_and_the_next_is_taken(
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(batches[0]), 0)
         before = state_of(worker)
-        metrics = to_floats(worker.train_step(mine(with_signals(batches[1], **broken)), 1))
+        metrics = to_floats(worker.train_step(mine(with_signals(batches[1], **broken)), 1).metrics)
         assert metrics["actor/skipped_steps"] == 1
         assert not math.isfinite(metrics["actor/grad_norm"] + metrics["actor/pg_loss"])
         assert_equal(state_of(worker), before)
         assert metrics["actor/lr"] == before["actor"][2] == 0.0025
         assert worker._global_steps == 2
-        metrics = to_floats(worker.train_step(mine(batches[2]), 2))
+        metrics = to_floats(worker.train_step(mine(batches[2]), 2).metrics)
         assert metrics["actor/skipped_steps"] == 0 and math.isfinite(metrics["actor/grad_norm"])
         assert not torch.equal(state_of(worker)["actor"][0][0], before["actor"][0][0])
 
@@ -126,11 +126,11 @@ def test_actor_and_critic_step_together_or_not_at_all(broken: str, model_path: s
         worker.train_step(mine(whole), 0)
         before = state_of(worker)
         assert set(before) == {"actor", "critic"}
-        metrics = to_floats(worker.train_step(mine(with_signals(whole, **changed)), 1))
+        metrics = to_floats(worker.train_step(mine(with_signals(whole, **changed)), 1).metrics)
         assert metrics["actor/skipped_steps"] == 1
         assert math.isfinite(metrics["actor/grad_norm"]) == (broken != "actor")
         assert_equal(state_of(worker), before)
-        assert to_floats(worker.train_step(mine(whole), 2))["actor/skipped_steps"] == 0
+        assert to_floats(worker.train_step(mine(whole), 2).metrics)["actor/skipped_steps"] == 0
 
     run_worker(config, model_path, use)
 
@@ -139,7 +139,7 @@ def test_skipping_by_order_moves_only_the_version(model_path: str, batches: list
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         worker.train_step(mine(batches[0]), 0)
         before = state_of(worker)
-        assert to_floats(worker.train_step(None, 1)) == {"actor/skipped_steps": 1, "perf/trainer_busy_s": 0}
+        assert to_floats(worker.train_step(None, 1).metrics) == {"actor/skipped_steps": 1, "perf/trainer_busy_s": 0}
         assert_equal(state_of(worker), before)
         assert worker._global_steps == 2
 

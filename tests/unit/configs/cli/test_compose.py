@@ -32,7 +32,8 @@ def refusal(*overrides: str) -> str:
         ),
         ("n_samples_per_prompt", "OpenRLHF's n_samples_per_prompt is algorithm.group_size here"),
         ("generator.n_samples_per_prompt", "SkyRL's generator.n_samples_per_prompt is algorithm.group_size here"),
-        ("actor_rollout_ref.actor.ppo_epochs", "verl's actor_rollout_ref.actor.ppo_epochs there is no equivalent: one"),
+        ("actor_rollout_ref.actor.ppo_epochs", "verl's actor_rollout_ref.actor.ppo_epochs is trainer.epochs here"),
+        ("actor_rollout_ref.rollout.name", "verl's actor_rollout_ref.rollout.name there is no equivalent: vLLM is the"),
     ],
 )
 def test_the_keys_of_other_frameworks_are_understood(key: str, ours: str) -> None:

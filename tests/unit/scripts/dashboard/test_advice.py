@@ -56,3 +56,14 @@ def test_a_total_that_grew_before_the_latest_steps_is_no_news() -> None:
 
 def test_a_run_without_steps_gets_no_advice() -> None:
     assert advise(gather([{"eval/accuracy": 0.1}], {}))[0] == "nothing"
+
+
+def test_the_prediction_speaks_in_the_place_of_the_rules_of_speed() -> None:
+    """Not before failures; and where it knows no change, after what teaches nothing."""
+    waits, equal = CALM | WAITS, CALM | {"rollout/zero_variance_groups": 0.62}
+    said = ("prediction", "predicted")
+    assert advise(gather([waits] * 5, CONFIG), "predicted", 0.2) == said
+    assert advise(gather([waits] * 5, CONFIG), "predicted", 0.0) == said
+    assert advise(gather([equal] * 5, CONFIG), "predicted", 0.2) == said
+    assert advise(gather([equal] * 5, CONFIG), "predicted", 0.0)[0] == "equal_rewards"
+    assert advise(gather([waits | {"actor/skipped_steps": 2.0}] * 5, CONFIG), "predicted", 0.2)[0] == "skipped"

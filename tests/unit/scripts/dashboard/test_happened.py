@@ -102,6 +102,24 @@ def test_lanes_do_not_overlap_and_turns_are_cut_by_version(seen: Happenings) -> 
     )
 
 
+def test_a_turn_has_versions_from_its_first_token_on_and_those_of_its_replica_while_it_goes_on(
+    seen: Happenings, run_dir: Path
+) -> None:
+    window, every = seen.of_steps(3, 4), whole(run_dir)
+    picture = timeline(window)
+    going = 0
+    for name, replica in picture["replicas"].items():
+        served = max(v for v, one in every.updates[name].items() if one.swapped and one.swapped <= window.until)
+        for _, _, end, cuts, ordinal, episode, *_ in replica["turns"]:
+            (turn,) = every.groups[ordinal].trajectories[episode].turns
+            if end is None:
+                assert cuts[-1] == [cuts[-1][0], picture["length"], served]
+                going += 1
+            elif turn.first_token is not None:
+                assert cuts[0][0] == pytest.approx(turn.first_token - window.since, abs=1e-4)
+    assert going > 0
+
+
 def test_the_anatomy_marks_the_trajectory_that_ended_last(seen: Happenings, run_dir: Path) -> None:
     window, every = seen.of_steps(1, 1), whole(run_dir)
     picture = anatomy(window, 1)

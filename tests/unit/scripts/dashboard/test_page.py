@@ -120,7 +120,8 @@ def test_tokens_have_the_version_the_logprob_and_the_mask_of_the_record(client: 
     index = next(row["index"] for row in first if len(row["versions"]) > 1)
     answer = ask(client, "trajectory", step=groups["step"], ordinal=groups["rows"][0]["ordinal"], index=index)
     (sequence,) = answer["record"]["sequences"]
-    (strip,) = answer["strip"]["sequences"]
+    (branch,) = answer["strip"]["branches"]
+    strip = branch["tokens"]
     response = [token for token in strip if not token[5]]
     assert len(strip) - len(response) == sequence["prompt_tokens"]
     spans = [version for start, end, version in sequence["versions"] for _ in range(start, end)]

@@ -1,14 +1,13 @@
 """scripts/predict: what a simulation counts, what sweeps and counterfactuals say, and the command around them."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scripts.predict.advice import Option, advice, advice_of_metrics
+from scripts.predict.advice import Option, advice
 from scripts.predict.command import parse
-from scripts.predict.counterfactual import costs
+from scripts.predict.counterfactual import Cost, costs
 from scripts.predict.profile import PredictError, Profile, from_fields, read_profile, to_json
 from scripts.predict.quantiles import PROBABILITIES, Quantiles, alike_in_groups
 from scripts.predict.setup import Setup
@@ -139,28 +138,19 @@ def test_a_setup_that_cannot_be_names_its_key() -> None:
         replace(SMALL, stale_policy="keep")
 
 
-def step(wait: float, train: float, idle: float, update: float = 0.0) -> dict[str, float]:
-    times = {"wait_batch": wait, "train_step": train, "update_weights": update, "step": wait + train + update}
-    return {f"timing_s/{name}": seconds for name, seconds in times.items()} | {"perf/replica_idle": idle}
+def test_advice_proposes_the_smallest_change_that_is_about_the_best_and_tells_what_the_rest_costs() -> None:
+    now = simulate(EQUAL, SMALL)
 
+    def option(change: str, times: float, is_free: bool = True) -> Option:
+        return Option(change=change, samples_per_s=times * now.samples_per_s, is_free=is_free)
 
-@pytest.mark.parametrize(
-    ("metrics", "says"),
-    [
-        ([], "No step yet"),
-        ([step(4, 6, 0.0)], "waits 40% .* generation is the limit"),
-        ([step(4, 6, 0.3)], r"raise rollout.max_staleness \(now 2\)"),
-        ([step(0, 10, 0.3)], "training is the limit"),
-        ([step(0, 6, 0.0, 4)], "40% of the time for weight updates"),
-        ([step(1, 9, 0.05)], "Balanced"),
-    ],
-)
-def test_metrics_alone_say_who_waits_for_whom(metrics: list[dict[str, float]], says: str) -> None:
-    assert re.search(says, advice_of_metrics(metrics, 2))
-
-
-def test_advice_proposes_the_best_change_if_it_is_worth_it() -> None:
-    better, same = Option(change="one more rank", samples_per_s=15.0), Option(change="x", samples_per_s=10.2)
-    assert "one more rank gives 15.0 samples/s, +50%" in advice(10.0, 0.1, 0.4, [same, better])
-    assert "no change" in advice(10.0, 0.1, 0.4, [same])
-    assert "no change" not in advice(10.0, 0.1, 0.4, [])
+    little, good, best = option("little", 1.02), option("good", 1.49), option("best", 1.5)
+    rank = option("one more rank", 1.3, is_free=False)
+    found = advice(now, [little, good, best, rank])
+    assert "A step of 1.50 s waits 0.50 s (33%) for rollouts, and replicas have no request 67%" in found.text
+    assert found.text.endswith("good gives +49% samples/s on the same machines, one more rank gives +30%.")
+    assert found.gain == pytest.approx(0.49)
+    assert advice(now, [little]).text.endswith("no change that was tried gives 5% more samples/s on the same machines.")
+    assert advice(now, [little]).gain == 0 and "no change" not in advice(now, []).text
+    dear = Cost(of="updates", step_s=0.3, wait_s=0.1, of_steps=(0.3,))
+    assert "without updates it would take 0.30 s less." in advice(now, [], [dear, replace(dear, step_s=0.01)]).text

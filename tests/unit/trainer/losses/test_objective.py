@@ -54,7 +54,7 @@ def run(
     parts: list[dict[str, Metric]] = []
     for micro_batch in (b for rank in batch.micro_batches for b in rank):
         index = torch.from_numpy(micro_batch.index)
-        loss, metrics = objective(logprobs[index], entropies[index], micro_batch)
+        loss, metrics, _, _ = objective(logprobs[index], entropies[index], micro_batch)
         loss.backward()
         total += loss.item()
         parts.append(metrics)

@@ -12,6 +12,7 @@ import pytest
 from rollout.types import DiscardedGroup, DiscardReason, EvaluatedPrompt, EvaluatedSample, VersionSpan
 from tests.support.recordings import Evaluated, Screen, example_advantages, example_groups
 from tests.support.sequences import only, with_sequence
+from trainer.tokens import TrainedTokens
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.records import (
     DiscardRecord,
@@ -155,6 +156,21 @@ def test_the_tokens_of_a_step_are_kept_where_they_are_wanted(tmp_path: Path) -> 
     tokens = np.load(tmp_path / "trajectories" / "step_000007.npz")  # the documented line
     assert tokens["response_ids"].tolist() == [7, 8, 9, 10, 7, 8, 9, 9, 9, 9]
     assert tokens["rollout_logprobs"].dtype == np.float32 and len(tokens["versions"]) == 10
+    assert "trainer_logprobs" not in tokens, "of a step that was not trained"
+
+
+def test_what_the_trainer_made_of_the_tokens_is_kept_beside_them(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, Tracker([]), Screen(), record_tokens=True)
+    metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
+    made = TrainedTokens.none(10)
+    made.logprobs[:4] = [-1, -2, -3, -4]
+    made.is_clipped[1] = made.is_rejected[2] = True
+    recorder.record_step(7, metrics, example_groups(), example_advantages(), made)
+    tokens = np.load(tmp_path / "trajectories" / "step_000007.npz")
+    assert (
+        tokens["trainer_logprobs"][:4].tolist() == [-1, -2, -3, -4] and np.isnan(tokens["trainer_logprobs"][4:]).all()
+    )
+    assert (tokens["is_clipped"].sum(), tokens["is_rejected"].sum(), len(tokens["token_advantages"])) == (1, 1, 10)
 
 
 def test_samples_of_evaluations_and_discarded_groups_are_written_and_go_aside_with_their_steps(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from rollout.events.kinds import KINDS, GroupTrained, ReplicaLoad, Resumed, StepPartEnded, TurnEnded, TurnStarted
 from tests.support.event_runs import JOB, simulated
 from tests.support.happenings import at, recorded, turn
-from trainer.tracking.events.slices import Lanes, VersionSlice, version_slices
+from trainer.tracking.events.slices import Lanes, VersionSlice, served_slices, version_slices
 from trainer.tracking.events.view import RunView
 
 
@@ -93,6 +93,14 @@ def test_a_turn_is_cut_where_its_replica_swapped() -> None:
     assert cut == [VersionSlice(0.0, 3.0, 4), VersionSlice(3.0, 9.0, 5)]
     assert version_slices(0.0, 9.0, [(0, 4), (12, 5)], []) == [VersionSlice(0.0, 9.0, 5)]
     assert version_slices(0.0, 9.0, [], [(3.0, 5)]) == []
+
+
+def test_a_turn_that_goes_on_has_the_versions_that_its_replica_served_meanwhile() -> None:
+    swaps = [(3.0, 5), (1.0, 4), (20.0, 6)]
+    assert served_slices(2.0, 9.0, swaps) == [VersionSlice(2.0, 3.0, 4), VersionSlice(3.0, 9.0, 5)]
+    assert served_slices(0.5, 2.0, swaps) == [VersionSlice(1.0, 2.0, 4)], "of what was before nobody knows"
+    assert served_slices(4.0, 30.0, swaps) == [VersionSlice(4.0, 20.0, 5), VersionSlice(20.0, 30.0, 6)]
+    assert served_slices(0.0, 0.5, swaps) == [] == served_slices(0.0, 9.0, [])
 
 
 def test_what_runs_at_the_same_time_has_lanes_of_its_own() -> None:

@@ -1,0 +1,77 @@
+"""Mini-batches: a batch split by whole groups, an optimizer step for each part, and all of them several times.
+
+The driver splits, so every rank has the same parts. Advantages come before it, from the whole batch. The loss is
+normalised over what its mini-batch holds, as that of a whole batch is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.schema import Config
+from rollout.types import BoolArray, IntArray, TrajectoryGroup
+from trainer.advantages.credit import keeps_idle, loss_weights
+from trainer.batch import StepBatch, assemble
+from trainer.tokens import TokenSignals
+
+
+def mini_batched(
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, config: Config, global_steps: int
+) -> StepBatch:
+    """Build the micro-batches of a step, by mini-batches, in the order in which the epochs go through them.
+
+    Args:
+        tokens: the loss tokens of `groups`, with their advantages.
+        global_steps: steps taken before.
+    """
+    trainer, keep_idle = config.trainer, keeps_idle(config.algorithm)
+    owners = owning_groups(groups, tokens)
+    parts = split(
+        np.bincount(owners, minlength=len(groups)),
+        np.bincount(owners, keep_idle | (tokens.advantages != 0), minlength=len(groups)) > 0,
+        trainer.mini_batches,
+    )
+    weights = np.zeros_like(tokens.loss_weights)
+    for part in parts:
+        mine = np.flatnonzero(np.isin(owners, part))
+        weights[mine] = loss_weights(tokens.trajectories[mine], config)
+    batch = assemble(
+        groups,
+        replace(tokens, loss_weights=weights),
+        layout=trainer.layout,
+        num_ranks=trainer.num_ranks,
+        tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+        keep_idle=keep_idle,
+        parts=parts,
+    )
+    in_order = batch.optimizer_steps
+    epochs = [np.random.default_rng((config.seed, global_steps, epoch)) for epoch in range(trainer.epochs)]
+    shuffled = [in_order[place] for random in epochs for place in random.permutation(len(in_order))]
+    return replace(batch, optimizer_steps=tuple(shuffled))
+
+
+def owning_groups(groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> IntArray:
+    """[T]: the place of each loss token's group."""
+    sizes = [len(group.trajectories) for group in groups]
+    return np.repeat(np.arange(len(groups), dtype=np.int32), sizes)[tokens.trajectories]
+
+
+def split(lengths: NDArray[np.integer], is_learning: BoolArray, num_parts: int) -> list[list[int]]:
+    """[groups] loss tokens, [groups] whether a group has something to learn -> the groups of each part, ascending.
+
+    Those that learn are dealt out first, the longest first, each to the part with the fewest loss tokens so far; then
+    the others, which count in the denominator of a loss. So no two parts are further apart than the longest group, and
+    every part learns if as many groups do.
+
+    Example, two parts of groups with 9, 8, 3 and 2 tokens, of which the second has nothing to learn: [0] [1 2 3]
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    filled = [(0, 0)] * num_parts  # loss tokens, groups
+    for group in np.lexsort((-lengths, ~is_learning)).tolist():
+        part = filled.index(min(filled))
+        num_tokens, num_groups = filled[part]
+        parts[part].append(group)
+        filled[part] = (num_tokens + int(lengths[group]), num_groups + 1)
+    return [sorted(part) for part in parts]

@@ -179,6 +179,33 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
 
 
 @pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"model__lora__alpha": 8.0},
+            "model.lora.alpha=8.0: needs model.lora.rank: without it, all weights are trained",
+        ),
+        ({"model__lora__rank": 0}, "model.lora.rank=0: must be between 1 and 4096"),
+        ({"model__lora__rank": -8}, "model.lora.rank=-8: must be between 1 and 4096"),
+        (
+            {"model__lora__rank": 8, "model__lora__targets": []},
+            "model.lora.targets=[]: must be [all_linear] or names of",
+        ),
+        (
+            {"model__lora__rank": 8, "model__lora__targets": ["q_proj", "all_linear"]},
+            "model.lora.targets=['q_proj', 'all_linear']: all_linear stands for every linear layer but the head: leave",
+        ),
+        (
+            {"model__lora__rank": 8, "weight_sync__delta": True},
+            "weight_sync.delta=True: with model.lora.rank=8, must be false: only the adapter travels",
+        ),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(values: dict[str, object], line: str) -> None:
+    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
+
+
+@pytest.mark.parametrize(
     "values, line",
     [
         ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16"),
@@ -207,33 +234,6 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
     ],
 )
 def test_optimizer_steps_and_rates_that_cannot_work_are_refused(values: dict[str, object], line: str) -> None:
-    assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
-
-
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        (
-            {"model__lora__alpha": 8.0},
-            "model.lora.alpha=8.0: needs model.lora.rank: without it, all weights are trained",
-        ),
-        ({"model__lora__rank": 0}, "model.lora.rank=0: must be between 1 and 4096"),
-        ({"model__lora__rank": -8}, "model.lora.rank=-8: must be between 1 and 4096"),
-        (
-            {"model__lora__rank": 8, "model__lora__targets": []},
-            "model.lora.targets=[]: must be [all_linear] or names of",
-        ),
-        (
-            {"model__lora__rank": 8, "model__lora__targets": ["q_proj", "all_linear"]},
-            "model.lora.targets=['q_proj', 'all_linear']: all_linear stands for every linear layer but the head: leave",
-        ),
-        (
-            {"model__lora__rank": 8, "weight_sync__delta": True},
-            "weight_sync.delta=True: with model.lora.rank=8, must be false: only the adapter travels",
-        ),
-    ],
-)
-def test_an_adapter_that_cannot_be_is_refused(values: dict[str, object], line: str) -> None:
     assert any(given.startswith(line) for given in refusal(**values).splitlines()), refusal(**values)
 
 

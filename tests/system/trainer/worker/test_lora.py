@@ -184,7 +184,7 @@ def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
     config = replace(config, algorithm=AlgorithmConfig(group_size=4))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
-        metrics = worker.train_step(pack(steps[:1], layout, 1)[0].micro_batches[0], 0)
+        metrics = worker.train_step(pack(steps[:1], layout, 1)[0].micro_batches[0], 0).metrics
         assert metrics["actor/grad_norm"].value == pytest.approx(runs["one"].metrics[0]["actor/grad_norm"], rel=0.1)
         dtypes = {parameter.requires_grad: parameter.dtype for parameter in worker._policy.parameters()}
         assert dtypes == {True: torch.float32, False: torch.bfloat16}

@@ -10,9 +10,11 @@ What an environment is depends on the version: before 0.4 what its module's `loa
 """
 
 import json
+import re
 import threading
 from collections.abc import Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any, Protocol
 
 from configs.data import parse_source
@@ -23,6 +25,8 @@ from rollout.environments.verifiers_v1 import V1Environment
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import HarnessTask
 
+OLDEST, V1 = (0, 1, 14), (0, 4, 0)
+"""Versions of verifiers: the oldest that can be used, and the first whose environments are those of verifiers.v1."""
 ROW = "verifiers_row"
 """Column with the whole row of the environment's own data set."""
 
@@ -86,15 +90,25 @@ def load(env: str, args: Mapping[str, Any]) -> LoadedEnvironment:
     """The environment, which is loaded once per process. Blocks.
 
     Raises:
-        ImportError: verifiers is not installed.
+        ImportError: verifiers is not installed, or too old.
         ValueError: the environment cannot be loaded or cannot be used. It names rollout.agent_args.env.
     """
     with _loading:
         key = _key(env, args)
         if key not in _loaded:
-            version = [int(part) for part in optional("verifiers", "verifiers").__version__.split(".")[:2]]
-            _loaded[key] = (LegacyEnvironment if version < [0, 4] else V1Environment)(env, args)
+            version = _checked(optional("verifiers", "verifiers, as docs/environments.md says"))
+            _loaded[key] = (LegacyEnvironment if version < V1 else V1Environment)(env, args)
         return _loaded[key]
+
+
+def _checked(package: ModuleType) -> tuple[int, ...]:
+    """Its version. Raises ImportError for one that is too old: pip takes one that fits the other packages."""
+    version = tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:3])
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        found = f"verifiers {package.__version__} is installed, and {oldest} or later is needed"
+        raise ImportError(f"{found}: docs/environments.md says how it is installed")
+    return version
 
 
 def _key(env: str, args: Mapping[str, Any]) -> tuple[str, str]:

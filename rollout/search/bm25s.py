@@ -25,7 +25,7 @@ BATCH = 32
 MAX_MATCHES = 2_000_000
 """Entries of the index that are read for a query, which takes some 10 ns each."""
 MADE_OF, TEXTS, OFFSETS = "made_of.json", "documents.jsonl", "documents.offsets.npy"
-VERSION = 1
+VERSION = 2
 
 
 class Bm25sRetriever:

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ EARLY = 100
 """So many bad documents, and fewer good ones, are an error at once."""
 PASSAGE_CHARS = 1000
 """Of a text file: paragraphs are put together to as many, and longer ones are cut at a space."""
+_BETWEEN = re.compile(r"\n{2,}")
 
 
 class CorpusError(ValueError):
@@ -133,6 +135,8 @@ def _document(record: _Record) -> Document | str:
         title = record.title or title
     else:
         return "without a text: it has neither `text` nor `contents`"
+    if "\0" in title or "\0" in text:
+        return "with NUL characters: its title or text has them"
     text = text.strip()
     return Document(title=title.strip(), text=text) if text else "empty: its text is"
 
@@ -203,19 +207,28 @@ def _row(cells: dict[str, Any]) -> _Record | str:
 
 
 def _text(path: Path) -> Read:
+    """A file with a NUL is none of text, even where its other bytes are: UTF-16 looks like that."""
+    data = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        yield str(path), f"not UTF-8: {error}"
+        yield f"{path}:{_line(data, error.start)}", f"not UTF-8: {error}"
         return
-    for passage in passages(text):
+    if b"\0" in data:
+        yield f"{path}:{_line(data, data.index(0))}", "with NUL characters: the file has them"
+        return
+    for passage in passages(text.replace("\r\n", "\n").replace("\r", "\n")):
         yield str(path), _Record(title=path.stem, text=passage)
+
+
+def _line(data: bytes, place: int) -> int:
+    return data.count(b"\n", 0, place) + 1
 
 
 def passages(text: str) -> Iterator[str]:
     """Paragraphs together, up to PASSAGE_CHARS each."""
     kept = ""
-    for paragraph in text.split("\n\n"):
+    for paragraph in _BETWEEN.split(text):
         *whole, rest = _cut(paragraph.strip())
         if kept and (whole or len(kept) + 2 + len(rest) > PASSAGE_CHARS):
             yield kept

@@ -1,6 +1,8 @@
 """Environments of verifiers before 0.4 over sessions: of the real package where it is installed, else of a fake."""
 
 import asyncio
+import importlib
+import re
 import signal
 import sys
 from typing import Any
@@ -44,7 +46,7 @@ def run(policy: Policy, **args: Any) -> Episode:
 def test_the_package_that_is_tested() -> None:
     """It says in the list of tests whether the others ran against the real one."""
     if not HAS_LEGACY:
-        pytest.skip("the package verifiers<0.4 is not installed: the tests here ran against a fake of it")
+        pytest.skip("the package verifiers>=0.1.14,<0.4 is not installed: the tests here ran against a fake of it")
 
 
 def test_a_rollout_is_one_sequence_with_the_reward_and_the_metrics_of_the_rubric() -> None:
@@ -159,3 +161,13 @@ def test_entries_that_say_no_data_set_are_refused(entries: str, error: str) -> N
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     assert "pip install verifiers" in error_of(run(Policy(looks_again)))
+
+
+@pytest.mark.parametrize("version", ["0.1.9.post3", "0.1.12", "0.0.0+unknown"])
+def test_a_version_that_is_too_old_is_refused_with_the_one_that_is_wanted(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("verifiers"), "__version__", version)
+    with pytest.raises(ImportError, match=rf"verifiers {re.escape(version)} is installed, and 0\.1\.14 or later is"):
+        verifiers.load(ENV, {})
+    assert verifiers_world.loads == []

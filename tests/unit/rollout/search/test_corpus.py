@@ -26,12 +26,14 @@ def test_a_folder_is_all_its_files_in_the_order_of_their_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_jsonl(
-        tmp_path / "a.jsonl", {"id": 1, "contents": '"Paris"\nIs a city.\nIt is old.'}, {"contents": "no title"}
+        tmp_path / "a.jsonl",
+        {"id": 1, "contents": '"Paris"\nIs a city.\nIt is old.'},
+        {"id": 1, "contents": "no title"},
     )
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"title": "T", "text": " t "}\n\n'))
     write_parquet(tmp_path / "c.parquet", id=[1, 2], title=["A", None], text=["a", "b"], url=["x", "y"])
     (tmp_path / "d").mkdir()
-    (tmp_path / "d/notes.md").write_text("# Notes\n\nOne.\n\nTwo.")
+    (tmp_path / "d/notes.md").write_bytes(b"# Notes\r\n\r\nOne.\r\n\r\nTwo.")
     (tmp_path / "e.csv").write_text("a,b")
     with caplog.at_level(logging.WARNING):
         documents = list(Corpus(tmp_path))
@@ -84,7 +86,9 @@ def bad_corpora() -> dict[str, tuple[bytes, str]]:
             r"d\.jsonl\.gz: cannot be read: Compressed file",
         ),
         "e.parquet": (b"PAR1", r"e\.parquet: cannot be read as parquet"),
-        "f.txt": (b"\xff\xfe", r"f\.txt: not UTF-8"),
+        "f.txt": (b"good\n\xff\xfe", r"f\.txt:2: not UTF-8"),
+        "f.md": ("good\nbad".encode("utf-16-be"), r"f\.md:1: with NUL characters"),
+        "nul.jsonl": (b'{"text": "good"}\n{"text": "b\\u0000d"}\n', r"nul\.jsonl:2: with NUL characters"),
         "g.csv": (b"", "must be a folder, or a file that ends in .jsonl, "),
         "h.jsonl": (b'{"body": "x"}\n' * 99_999, r"100 of 100 documents are bad \(100 without a text\)"),
     }
@@ -116,6 +120,8 @@ def test_a_file_without_paragraphs_is_cut_in_time_that_grows_with_it() -> None:
     pieces = list(passages("two words  " * 545_455))
     assert time.process_time() - began < 2
     assert len(pieces) > 5990 and max(map(len, pieces)) <= PASSAGE_CHARS and {piece[:4] for piece in pieces} == {"two "}
+    assert list(passages("one" + "\n" * 6_000_000 + "two")) == ["one\n\ntwo"]
+    assert time.process_time() - began < 2
 
 
 def test_no_file_and_no_folder(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class Answers:
         numbers = gather(rows, flat_config(folder), loads)
         steps = max((int(row["step"]) for row in rows if "timing_s/step" in row), default=0)
         found = None if self._predictor is None else self._predictor.latest(folder, steps)
-        rule, text = advise(numbers, *(() if found is None else (found.text, found.gain)))
+        rule, text = advise(numbers) if found is None else advise(numbers, found.text, found.gain)
         about = f"From the latest {numbers.steps} steps."
         if found is not None:
             about = found.about if rule == PREDICTED else f"{about} No prediction: {found.why}." if found.why else about

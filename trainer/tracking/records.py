@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -255,7 +255,7 @@ def token_arrays(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    trained = {}
+    trained: dict[str, Any] = {}
     if tokens is not None:
         trained = {TRAINED[name]: array for name, array in tokens.arrays().items()}
     file = BytesIO()

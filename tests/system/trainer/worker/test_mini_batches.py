@@ -142,7 +142,7 @@ def test_one_mini_batch_and_one_epoch_are_the_step_as_it_was_to_the_last_bit(
             parts = []
             for index, micro_batch in enumerate(mine):
                 worker._policy.set_requires_gradient_sync(index == len(mine) - 1)  # pyright: ignore
-                parts.append(worker.forward_backward(micro_batch))
+                parts.append(worker.forward_backward(micro_batch)[0])
             metrics["plain"].append(to_floats(merge_metrics([*parts, worker.optim_step(step)])))
         worker.publish(make_order(1))
         found["plain"] = inbox.weights
@@ -150,7 +150,7 @@ def test_one_mini_batch_and_one_epoch_are_the_step_as_it_was_to_the_last_bit(
     def planned(worker: TrainWorker, inbox: Inbox) -> None:
         for step, batch in enumerate(batched(steps, ONCE)):
             of_step = worker.train_step(batch.micro_batches[0], step, batch.optimizer_steps)
-            metrics["planned"].append(to_floats(of_step))
+            metrics["planned"].append(to_floats(of_step.metrics))
         worker.publish(make_order(1))
         found["planned"] = inbox.weights
 
@@ -199,7 +199,7 @@ def test_a_mini_batch_that_breaks_leaves_the_others_of_its_batch(
     mine[first[0]] = replace(mine[first[0]], tokens=replace(broken, advantages=nan))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
-        metrics = to_floats(worker.train_step(tuple(mine), 0, batch.optimizer_steps))
+        metrics = to_floats(worker.train_step(tuple(mine), 0, batch.optimizer_steps).metrics)
         assert metrics["actor/skipped_steps"] == 1 and metrics["trainer/optimizer_steps"] == 1
         assert math.isnan(metrics["actor/grad_norm"]) and worker._global_steps == 1
         assert metrics["actor/lr"] == pytest.approx(0.01 * 2 / 3), "of the second"

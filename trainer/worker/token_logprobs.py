@@ -99,7 +99,7 @@ class _TokenLogprobs(Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         to_hidden = torch.zeros_like(hidden, dtype=head.dtype) if needs_hidden else None
         to_weight = torch.zeros_like(weight) if needs_weight else None
-        to_bias = torch.zeros_like(bias) if needs_bias else None
+        to_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in head.parts():
             to_part = None if to_weight is None else to_weight[part.columns].to(head.dtype)  # itself, in float32
             for rows in _slices(len(hidden), ctx.asked.tokens):
@@ -113,7 +113,8 @@ class _TokenLogprobs(Function):
                     _add_product(to_part, gradient.T, head.hidden[rows])
             if to_weight is not None and to_part is not None and to_weight.dtype != head.dtype:
                 to_weight[part.columns] = to_part
-        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
+        to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
+        return to_hidden, to_weight, None if to_bias is None else to_bias.to(bias.dtype), None, None
 
 
 class _Head:

@@ -131,10 +131,10 @@ def test_what_is_certain_and_what_is_hopeless_stay_finite() -> None:
     expected = dense(large.to(torch.float64), 1.0, PLAIN)
     found = chunked(large, max_logits=50)
     backward(found, True)
-    assert found[0].min() < -1000 and found[1].min() == 0
+    assert found[0].min() < -1000
+    assert_close(found[0], expected[0], 1e-6)
+    assert expected[1].max() < 1e-30 and (found[1] == 0).all()
     assert all(gradient.isfinite().all() for gradient in large.gradients)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_close(ours, theirs, 1e-6)
 
 
 def test_a_target_outside_of_the_vocabulary_has_no_logprob() -> None:

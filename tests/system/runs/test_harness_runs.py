@@ -55,6 +55,7 @@ def overrides(model: Path, steps: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path: Path, chat_model: Path) -> None:
     (tmp_path / "my_agent.py").write_text(AGENT)
     # The third step then trains tokens of version 1 at the oldest, however fast the harnesses are.

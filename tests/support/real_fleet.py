@@ -153,12 +153,12 @@ def change_weights(actor: Any, seed: int) -> dict[str, torch.Tensor]:
         for parameter in actor._worker._policy.parameters():
             rows = parameter.to_local()
             rows += 0.1 * torch.randn(rows.shape) * (torch.rand(rows.shape) < 0.02)
-    return {name: rows.clone() for name, rows in actor._worker._shards()}
+    return {name: rows.clone() for name, rows in actor._worker._shards(frozen=True)}
 
 
 def load_weights(actor: Any, weights: dict[str, torch.Tensor]) -> None:
     """Runs in a train worker."""
-    for name, rows in actor._worker._shards():
+    for name, rows in actor._worker._shards(frozen=True):
         rows.copy_(weights[name].chunk(actor._worker._world_size)[actor._worker._rank])
 
 

@@ -71,7 +71,7 @@ class Scene:
 
 def rows_of(actor: Any) -> dict[str, torch.Tensor]:
     """Runs in a train worker."""
-    return {name: rows.clone() for name, rows in actor._worker._shards()}
+    return {name: rows.clone() for name, rows in actor._worker._shards(frozen=True)}
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,8 @@ class FunctionHarness:
             raise ValueError(f"rollout.agent={path}: must be an async function, one that waits without blocking")
 
     async def run(self, task: HarnessTask, connection: Connection) -> object:
+        # openai asks sys.modules for httpx, and fails on one that another thread, as of verifiers 0.4, yet imports.
+        import httpx  # noqa: F401
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # takes a second to import
 
         # Plain HTTP on this machine: no proxy stands between, and reading the certificates would take 20 ms of CPU.

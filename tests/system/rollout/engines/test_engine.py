@@ -42,12 +42,12 @@ def test_every_token_equals_its_tag(host: EngineHost, native: bool) -> None:
         async def one(index: int) -> Completion:
             await asyncio.sleep(chance.random() * 2.5)
             return await host.engine.generate(
-                request(prompt(index, chance.randint(3, 200)), max_tokens=chance.randint(1, 400))
+                request(prompt(index, chance.randint(3, 200)), max_tokens=chance.randint(1, 700))
             )
 
         async def updates() -> None:
-            for version in range(first + 1, first + 13):
-                await asyncio.sleep(0.2)
+            for version in range(first + 1, first + 19):
+                await asyncio.sleep(0.05)
                 await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN + version), version)
 
         async def block_the_loop() -> None:

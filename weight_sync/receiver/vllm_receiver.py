@@ -1,10 +1,6 @@
 """The worker-side half of a weight update: vLLM mixes this class into every worker (`worker_extension_cls`).
 
-Runs inside vLLM's worker process. On CPU, importing it also changes two things of vLLM before the model is loaded:
-- Linear layers keep their plain weights. By default vLLM repacks them for oneDNN and empties the originals, after which
-  in-place loading fails, and a tied lm_head silently keeps its old values. Plain F.linear is as fast in float32.
-- A seeded request whose prefill is split does not kill the engine. vLLM rolls back the generator of a discarded row
-  with a call that CPU generators do not have; such generators are hidden from that loop.
+Runs inside vLLM's worker process. Importing it changes what has to be changed on a CPU (vllm_on_cpu.py).
 """
 
 import contextlib
@@ -13,42 +9,23 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
-import vllm._custom_ops as vllm_ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from weight_sync import background
 from weight_sync.protocol import Load, Manifest, ReceivingWorker, combine
 from weight_sync.receiver.merge import LoadWhole, Merger
 from weight_sync.receiver.shadow import Shadow, load_weights
 from weight_sync.receiver.slots import LIVE, AdapterSlots
+from weight_sync.receiver.vllm_on_cpu import change_vllm
 from weight_sync.transports.registry import receive
 
-
-def _hide_generators_of_discarded_rows() -> None:
-    original = GPUModelRunner._bookkeeping_sync
-
-    def bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generators = self.input_batch.generators
-        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
-        hidden = {row: generators.pop(row) for row in discarded if row in generators}
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            generators.update(hidden)
-
-    GPUModelRunner._bookkeeping_sync = bookkeeping_sync
-
-
 if current_platform.is_cpu():
-    vllm_ops._supports_onednn = False
-    _hide_generators_of_discarded_rows()
+    change_vllm()
 
 
 MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON")

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 def change_vllm() -> None:
     vllm_ops._supports_onednn = False
     rejection_sampler.expand_batch_to_tokens = expanded
-    base_linear._get_lora_device = lambda layer: torch.device("cpu")
+    base_linear._get_lora_device = lambda layer: torch.device("cpu")  # pyright: ignore[reportPrivateImportUsage]
     _hide_generators_of_discarded_rows()
 
 

@@ -93,12 +93,7 @@ async def start(  # noqa: PLR0913
     """
     on_start = output_to(run_dir)
     placement = await reserve(config, device)
-    boot_path = await boot_model(config, run_dir)
-    if serves_adapter(config):  # updates bring the adapter only: the weights must be the policy's from the start
-        boot_path = await policy_model(config, boot_path, console)
-        spec = adapter_spec(config, device, boot_path)
-    else:
-        spec = engine_spec(config, device, boot_path)
+    boot_path, spec = await _boot(config, device, run_dir, console)
     recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None, "tells_events": events.is_on}
     create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
@@ -138,6 +133,16 @@ async def start(  # noqa: PLR0913
         train_rows=train_rows,
         val_rows=val_rows,
     )
+
+
+async def _boot(config: Config, device: str, run_dir: Path, console: Console) -> tuple[str, EngineSpec]:
+    """Returns the model's path, as far as it is known, and the replicas' engines. Where updates bring an adapter only,
+    their weights must be the policy's from the start."""
+    path = await boot_model(config, run_dir)
+    if not serves_adapter(config):
+        return path, engine_spec(config, device, path)
+    path = await policy_model(config, path, console)
+    return path, adapter_spec(config, device, path)
 
 
 async def _encode(

@@ -17,6 +17,7 @@ from configs.model import ModelKind as ModelKind
 from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig
 from configs.rollout import StalePolicy as StalePolicy
 from configs.serve import ServeConfig
+from configs.trainer import AttentionKind as AttentionKind
 from configs.trainer import Layout as Layout
 from configs.trainer import TrainerConfig
 from configs.weight_sync import InFlightKv as InFlightKv

@@ -264,7 +264,7 @@ class TrainLoop:
             groups,
             tokens,
             layout=trainer.layout,
-            num_ranks=trainer.num_ranks,
+            num_ranks=trainer.data_parallel,
             tokens_per_micro_batch=trainer.tokens_per_micro_batch,
             keep_idle=True,
         )

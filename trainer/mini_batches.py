@@ -41,7 +41,7 @@ def mini_batched(
         groups,
         replace(tokens, loss_weights=weights),
         layout=trainer.layout,
-        num_ranks=trainer.num_ranks,
+        num_ranks=trainer.data_parallel,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
         keep_idle=keep_idle,
         parts=parts,

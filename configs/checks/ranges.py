@@ -58,6 +58,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "rollout.verify_timeout_s": (0.1, SECONDS),
     "sessions.check_up_to_tokens": (0, COUNT),
     "trainer.num_ranks": (1, PROCESSES),
+    "trainer.sequence_parallel": (1, 1024),
     "trainer.lr": (0, 1),
     "trainer.epochs": (1, 1000),
     "trainer.lr_warmup_steps": (0, COUNT),

@@ -1,10 +1,12 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
 import ipaddress
+import json
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from configs.checkpoint import is_checkpoint
@@ -14,11 +16,13 @@ from configs.model import ALL_LINEAR, LoraConfig
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
-from configs.trainer import LearningRateSchedule, TrainerConfig
+from configs.trainer import AttentionKind, Layout, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
 """A copy of names in `rollout.agents.loop`: a config is checked before anything of rollout is imported."""
+TINY_HEADS = 4
+"""Of the models that `trainer.tiny.model` makes: a copy, for the same reason."""
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -143,12 +147,20 @@ def evaluation_problems(config: Config) -> Iterator[Problem]:
 
 def trainer_problems(config: Config) -> Iterator[Problem]:
     trainer, checkpoint, interval = config.trainer, config.checkpoint, config.weight_sync.interval
-    if trainer.prompts_per_step < trainer.num_ranks:
-        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
-    elif trainer.mini_batches * trainer.num_ranks > trainer.prompts_per_step:
-        most = trainer.prompts_per_step // trainer.num_ranks
+    sharing = "" if trainer.sequence_parallel == 1 else f" / sequence_parallel={trainer.sequence_parallel}"
+    if trainer.num_ranks % trainer.sequence_parallel:
+        yield Problem("trainer.sequence_parallel", f"must divide trainer.num_ranks={trainer.num_ranks}")
+    elif trainer.prompts_per_step < trainer.data_parallel:
+        most = trainer.prompts_per_step * trainer.sequence_parallel
+        times = f" x sequence_parallel={trainer.sequence_parallel}" if sharing else ""
+        yield Problem("trainer.num_ranks", f"at most {most}, trainer.prompts_per_step={trainer.prompts_per_step}{times}")
+    elif trainer.mini_batches * trainer.data_parallel > trainer.prompts_per_step:
+        most = trainer.prompts_per_step // trainer.data_parallel
         groups = f"of trainer.prompts_per_step={trainer.prompts_per_step}, each has a group for every rank"
-        yield Problem("trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks})")
+        yield Problem(
+            "trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks}{sharing})"
+        )
+    yield from _attention_problems(config)
     yield from _learning_rate_problems(trainer)
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:
@@ -157,6 +169,30 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
         if checkpoint.keep_every % checkpoint.every:
             allowed = f"must be a multiple of checkpoint.every={checkpoint.every}: no other step has a checkpoint"
             yield Problem("checkpoint.keep_every", allowed)
+
+
+def _attention_problems(config: Config) -> Iterator[Problem]:
+    trainer, num_heads = config.trainer, attention_heads(config)
+    if num_heads is not None and num_heads % trainer.sequence_parallel:
+        yield Problem("trainer.sequence_parallel", f"must divide the {num_heads} attention heads of the model")
+    if trainer.attention is AttentionKind.flex and config.device is Device.cpu:
+        yield Problem("trainer.attention", "device=cpu needs dense or varlen: flex has no gradients on CPUs")
+    if trainer.attention is AttentionKind.varlen and trainer.layout is Layout.tree:
+        yield Problem("trainer.attention", "varlen is for trainer.layout=packed or rows: trees have branches")
+
+
+def attention_heads(config: Config) -> int | None:
+    """Of queries, as the folder of the model says; None where there is none on this machine."""
+    if config.model.kind is ModelKind.tiny:
+        return TINY_HEADS
+    file = Path(config.model.path or "").expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    with suppress(ValueError):
+        model = json.loads(file.read_text(encoding="utf-8"))
+        found = model.get("text_config", model).get("num_attention_heads")
+        return found if isinstance(found, int) else None
+    return None
 
 
 def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:

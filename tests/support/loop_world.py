@@ -205,7 +205,7 @@ def run(  # noqa: PLR0913
             num_ranks=num_ranks,
             mini_batches=mini_batches,
             epochs=epochs,
-            layout=Layout.padded,
+            layout=Layout.packed,
             tokens_per_micro_batch=8,
         ),
         weight_sync=WeightSyncConfig(interval=interval),

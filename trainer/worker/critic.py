@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.schema import Config
 from trainer.batch import MicroBatch
 from trainer.metrics import Mean, Metric, Sum
-from trainer.worker.model import decode, decoder_of, gradients_fit, load_causal_lm, shard, target_states
+from trainer.worker.attention.attention import Attention
+from trainer.worker.model import decode, decoder_of, gradients_fit, load_causal_lm, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import Trained
 
@@ -17,15 +18,18 @@ from trainer.worker.state import Trained
 class ValueModel(nn.Module):
     """The policy's architecture and initial weights, with a value head instead of the LM head."""
 
-    def __init__(self, backbone: nn.Module, hidden_size: int):
+    def __init__(self, backbone: nn.Module, hidden_size: int, attention: Attention = Attention()):
         super().__init__()
         self.backbone: Any = backbone
+        self.attention = attention
+        attention.prepare(backbone)
         self.value_head = nn.Linear(hidden_size, 1, bias=False)
         nn.init.zeros_(self.value_head.weight)  # initial values are 0, on every rank
 
     def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
         """[T]: the value of the state in which each target was sampled."""
-        return self.value_head(target_states(decode(self.backbone, batch, device), batch, device)).float().sum(-1)
+        states = decode(self.backbone, batch, device, self.attention)
+        return states.of_all(self.value_head(states.chosen).float().sum(-1))[0]
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -43,11 +47,17 @@ class Critic:
     """One rank's shard of the value model, with its optimizer."""
 
     def __init__(
-        self, config: Config, model_path: str, mesh: DeviceMesh, compute_dtype: torch.dtype, device: torch.device
+        self,
+        config: Config,
+        model_path: str,
+        mesh: DeviceMesh,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        attention: Attention,
     ):
         causal_lm = load_causal_lm(model_path, config.trainer.gradient_checkpointing)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
-        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size).to(device)
+        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size, attention).to(device)
         shard(self._model, mesh, compute_dtype)
         self._always_reduces = not gradients_fit(self._model, config.trainer.unsharded_gradients_mb)
         self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)

@@ -22,6 +22,8 @@ from trainer.checkpoint.adapter import ADAPTER_FILE, adapter_json
 from trainer.losses.objective import Objective, Share, kl_estimate
 from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics, over_optimizer_steps
 from trainer.tokens import TrainedTokens, join
+from trainer.worker.attention.attention import Attention
+from trainer.worker.attention.ulysses import SequenceGroup
 from trainer.worker.critic import Critic
 from trainer.worker.lora import adapters_off, add_adapters, base_checksum
 from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
@@ -78,6 +80,7 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
+        self._attention = self._make_attention()
         compute_dtype = getattr(torch, trainer.dtype.value)
         self._policy = self._load_policy(model_path, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
@@ -93,7 +96,7 @@ class TrainWorker:
             self._reference = self._load_policy(model_path, trainable=False)
             shard(self._reference, mesh, compute_dtype)
         if self._config.algorithm.needs_critic:
-            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device)
+            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device, self._attention)
         return num_parameters
 
     def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
@@ -152,7 +155,7 @@ class TrainWorker:
                 of_tokens.setdefault(index, computed)
             steps.append(merge_metrics([*parts, self.optim_step(place)]))
         self._global_steps = global_steps + 1
-        padded = sum(micro_batches[index].input_ids.size for part in plan for index in part)
+        padded = sum(self._attention.num_tokens(micro_batches[index]) for part in plan for index in part)
         metrics = over_optimizer_steps(steps) | {
             "actor/skipped_steps": Last(sum(step["actor/skipped_steps"].value for step in steps)),
             "trainer/optimizer_steps": Last(float(self._optimizer.num_steps)),
@@ -300,5 +303,13 @@ class TrainWorker:
             add_adapters(causal_lm, lora, self._config.seed, getattr(torch, trainer.dtype.value))
         else:
             causal_lm.requires_grad_(trainable)
-        policy = Policy(causal_lm, self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0)
-        return policy.to(self._device)
+        temperature, has_gradient = self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0
+        return Policy(causal_lm, temperature, has_gradient, self._attention).to(self._device)
+
+    def _make_attention(self) -> Attention:
+        """With trainer.sequence_parallel, neighbouring ranks share rows. All ranks must call."""
+        trainer, group = self._config.trainer, None
+        if (size := trainer.sequence_parallel) > 1:
+            timeout = timedelta(seconds=trainer.step_timeout_s)
+            group = SequenceGroup(dist.new_subgroups(size, timeout=timeout)[0], self._rank % size, size)
+        return Attention(trainer.attention, self._device_type, group)

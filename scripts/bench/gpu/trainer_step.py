@@ -76,7 +76,7 @@ def trainer_config(tokens: int, dtype: DType) -> Config:
     return Config(
         rollout=RolloutConfig(dtype=dtype),
         trainer=TrainerConfig(
-            dtype=dtype, layout=Layout.padded, tokens_per_micro_batch=tokens, gradient_checkpointing=True
+            dtype=dtype, layout=Layout.packed, tokens_per_micro_batch=tokens, gradient_checkpointing=True
         ),
     )
 

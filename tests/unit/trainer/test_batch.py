@@ -169,7 +169,7 @@ def check_sequences(batch: MicroBatch, layout: Layout) -> None:
         assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
         assert len(set(batch.rows[mine])) == 1
         assert np.array_equal(batch.index[mine], np.arange(batch.index[mine[0]], batch.index[mine[-1]] + 1))
-    if layout is Layout.padded:
+    if layout is Layout.packed:
         assert batch.last is None
         assert len(set(batch.rows)) == batch.num_sequences
 
@@ -244,7 +244,7 @@ def test_a_beginning_is_shared_from_a_quarter_of_the_sequence_on() -> None:
 @given(num_own=st.integers(1, 9), num_ranks=st.integers(1, 3), budget=st.integers(1, 99))
 def test_where_nothing_is_shared_a_tree_is_what_padded_rows_are(num_own: int, num_ranks: int, budget: int) -> None:
     step = similar_step(0, num_own)
-    tree, padded = (step.assemble(layout, num_ranks, budget) for layout in (Layout.tree, Layout.padded))
+    tree, padded = (step.assemble(layout, num_ranks, budget) for layout in (Layout.tree, Layout.packed))
     for found, expected in zip(tree.micro_batches, padded.micro_batches, strict=True):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.last is theirs.last is None

@@ -58,7 +58,7 @@ def scored(steps: Sequence[Sequence[TrajectoryGroup]], num_ranks: int) -> Any:
     """Batches with the logprobs of the first policy, by plain forwards."""
     first = build_model(VOCAB_SIZE, seed=0)
     return [
-        batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
+        batches.pack(groups, Layout.packed, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
         for groups in steps
     ]
 

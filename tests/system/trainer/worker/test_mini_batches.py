@@ -108,7 +108,7 @@ def two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {
-        "rollout": Job(CONFIG, model_path, batched(steps, CONFIG, Layout.padded, 2)),
+        "rollout": Job(CONFIG, model_path, batched(steps, CONFIG, Layout.packed, 2)),
         "current": Job(CURRENT, model_path, batched(steps, CURRENT, Layout.tree, 2)),
     }
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)

@@ -207,7 +207,7 @@ def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
     trajectories = [make_trajectory(prompt, ids, reward=i % 2) for i, ids in enumerate(responses)]
     groups = [make_group(0, trajectories)]
     policy = Policy(prepared(copy.deepcopy(causal_lm), "", gradient_checkpointing), TEMPERATURE)
-    tree, padded = (pack(groups, layout) for layout in (Layout.tree, Layout.padded))
+    tree, padded = (pack(groups, layout) for layout in (Layout.tree, Layout.packed))
     assert tree.micro_batches[0][0].input_ids.shape == (1, 120 + 4 * 89)
     pairs, attend = [], torch.nn.functional.scaled_dot_product_attention
 

@@ -91,7 +91,7 @@ def on_two_ranks(
 ) -> dict[str, Outcome]:
     jobs = {
         "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.tree, 2)),
-        "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
+        "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.packed, 2)),
         "critic": Job(CRITIC, model_path, with_critic(steps, Layout.tree, 2)),
     }
     return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
@@ -113,7 +113,7 @@ def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer
     plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), BONUSES)
     expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
     if num_ranks == 1:
-        found = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.padded, 1)))
+        found = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.packed, 1)))
     else:
         found = on_two_ranks["bonuses"]
     assert_close(found.weights, {name: p.detach() for name, p in plain.model.named_parameters()})
@@ -156,7 +156,7 @@ class PlainCritic:
         self.adamw = torch.optim.AdamW(self.model.parameters(), betas=betas, weight_decay=trainer.weight_decay)
 
     def values(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
-        (batch,) = batches.pack(groups, Layout.padded, keep_idle=True).micro_batches[0]
+        (batch,) = batches.pack(groups, Layout.packed, keep_idle=True).micro_batches[0]
         order = torch.from_numpy(np.argsort(batch.index))
         return self.model(batch, torch.device("cpu"))[order]
 
@@ -179,7 +179,7 @@ def test_the_critic_learns_its_returns_as_a_plain_one_does(
     plain = PlainCritic(CRITIC)
     expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
     if num_ranks == 1:
-        found = one_rank(Job(CRITIC, model_path, with_critic(steps, Layout.padded, 1)))
+        found = one_rank(Job(CRITIC, model_path, with_critic(steps, Layout.packed, 1)))
     else:
         found = on_two_ranks["critic"]
     for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):

@@ -10,7 +10,8 @@ from configs.schema import Config
 from trainer.batch import MicroBatch
 from trainer.metrics import Mean, Metric, Sum
 from trainer.worker.attention.attention import Attention
-from trainer.worker.model import decode, decoder_of, gradients_fit, load_causal_lm, shard
+from trainer.worker.loading import allocate, open_causal_lm
+from trainer.worker.model import decode, decoder_of, gradients_fit, prepared, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import Trained
 
@@ -24,7 +25,11 @@ class ValueModel(nn.Module):
         self.attention = attention
         attention.prepare(backbone)
         self.value_head = nn.Linear(hidden_size, 1, bias=False)
-        nn.init.zeros_(self.value_head.weight)  # initial values are 0, on every rank
+        self.zero_head()
+
+    def zero_head(self) -> None:
+        """Let all values be 0, as they are at first."""
+        nn.init.zeros_(self.value_head.weight)
 
     def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
         """[T]: the value of the state in which each target was sampled."""
@@ -47,18 +52,16 @@ class Critic:
     """One rank's shard of the value model, with its optimizer."""
 
     def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        mesh: DeviceMesh,
-        compute_dtype: torch.dtype,
-        device: torch.device,
-        attention: Attention,
+        self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device, attention: Attention
     ):
-        causal_lm = load_causal_lm(model_path, config.trainer.gradient_checkpointing)
+        causal_lm, weights = open_causal_lm(model_path)
+        causal_lm = prepared(causal_lm, model_path, config.trainer.gradient_checkpointing)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
-        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size, attention).to(device)
-        shard(self._model, mesh, compute_dtype)
+        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size, attention)
+        shard(self._model, mesh, getattr(torch, config.trainer.dtype.value))
+        allocate(self._model, device)
+        weights.read_into(causal_lm)  # all but the LM head, which has no memory
+        self._model.zero_head()
         self._always_reduces = not gradients_fit(self._model, config.trainer.unsharded_gradients_mb)
         self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)
         self._clip = config.critic.value_clip

@@ -93,22 +93,15 @@ def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device, attentio
     return TargetStates(type(outputs), outputs.last_hidden_state[numbers, sources], targets, owners, group)
 
 
-def load_causal_lm(path: str, gradient_checkpointing: bool) -> Any:
-    """Load the master weights, in float32.
+def prepared(causal_lm: Any, path: str, gradient_checkpointing: bool) -> Any:
+    """The model as it is trained. `path`: where it came from.
 
-    The model stays in evaluation mode, in which nothing is random: whatever its config says of dropout, what is trained
-    are the probabilities that sampled.
+    It is in evaluation mode, in which nothing is random: whatever its config says of dropout, what is trained are the
+    probabilities that sampled.
 
     Raises:
         ConfigError: layers share parameters, as Zamba's do, which FSDP cannot shard.
     """
-    from transformers import AutoModelForCausalLM  # takes seconds to import
-
-    return prepared(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), path, gradient_checkpointing)
-
-
-def prepared(causal_lm: Any, path: str, gradient_checkpointing: bool) -> Any:
-    """The model as `load_causal_lm` returns it, whose errors it raises. `path`: where it came from."""
     causal_lm = causal_lm.eval()
     layers = decoder_layers(causal_lm)
     owners = Counter(parameter for layer in layers for parameter in layer.parameters())

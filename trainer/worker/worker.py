@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.algorithm import Proximal
 from configs.schema import Config
@@ -24,9 +24,11 @@ from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics, over_op
 from trainer.tokens import TrainedTokens, join
 from trainer.worker.attention.attention import Attention
 from trainer.worker.attention.ulysses import SequenceGroup
+from trainer.worker.checksum import checksum_of, over_ranks
 from trainer.worker.critic import Critic
-from trainer.worker.lora import adapters_off, add_adapters, base_checksum
-from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
+from trainer.worker.loading import allocate, open_causal_lm
+from trainer.worker.lora import adapters_off, add_adapters, draw_factors, freeze
+from trainer.worker.model import Policy, gradients_fit, local_shards, parameter_specs, prepared, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
@@ -81,10 +83,8 @@ class TrainWorker:
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
         self._attention = self._make_attention()
-        compute_dtype = getattr(torch, trainer.dtype.value)
-        self._policy = self._load_policy(model_path, trainable=True)
+        self._policy = self._load_policy(model_path, mesh, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        shard(self._policy, mesh, compute_dtype)
         refuse_other_logprobs(self._policy, self._config, self._device)
         self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
         self._always_reduces = not gradients_fit(self._policy, trainer.unsharded_gradients_mb)
@@ -93,10 +93,9 @@ class TrainWorker:
         if self._config.algorithm.needs_reference and self._adapter is not None:
             self._reference = self._policy  # with the adapters off
         elif self._config.algorithm.needs_reference:
-            self._reference = self._load_policy(model_path, trainable=False)
-            shard(self._reference, mesh, compute_dtype)
+            self._reference = self._load_policy(model_path, mesh, trainable=False)
         if self._config.algorithm.needs_critic:
-            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device, self._attention)
+            self._critic = Critic(self._config, model_path, mesh, self._device, self._attention)
         return num_parameters
 
     def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
@@ -293,18 +292,29 @@ class TrainWorker:
     def _rollout_dtype(self) -> torch.dtype:
         return getattr(torch, self._config.rollout.dtype.value)
 
-    def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
-        """Load the first policy: to train it, or to keep it as the reference."""
-        trainer, algorithm = self._config.trainer, self._config.algorithm
-        causal_lm = load_causal_lm(model_path, trainable and trainer.gradient_checkpointing)
-        lora = self._config.model.lora
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self._config.trainer.dtype.value)
+
+    def _load_policy(self, model_path: str, mesh: DeviceMesh, *, trainable: bool) -> Policy:
+        """Load this rank's rows of the first policy: to train it, or to keep it as the reference."""
+        trainer, algorithm, lora = self._config.trainer, self._config.algorithm, self._config.model.lora
+        causal_lm, weights = open_causal_lm(model_path)
+        causal_lm = prepared(causal_lm, model_path, trainable and trainer.gradient_checkpointing)
         if trainable and lora.rank is not None:
-            self._adapter = Adapter(scale=lora.alpha / lora.rank, base=base_checksum(causal_lm))
-            add_adapters(causal_lm, lora, self._config.seed, getattr(torch, trainer.dtype.value))
-        else:
-            causal_lm.requires_grad_(trainable)
+            add_adapters(causal_lm, lora, self._compute_dtype)
+        elif not trainable:
+            freeze(causal_lm, self._compute_dtype)
         temperature, has_gradient = self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0
-        return Policy(causal_lm, temperature, has_gradient, self._attention).to(self._device)
+        policy = Policy(causal_lm, temperature, has_gradient, self._attention)
+        shard(policy, mesh, self._compute_dtype)
+        allocate(policy, self._device)
+        sums = weights.read_into(causal_lm)
+        if trainable and lora.rank is not None:
+            draw_factors(policy, self._config.seed)
+            base = checksum_of(over_ranks(sums, next(policy.parameters())))
+            self._adapter = Adapter(scale=lora.alpha / lora.rank, base=base)
+        return policy
 
     def _make_attention(self) -> Attention:
         """With trainer.sequence_parallel, neighbouring ranks share rows. All ranks must call."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config, DType, Layout, RolloutConfig, TrainerConfig
 from scripts.bench.common import write_line
@@ -14,7 +15,7 @@ from scripts.bench.gpu.models import Shape, build, shape_of
 from scripts.bench.gpu.outcome import Setting
 from trainer.batch import MicroBatch
 from trainer.tokens import TokenSignals
-from trainer.worker.model import Policy, prepared
+from trainer.worker.model import Policy, prepared, shard
 from trainer.worker.worker import TrainWorker
 
 ROWS, LENGTH = 8, 2048
@@ -65,11 +66,13 @@ class RandomWorker(TrainWorker):
         super().__init__(**arguments)
         self._shape = shape
 
-    def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
+    def _load_policy(self, model_path: str, mesh: DeviceMesh, *, trainable: bool) -> Policy:
         config = self._config
         causal_lm = build(self._shape, self._device_type, torch.float32)
         causal_lm = prepared(causal_lm, model_path, config.trainer.gradient_checkpointing)
-        return Policy(causal_lm, config.rollout.temperature).requires_grad_(trainable)
+        policy = Policy(causal_lm, config.rollout.temperature).requires_grad_(trainable)
+        shard(policy, mesh, getattr(torch, config.trainer.dtype.value))
+        return policy
 
 
 def trainer_config(tokens: int, dtype: DType) -> Config:

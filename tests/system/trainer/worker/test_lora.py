@@ -25,7 +25,7 @@ from tests.support.worker_runs import SAVED_AT, Inbox, Job, Outcome, one_rank, p
 from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from trainer.tiny.model import build_model, build_tokenizer
 from trainer.worker.export import export_adapter, export_hf
-from trainer.worker.lora import add_adapters
+from trainer.worker.lora import add_adapters, draw_factors
 from trainer.worker.state import policy_weights
 from trainer.worker.worker import TrainWorker
 from weight_sync.adapter import PREFIX, factor_names, merged, published_name
@@ -93,7 +93,8 @@ def plain_run(steps: Sequence[Sequence[TrajectoryGroup]]) -> tuple[list[float], 
     """(gradient norm of every step, final factors), by torch's own AdamW in float64."""
     first = build_model(VOCAB_SIZE, seed=0)
     model: Any = build_model(VOCAB_SIZE, seed=0)
-    add_adapters(model, LORA, CONFIG.seed, torch.float32)
+    add_adapters(model, LORA, torch.float32)
+    draw_factors(model, CONFIG.seed)
     model.double()
     factors = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trainer, norms = CONFIG.trainer, []

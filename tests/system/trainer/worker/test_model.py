@@ -13,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
 from tests.support.batches import learning, pack
+from tests.support.families import loaded
 from tests.support.reference import (
     VOCAB_SIZE,
     advantages_of,
@@ -30,7 +31,7 @@ from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
 from trainer.worker import head, token_logprobs
 from trainer.worker.attention import key_blocks, tree_mask
-from trainer.worker.model import Policy, load_causal_lm, prepared
+from trainer.worker.model import Policy, prepared
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -236,7 +237,7 @@ def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activation
     causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], tmp_path: Path, gradient_checkpointing: bool
 ) -> None:
     copy.deepcopy(causal_lm).bfloat16().save_pretrained(tmp_path)
-    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE)
+    policy = Policy(prepared(loaded(tmp_path), "", gradient_checkpointing), TEMPERATURE)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     entries: list[torch.nn.Module] = []
     attention = policy.causal_lm.model.layers[0].self_attn

@@ -13,7 +13,15 @@ from configs.schema import AlgorithmConfig, Config, DataConfig, Layout, RolloutC
 from configs.validate import ConfigError
 from rollout.types import Trajectory, TrajectoryGroup
 from tests.support.batches import pack
-from tests.support.families import BY_PLACE_IN_ROW, FAMILIES, RECURRENT, SHARES_PARAMETERS, VOCAB_SIZE, random_model
+from tests.support.families import (
+    BY_PLACE_IN_ROW,
+    FAMILIES,
+    RECURRENT,
+    SHARES_PARAMETERS,
+    VOCAB_SIZE,
+    loaded,
+    random_model,
+)
 from tests.support.reference import make_group, make_trajectory, sequence_logprobs
 from tests.support.worker_runs import Inbox, run_worker
 from trainer.batch import MicroBatch
@@ -21,7 +29,8 @@ from trainer.metrics import to_floats
 from trainer.worker import head
 from trainer.worker.attention.attention import Attention
 from trainer.worker.head import LogprobHead
-from trainer.worker.model import Policy, decoder_layers, load_causal_lm
+from trainer.worker.loading import open_causal_lm
+from trainer.worker.model import Policy, decoder_layers, prepared
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.worker import TrainWorker
 
@@ -116,7 +125,7 @@ def test_nothing_is_dropped_or_jittered_in_training(
 ) -> None:
     causal_lm = random_model(family)
     causal_lm.save_pretrained(tmp_path)
-    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE)
+    policy = Policy(prepared(loaded(tmp_path), "", gradient_checkpointing), TEMPERATURE)
     batch = micro_batch(groups, Layout.tree)
     logprobs, _ = policy(batch, CPU)
     torch.testing.assert_close(logprobs.double(), plain(causal_lm, groups, batch), rtol=0, atol=1e-5)
@@ -140,7 +149,7 @@ def test_a_wrong_head_is_refused(layout: Layout, monkeypatch: pytest.MonkeyPatch
 def test_layers_that_share_parameters_are_refused(tmp_path: Path) -> None:
     random_model(SHARES_PARAMETERS).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: layers of Zamba2ForCausalLM share parameters"):
-        load_causal_lm(str(tmp_path), gradient_checkpointing=False)
+        prepared(open_causal_lm(str(tmp_path))[0], str(tmp_path), gradient_checkpointing=False)
 
 
 def test_positions_that_depend_on_the_batch_are_refused_where_they_are_reached() -> None:

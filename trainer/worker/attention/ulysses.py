@@ -103,11 +103,11 @@ class _Gather(torch.autograd.Function):
         counts = np.bincount(owners, minlength=among.size)
         ctx.own = torch.as_tensor(np.flatnonzero(owners == among.rank), device=values.device)
         longest = int(counts.max())
-        padded = nn.functional.pad(values, (0, longest - values.shape[1]))
-        of_ranks = torch.empty(among.size, *padded.shape, dtype=padded.dtype, device=padded.device)
-        dist.all_gather_into_tensor(of_ranks, padded.contiguous(), group=among.group)
+        padded = nn.functional.pad(values, (0, longest - values.shape[1])).contiguous()
+        of_ranks = padded.new_empty(among.size * len(padded), longest)
+        dist.all_gather_into_tensor(of_ranks, padded, group=among.group)
         order = np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-        found = torch.cat([part[:, :count] for part, count in zip(of_ranks, counts.tolist(), strict=True)], 1)
+        found = torch.cat([part[:, :count] for part, count in zip(of_ranks.chunk(among.size), counts.tolist(), strict=True)], 1)
         return found[:, torch.as_tensor(order, device=values.device)]
 
     @staticmethod

@@ -31,6 +31,39 @@ class RewardPlace(Enum):
     """On the event loop of the agent worker: for what takes microseconds. One that hangs costs the worker."""
 
 
+class Speculation(Enum):
+    """Who drafts the tokens that the model then accepts or replaces, several in a step. What is sampled, and its
+    logprobs, are the model's. All but `none` are vLLM's methods, by vLLM's names."""
+
+    none = "none"
+    """Nobody: a token per step."""
+    ngram = "ngram"
+    """What followed the last tokens where they were before, in the prompt or the response."""
+    suffix = "suffix"
+    """The same, with counts over all responses so far. Needs the package arctic-inference."""
+    draft_model = "draft_model"
+    """A smaller model."""
+    eagle = "eagle"
+    eagle3 = "eagle3"
+    mtp = "mtp"
+    """Layers of the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    method: Speculation = Speculation.none
+    """Drafts tokens, of which the model accepts or replaces several in a step, as likely as without: none, ngram,
+    suffix, draft_model, eagle, eagle3 or mtp. Only ngram has been run."""
+    num_tokens: int = 4
+    """Tokens drafted per step."""
+    min_match: int = 2
+    """With method=ngram: so many of the last tokens, at least, must have been there before."""
+    max_match: int = 4
+    """With method=ngram: so many are looked for first."""
+    model: str | None = None
+    """With method=draft_model, eagle and eagle3: folder or hub name of what drafts. Updates leave it as it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     # -- replicas --
@@ -74,6 +107,9 @@ class RolloutConfig:
     """Texts that end a response, or a turn of one, in training and evaluation; they stay in it."""
     seeded_sampling: bool = False
     """Give every trajectory its own sampling seed (from seed, ordinal and index): repeatable, a little slower."""
+
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    """Speculative decoding."""
 
     # -- staleness --
     max_staleness: int = 2

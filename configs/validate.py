@@ -30,6 +30,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *([] if config.dry_run else sections.missing_data(config, needed_files)),
             *sections.serve_problems(config),
             *sections.rollout_problems(config),
+            *sections.speculative_problems(config),
             *engine_args_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
             *sections.evaluation_problems(config),
             *algorithm_problems(config),

@@ -12,13 +12,16 @@ from pathlib import Path
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.data import parse_sources
-from configs.model import ALL_LINEAR, LoraConfig
+from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
+from configs.rollout import Speculation, SpeculativeConfig
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
 from configs.trainer import AttentionKind, Layout, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
+MODEL_DRAFTS = (Speculation.draft_model, Speculation.eagle, Speculation.eagle3)
+TEXT_DRAFTS = (Speculation.none, Speculation.ngram, Speculation.suffix)
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
 """A copy of names in `rollout.agents.loop`: a config is checked before anything of rollout is imported."""
 TINY_HEADS = 4
@@ -43,7 +46,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
 def lora_problems(config: Config) -> Iterator[Problem]:
     lora = config.model.lora
     if lora.rank is None:
-        for key in ("alpha", "targets", "dropout"):
+        for key in ("alpha", "targets", "dropout", "serve", "served_path"):
             if getattr(lora, key) != getattr(LoraConfig(), key):
                 yield Problem(f"model.lora.{key}", "needs model.lora.rank: without it, all weights are trained")
         return
@@ -55,6 +58,12 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.lora.targets", f"{ALL_LINEAR} stands for every linear layer but the head: leave out the rest"
         )
+    if lora.serve is LoraServing.adapter:
+        if lora.rank > max(SERVED_RANKS):
+            yield Problem("model.lora.rank", f"at most {max(SERVED_RANKS)} with model.lora.serve=adapter, as in vLLM")
+    elif lora.served_path is not None:
+        allowed = "needs model.lora.serve=adapter: an adapter is merged into the weights that it was trained on"
+        yield Problem("model.lora.served_path", allowed)
     if config.weight_sync.delta:
         yield Problem("weight_sync.delta", f"with model.lora.rank={lora.rank}, must be false: only the adapter travels")
 
@@ -135,6 +144,25 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.min_replicas", f"at most rollout.num_replicas={rollout.num_replicas}")
     if config.device is Device.cpu and rollout.kv_cache_mb is None:
         yield Problem("rollout.kv_cache_mb", "device=cpu needs a size in MiB (null is for GPUs)")
+
+
+def speculative_problems(config: Config) -> Iterator[Problem]:
+    chosen, method = config.rollout.speculative, config.rollout.speculative.method
+    if method is not Speculation.ngram:
+        for key in ("min_match", "max_match"):
+            if getattr(chosen, key) != getattr(SpeculativeConfig(), key):
+                yield Problem(f"rollout.speculative.{key}", "needs rollout.speculative.method=ngram")
+    elif chosen.min_match > chosen.max_match:
+        allowed = f"at most rollout.speculative.max_match={chosen.max_match}"
+        yield Problem("rollout.speculative.min_match", allowed)
+    if method is Speculation.none and chosen.num_tokens != SpeculativeConfig().num_tokens:
+        yield Problem("rollout.speculative.num_tokens", "needs a rollout.speculative.method")
+    if (method in MODEL_DRAFTS) != (chosen.model is not None):
+        names = ", ".join(one.value for one in MODEL_DRAFTS)
+        yield Problem("rollout.speculative.model", f"set with rollout.speculative.method={names}, and only then")
+    if config.model.lora.serve is LoraServing.adapter and method not in TEXT_DRAFTS:
+        allowed = "none, ngram or suffix with model.lora.serve=adapter: vLLM's other drafters share layers with it"
+        yield Problem("rollout.speculative.method", allowed)
 
 
 def evaluation_problems(config: Config) -> Iterator[Problem]:

@@ -32,8 +32,20 @@ class EngineSpec:
     prefill_grace_s: float = 5.0
     max_position_embeddings: int | None = None
     """Replaces the value in the model's config, which bounds max_model_len; None keeps it."""
+    adapter: "ServedAdapter | None" = None
+    """Updates bring an adapter, which the engine computes beside the weights that it loaded."""
+    speculative: Mapping[str, Any] | None = None
+    """What vLLM takes for `speculative_config`. With it, `gauges` count drafted and accepted tokens."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's own arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapter:
+    max_rank: int
+    """Of those that the engine has kernels for."""
+    layers: tuple[str, ...] | None
+    """Ends of the names of the layers that may have one; None: any."""
 
 
 class EngineDiedError(RuntimeError):
@@ -119,7 +131,8 @@ class Engine(Protocol):
 
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests` (requests that began in the engine; one that began twice counts twice),
-        `running_requests`, `waiting_requests`, and `restarted_requests` where a request can begin twice."""
+        `running_requests`, `waiting_requests`, `restarted_requests` where a request can begin twice, and
+        `drafted_tokens` and `accepted_tokens` of speculative decoding where there is some."""
         ...
 
     def shutdown(self) -> None: ...

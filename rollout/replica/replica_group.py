@@ -40,6 +40,7 @@ LOOPBACK = "127.0.0.1"
 CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # which drafts n-grams, and sets the number of OpenMP's threads to its own
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 # Saves seconds at the first request with logprobs, where nothing else is compiled.

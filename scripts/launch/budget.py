@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from configs.model import LoraServing
 from configs.schema import Config, DType, ModelKind, Staging, Transport
 from configs.validate import ConfigError
 from trainer.learning_rate import num_warmup_steps
@@ -47,9 +48,10 @@ def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
     weights = num_parameters * NUM_BYTES[rollout.dtype]
     per_worker = weights / rollout.tensor_parallel_size
     replica = [f"weights {shown(per_worker)}"]
-    if config.weight_sync.staging is not Staging.none:
+    serves_adapter = config.model.lora.serve is LoraServing.adapter
+    if config.weight_sync.staging is not Staging.none and not serves_adapter:
         replica.append(f"staging {shown(per_worker)} ({config.weight_sync.staging.value})")
-    if config.model.lora.rank is not None:
+    if config.model.lora.rank is not None and not serves_adapter:
         replica.append(f"what adapters are merged into {shown(weights)} (host)")
     if rollout.kv_cache_mb is not None:
         replica.append(f"KV cache {rollout.kv_cache_mb} MiB")
@@ -88,6 +90,8 @@ def _of_a_rank(config: Config, num_parameters: int) -> Iterator[str]:
 def memory_problem(config: Config, num_parameters: int | None) -> str | None:
     """What a plan warns of, and a run ends with before it starts: too little shared memory for the weights."""
     if num_parameters is None or config.weight_sync.transport is not Transport.shared_memory or config.ray.address:
+        return None
+    if config.model.lora.serve is LoraServing.adapter:  # the weights do not travel
         return None
     needed, free = num_parameters * NUM_BYTES[config.rollout.dtype], shutil.disk_usage(DIRECTORY).free
     if needed <= free:

@@ -31,7 +31,7 @@ from rollout.types import Prompt
 from scripts.launch.cluster import output_to
 from scripts.launch.data import encode_rows
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
-from scripts.launch.models import boot_model, engine_spec, policy_model
+from scripts.launch.models import adapter_spec, boot_model, engine_spec, policy_model, serves_adapter
 from scripts.launch.placement import Placement, reserve
 from scripts.launch.resume import Resumed
 from trainer.checkpoint.store import CheckpointStore
@@ -94,7 +94,11 @@ async def start(  # noqa: PLR0913
     on_start = output_to(run_dir)
     placement = await reserve(config, device)
     boot_path = await boot_model(config, run_dir)
-    spec = engine_spec(config, device, boot_path)
+    if serves_adapter(config):  # updates bring the adapter only: the weights must be the policy's from the start
+        boot_path = await policy_model(config, boot_path, console)
+        spec = adapter_spec(config, device, boot_path)
+    else:
+        spec = engine_spec(config, device, boot_path)
     recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None, "tells_events": events.is_on}
     create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
@@ -156,7 +160,7 @@ async def _load_policy(
     config: Config, workers: RecoveringWorkers, boot_path: str, console: Console, resumed: Resumed | None
 ) -> int:
     """Returns the number of parameters."""
-    path = await policy_model(config, boot_path, console)
+    path = boot_path if serves_adapter(config) else await policy_model(config, boot_path, console)
     with console.during(f"loading the policy in {config.trainer.num_ranks} train worker(s)"):
         num_parameters = await workers.setup(path)
         if resumed is not None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.algorithm import Proximal
+from configs.model import LoraServing
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import MicroBatch, StepResult
@@ -244,9 +245,10 @@ class TrainWorker:
 
     def publish(self, order: PublishOrder) -> Manifest:
         """Offer this rank's rows of every parameter, without gathering any. With an adapter: of its factors, and of
-        what is frozen if a receiver is new."""
-        specs = parameter_specs(self._policy, self._rollout_dtype, frozen=order.has_new)
-        manifest = self._sender.publish(specs, lambda: self._shards(frozen=order.has_new), order)
+        what is frozen if a receiver is new and merges."""
+        frozen = order.has_new and self._config.model.lora.serve is LoraServing.merged
+        specs = parameter_specs(self._policy, self._rollout_dtype, frozen=frozen)
+        manifest = self._sender.publish(specs, lambda: self._shards(frozen=frozen), order)
         return replace(manifest, adapter=self._adapter)
 
     def send(self, manifest: Manifest) -> Checksums:

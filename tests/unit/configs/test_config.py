@@ -14,7 +14,9 @@ from configs.algorithm import ADVANTAGES, LOSSES, Correction, Proximal
 from configs.checkpoint import is_checkpoint
 from configs.checks.ranges import NUM_ARITHMETIC, RANGES, bounds, out_of_range
 from configs.cli.overrides import check_overrides
+from configs.model import LoraServing
 from configs.rewards import BUILT_IN_REWARDS
+from configs.rollout import Speculation
 from configs.schema import Config, Device, ModelKind, PauseMode, SinkName, Transport
 from configs.trainer import LearningRateSchedule
 from configs.validate import ConfigError, check
@@ -94,6 +96,7 @@ def test_known_keys_groups_and_options_pass() -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 SHARED = {"gpu_share": 0.5}
+SERVED = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter}
 COSINE = LearningRateSchedule.cosine
 NUMBERS = [key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}]
 
@@ -194,6 +197,36 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
         (
             {"model__lora__rank": 8, "model__lora__targets": ["q_proj", "all_linear"]},
             "model.lora.targets=['q_proj', 'all_linear']: all_linear stands for every linear layer but the head: leave",
+        ),
+        ({"model__lora__serve": LoraServing.adapter}, "model.lora.serve=adapter: needs model.lora.rank: without it"),
+        (
+            {"model__lora__rank": 513, "model__lora__serve": LoraServing.adapter},
+            "model.lora.rank=513: at most 512 with model.lora.serve=adapter, as in vLLM",
+        ),
+        (
+            {"model__lora__rank": 8, "model__lora__served_path": "/quantized"},
+            "model.lora.served_path=/quantized: needs model.lora.serve=adapter: an adapter is merged into the weights",
+        ),
+        (
+            {**SERVED, "rollout__speculative__method": Speculation.eagle3, "rollout__speculative__model": "x"},
+            "rollout.speculative.method=eagle3: none, ngram or suffix with model.lora.serve=adapter: vLLM's other",
+        ),
+        ({"rollout__speculative__num_tokens": 0}, "rollout.speculative.num_tokens=0: must be between 1 and 64"),
+        (
+            {"rollout__speculative__num_tokens": 5},
+            "rollout.speculative.num_tokens=5: needs a rollout.speculative.method",
+        ),
+        (
+            {"rollout__speculative__max_match": 5},
+            "rollout.speculative.max_match=5: needs rollout.speculative.method=ngram",
+        ),
+        (
+            {"rollout__speculative__method": Speculation.ngram, "rollout__speculative__min_match": 5},
+            "rollout.speculative.min_match=5: at most rollout.speculative.max_match=4",
+        ),
+        (
+            {"rollout__speculative__method": Speculation.ngram, "rollout__speculative__model": "x"},
+            "rollout.speculative.model=x: set with rollout.speculative.method=draft_model, eagle, eagle3, and",
         ),
         (
             {"model__lora__rank": 8, "weight_sync__delta": True},

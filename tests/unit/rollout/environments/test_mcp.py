@@ -229,7 +229,9 @@ def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
             {"server": {"command": SMALL}, "tools": ["add"]},
             r"agent_args.tools=\['add'\]: there is no add; the server",
         ),
-        ({"server": {"command": SMALL}, "call_timeout_s": 99}, "call_timeout_s=99: must be below step_timeout_s=60"),
+        ({"server": {"command": SMALL}, "call_timeout_s": 99}, "=99: must be a number above 0, and below step_timeout_s"),
+        ({"server": {"command": SMALL}, "call_timeout_s": 0}, "call_timeout_s=0: must be a number above 0, and below"),
+        ({"server": {"command": SMALL}, "max_output_chars": "all"}, "max_output_chars=all: must be a whole number"),
     ],
 )
 def test_what_is_wrong_is_said_before_there_are_episodes(args: dict[str, Any], error: str) -> None:

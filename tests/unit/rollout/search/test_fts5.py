@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollout.search.documents import Document, Found, RetrievalError
 from rollout.search.fts5 import MAX_MATCHES, Fts5Retriever
+from tests.support.paths import ROOT
 
 TOWNS = [
     Document(title="Marjol", text="Marjol is a city on the river Tord."),
@@ -105,6 +108,24 @@ def test_of_common_words_only_a_document_with_all_of_them_comes_first_wherever_i
     texts[-1] = "a red and wide thing"
     retriever = Fts5Retriever(Document(title=f"{number}", text=text) for number, text in enumerate(texts))
     assert search(retriever, "wide, red", topk=3) == [[str(size - 1), "1", "4"]], "then those with the rarer word"
+
+
+def test_threads_that_search_come_after_the_event_loop_whatever_the_priority_of_the_process() -> None:
+    """A priority may not be raised: with a fixed one, no search would run in a process that has less."""
+    script = """
+import asyncio, os, threading
+from rollout.search.documents import Document
+from rollout.search.fts5 import Fts5Retriever
+
+os.setresuid(65534, 65534, 65534) if os.getuid() == 0 else None
+os.nice(15)
+retriever = Fts5Retriever(Document(text=f"a village, number {number}") for number in range(400))
+[found] = asyncio.run(retriever.search(["village"], 3))
+threads = [one for one in threading.enumerate() if one.name.startswith("fts5")]
+print(len(found.documents), {os.getpriority(os.PRIO_PROCESS, one.native_id) for one in threads})
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "3 {19}\n", done.stderr
 
 
 def test_without_fts5_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

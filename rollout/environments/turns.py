@@ -62,7 +62,7 @@ def _loop(
 
 
 def check_tool_limits(call_timeout_s: object, max_output_chars: object, options: ToolTurnOptions) -> None:
-    """Raises ValueError where no call can succeed, and where a tool's deadline is no earlier than that of the step which
+    """Raises ValueError where no call can succeed, and where a tool's deadline is no earlier than that of the step that
     it is a part of: the policy would never read that a call took too long."""
     step_timeout_s = options.get("step_timeout_s", STEP_TIMEOUT_S)
     if not isinstance(call_timeout_s, int | float) or not 0 < call_timeout_s < step_timeout_s:

@@ -4,13 +4,15 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.search.documents import Document, Found, RetrievalError
-from rollout.search.fts5 import MAX_MATCHES, Fts5Retriever
+from rollout.search.fts5 import MAX_MATCHES, QUICK_MATCHES, Fts5Retriever
 from tests.support.paths import ROOT
 
 TOWNS = [
@@ -100,6 +102,21 @@ def test_common_words_neither_cost_time_nor_hide_the_rare_one() -> None:
         return [found.documents[0].text for found in await retriever.search([f"the thing {size - 9}", "the thing"], 1)]
 
     assert asyncio.run(main()) == [f"the the the thing {size - 9}", "the the the thing 0"]
+
+
+def test_only_a_quick_search_is_done_on_the_event_loop() -> None:
+    """One that ranks hundreds of documents takes milliseconds, in which no other episode could go on."""
+    ran: list[str] = []
+
+    class Watched(Fts5Retriever):
+        def _found(self, looks: Any) -> list[Found]:
+            ran.append(threading.current_thread().name)
+            return super()._found(looks)
+
+    texts = [f"a {'red' if number < QUICK_MATCHES else 'blue'} house" for number in range(3 * QUICK_MATCHES)]
+    retriever = Watched(Document(text=text) for text in texts)
+    assert search(retriever, "red") and search(retriever, "blue")
+    assert len(ran) == 2 and ran[0] == threading.main_thread().name and ran[1].startswith("fts5")
 
 
 def test_of_common_words_only_a_document_with_all_of_them_comes_first_wherever_it_is() -> None:

@@ -22,8 +22,8 @@ from trainer.tracking.sinks import read_metrics
 pytestmark = pytest.mark.slow
 
 NUM_QUESTIONS = 12
-STEPS = 6
-"""Of the run whose retriever dies: more than are under way at once."""
+STEPS = 40
+"""Of the run whose retriever dies: enough for it to be still under way when that is back."""
 OUTAGE_DEADLINE_S = 120
 SMALL = [
     "model=tiny",
@@ -113,7 +113,8 @@ def test_search_r1_outlasts_a_retriever_that_dies(tmp_path: Path, data: Path) ->
             *("data.generated=search_world", "data.prompt_key=question", "rollout.max_response_tokens=160"),
             *("model.warmup_steps=80", f"model.cache_dir={tmp_path}/cache", f"trainer.total_steps={STEPS}"),
             f"rollout.agent_args.retriever.url=http://127.0.0.1:{port}/retrieve",
-            *("rollout.agent_args.retriever.max_failures=1", "rollout.max_staleness=1"),
+            *("rollout.agent_args.retriever.max_failures=1", "rollout.agent_args.retriever.cache_size=0"),
+            "rollout.max_staleness=1",
             **recipe("search_r1", data),
         ) as run,
     ):

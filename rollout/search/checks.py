@@ -9,7 +9,10 @@ def check_whole(name: str, value: object, least: int, most: int | None = None) -
 
 def check_number(name: str, value: object, *, above: float | None = None, least: float = float("-inf")) -> None:
     """`above`: what it must be more than; None allows `least`, too."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value >= least if above is None else value > above):
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not (value >= least if above is None else value > above)
+    ):
         allowed = f" above {above}" if above is not None else f" of at least {least}" if least > float("-inf") else ""
         raise ValueError(f"{name}={value}: must be a number{allowed}")

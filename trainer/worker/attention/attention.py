@@ -152,8 +152,8 @@ def chosen(query: Tensor, value: Tensor, mask: Mask, given: dict[str, Any]) -> A
 
 
 def bucket(length: int) -> int:
-    """A length that at most an eighth of its tokens fill up, for kernels are compiled once per length."""
-    multiple = max(flex.BLOCK, 1 << max(0, (length - 1).bit_length() - 3))
+    """The next length for which kernels are compiled: of a short row in whole blocks, at most an eighth longer."""
+    multiple = max(flex.BLOCK, 1 << max(0, (length - 1).bit_length() - 4))
     return -(-length // multiple) * multiple
 
 

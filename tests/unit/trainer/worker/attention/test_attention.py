@@ -17,11 +17,14 @@ from transformers.masking_utils import (
 )
 
 from configs.schema import Layout
+from scripts.bench.trainer.memory import Memory
 from tests.support.batches import pack
 from tests.support.families import random_model
 from tests.support.reference import make_group, make_trajectory
 from trainer.batch import MicroBatch
-from trainer.worker.attention import dense, flex, varlen
+from trainer.worker.attention import attention, dense, flex, varlen
+from trainer.worker.attention.attention import bucket
+from trainer.worker.attention.dense import key_blocks
 from trainer.worker.attention.rows import Mask, MaskFunction, Rows
 from trainer.worker.model import Policy
 
@@ -227,12 +230,12 @@ def test_what_flash_attention_is_told_of_windows_and_chunks() -> None:
 
 
 def test_a_window_of_another_kind_is_refused() -> None:
-    def every_other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query - key) % 2 == 0
+    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query - key < REACH // 2
 
     rows = Rows.of(branched(Layout.packed), 1 << 12, CPU)
     with pytest.raises(ValueError, match="attend neither to the last nor by chunks"):
-        varlen.segments(Mask(rows, every_other, REACH, varlen.attend))
+        varlen.segments(Mask(rows, near, REACH, varlen.attend))
 
 
 def test_varlen_refuses_what_flash_attention_cannot() -> None:
@@ -262,5 +265,5 @@ def test_masks_of_all_pairs_are_made_up_to_a_length(monkeypatch: pytest.MonkeyPa
 
 def test_lengths_on_gpus_are_few_and_near() -> None:
     buckets = {bucket(length) for length in range(1, 32769)}
-    assert all(length <= bucket(length) <= max(128, 1.25 * length) for length in range(1, 32769))
+    assert all(length <= bucket(length) <= length + max(127, length / 8) for length in range(1, 32769))
     assert len(buckets) <= 48 and all(length % 128 == 0 for length in buckets)

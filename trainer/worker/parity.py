@@ -85,7 +85,7 @@ def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -
 
 
 def _refuse_long_masks(policy: Policy, config: Config, architecture: str) -> None:
-    """Masks of all pairs of a row are made for no longer ones. In one sequence to a row, causal attention needs none."""
+    """Masks of all pairs are made for no longer rows. A sequence in a row by itself needs none."""
     trainer = config.trainer
     longest = max(trainer.tokens_per_micro_batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     if trainer.layout is Layout.rows or not takes_tensors(policy.causal_lm) or longest <= LONGEST_MASK:

@@ -175,20 +175,19 @@ def evaluation_problems(config: Config) -> Iterator[Problem]:
 
 def trainer_problems(config: Config) -> Iterator[Problem]:
     trainer, checkpoint, interval = config.trainer, config.checkpoint, config.weight_sync.interval
-    sharing = "" if trainer.sequence_parallel == 1 else f" / sequence_parallel={trainer.sequence_parallel}"
-    if trainer.num_ranks % trainer.sequence_parallel:
+    yield from _attention_problems(config)
+    if trainer.sequence_parallel < 1 or trainer.num_ranks % trainer.sequence_parallel:
         yield Problem("trainer.sequence_parallel", f"must divide trainer.num_ranks={trainer.num_ranks}")
     elif trainer.prompts_per_step < trainer.data_parallel:
-        most = trainer.prompts_per_step * trainer.sequence_parallel
-        times = f" x sequence_parallel={trainer.sequence_parallel}" if sharing else ""
-        yield Problem("trainer.num_ranks", f"at most {most}, trainer.prompts_per_step={trainer.prompts_per_step}{times}")
+        shared = "" if trainer.sequence_parallel == 1 else f" x sequence_parallel={trainer.sequence_parallel}"
+        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}{shared}")
     elif trainer.mini_batches * trainer.data_parallel > trainer.prompts_per_step:
         most = trainer.prompts_per_step // trainer.data_parallel
         groups = f"of trainer.prompts_per_step={trainer.prompts_per_step}, each has a group for every rank"
+        shared = "" if trainer.sequence_parallel == 1 else f", sequence_parallel={trainer.sequence_parallel}"
         yield Problem(
-            "trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks}{sharing})"
+            "trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks}{shared})"
         )
-    yield from _attention_problems(config)
     yield from _learning_rate_problems(trainer)
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:
@@ -201,7 +200,7 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
 
 def _attention_problems(config: Config) -> Iterator[Problem]:
     trainer, num_heads = config.trainer, attention_heads(config)
-    if num_heads is not None and num_heads % trainer.sequence_parallel:
+    if num_heads is not None and num_heads % max(1, trainer.sequence_parallel):
         yield Problem("trainer.sequence_parallel", f"must divide the {num_heads} attention heads of the model")
     if trainer.attention is AttentionKind.flex and config.device is Device.cpu:
         yield Problem("trainer.attention", "device=cpu needs dense or varlen: flex has no gradients on CPUs")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.schema import Config
 from trainer.batch import MicroBatch
 from trainer.metrics import Mean, Metric, Sum
-from trainer.worker.attention.attention import Attention
+from trainer.worker.attention.attention import ON_CPU, Attention
 from trainer.worker.loading import allocate, open_causal_lm
 from trainer.worker.model import decode, decoder_of, gradients_fit, prepared, shard
 from trainer.worker.optimizer import Optimizer
@@ -19,7 +19,7 @@ from trainer.worker.state import Trained
 class ValueModel(nn.Module):
     """The policy's architecture and initial weights, with a value head instead of the LM head."""
 
-    def __init__(self, backbone: nn.Module, hidden_size: int, attention: Attention = Attention()):
+    def __init__(self, backbone: nn.Module, hidden_size: int, attention: Attention = ON_CPU):
         super().__init__()
         self.backbone: Any = backbone
         self.attention = attention

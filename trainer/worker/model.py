@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configs.validate import ConfigError
 from trainer.batch import Int64Array, MicroBatch
-from trainer.worker.attention.attention import Attention
+from trainer.worker.attention.attention import ON_CPU, Attention
 from trainer.worker.attention.ulysses import SequenceGroup
 from trainer.worker.head import LogprobHead
 from weight_sync.adapter import published_name
@@ -29,7 +29,7 @@ class Policy(nn.Module):
         causal_lm: nn.Module,
         temperature: float,
         entropy_has_gradient: bool = False,
-        attention: Attention = Attention(),
+        attention: Attention = ON_CPU,
     ):
         super().__init__()
         self.causal_lm: Any = causal_lm
@@ -73,7 +73,8 @@ class TargetStates(NamedTuple):
         if self.group is None:
             return made
         gathered = self.group.gathered(torch.stack(made), self.owners)
-        return tuple(one if mine.requires_grad else one.detach() for one, mine in zip(gathered, made, strict=True))
+        whole = [one.clone() for one in gathered]  # FSDP wants no views
+        return tuple(one if mine.requires_grad else one.detach() for one, mine in zip(whole, made, strict=True))
 
 
 def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device, attention: Attention) -> TargetStates:

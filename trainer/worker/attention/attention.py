@@ -58,7 +58,7 @@ class Attention:
             ConfigError: ranks cannot share its attention.
         """
         config, architecture = model.config.get_text_config(), type(model).__name__
-        is_own = config._attn_implementation == FLOAT or getattr(config, "attn_logit_softcapping", None) is not None
+        is_own = config._attn_implementation == FLOAT or config.to_dict().get("attn_logit_softcapping")
         if is_own:
             needs_flex = self.device_type != "cpu" and model._supports_flex_attn
             model.set_attn_implementation("flex_attention" if needs_flex else FLOAT)
@@ -135,6 +135,10 @@ class Attention:
         return CORES[kind](module, query, key, value, mask, **given)
 
 
+ON_CPU = Attention()
+"""By one rank."""
+
+
 def chosen(query: Tensor, value: Tensor, mask: Mask, given: dict[str, Any]) -> AttentionKind:
     """What trainer.attention=auto is for these heads and rows."""
     is_plain, refusal = mask.rows.last is None and mask.is_causal, varlen.refusal(query, value, mask, given)
@@ -148,14 +152,14 @@ def chosen(query: Tensor, value: Tensor, mask: Mask, given: dict[str, Any]) -> A
 
 
 def bucket(length: int) -> int:
-    """A length that at most an eighth of its tokens fill up, for kernels are compiled once per length."""
-    multiple = max(flex.BLOCK, 1 << max(0, (length - 1).bit_length() - 3))
+    """The next length for which kernels are compiled: of a short row in whole blocks, at most an eighth longer."""
+    multiple = max(flex.BLOCK, 1 << max(0, (length - 1).bit_length() - 4))
     return -(-length // multiple) * multiple
 
 
 def hands_masks_on(model: nn.Module) -> bool:
     """Whether attention gets the model's mask as it was built, as in all models whose attention is exchangeable."""
-    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+    return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(model).__module__])
 
 
 def takes_tensors(model: Any) -> bool:

@@ -75,7 +75,9 @@ def cuts(rows: Rows) -> list[slice]:
     num_rows, length = rows.input_ids.shape
     size = max(SMALLEST_BLOCK, -(-length // MOST_BLOCKS))
     starts = [0]
-    for begin, tree in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True) if num_rows == 1 else [(0, length)]:
+    for begin, tree in (
+        zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True) if num_rows == 1 else [(0, length)]
+    ):
         if begin + tree - starts[-1] > size:
             starts += [begin] if begin > starts[-1] else []
             pieces = -(-tree // size)

@@ -107,7 +107,9 @@ class _Gather(torch.autograd.Function):
         of_ranks = padded.new_empty(among.size * len(padded), longest)
         dist.all_gather_into_tensor(of_ranks, padded, group=among.group)
         order = np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-        found = torch.cat([part[:, :count] for part, count in zip(of_ranks.chunk(among.size), counts.tolist(), strict=True)], 1)
+        found = torch.cat(
+            [part[:, :count] for part, count in zip(of_ranks.chunk(among.size), counts.tolist(), strict=True)], 1
+        )
         return found[:, torch.as_tensor(order, device=values.device)]
 
     @staticmethod

@@ -99,7 +99,9 @@ def has_chunks(mask: Mask, reach: int) -> bool:
         return False
     if begin_at(queries // reach * reach):
         return True
-    raise ValueError(f"trainer.attention=varlen: of {reach} positions, queries attend neither to the last nor by chunks")
+    raise ValueError(
+        f"trainer.attention=varlen: of {reach} positions, queries attend neither to the last nor by chunks"
+    )
 
 
 def _by_loop(

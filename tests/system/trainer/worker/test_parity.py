@@ -163,6 +163,23 @@ def test_positions_that_depend_on_the_batch_are_refused_where_they_are_reached()
         refuse_other_logprobs(policy, replace(config, rollout=RolloutConfig(max_response_tokens=413)), CPU)
 
 
+def test_rows_too_long_for_a_mask_of_all_pairs_are_refused_where_a_model_needs_one() -> None:
+    def tokens(policy: Policy, layout: Layout, num_tokens: int) -> None:
+        config = with_layout(layout)
+        trainer = replace(config.trainer, tokens_per_micro_batch=num_tokens)
+        refuse_other_logprobs(policy, replace(config, trainer=trainer), CPU)
+
+    falcon, llama = (Policy(random_model(family), 1.0) for family in ("falcon", "llama"))
+    for policy, layout, num_tokens in (
+        (falcon, Layout.tree, 8192),
+        (falcon, Layout.rows, 8193),
+        (llama, Layout.tree, 8193),
+    ):
+        tokens(policy, layout, num_tokens)
+    with pytest.raises(ConfigError, match=r"trainer.layout=tree: FalconForCausalLM .* up to 8192 tokens"):
+        tokens(falcon, Layout.tree, 8193)
+
+
 @pytest.mark.usefixtures("process_as_it_was")
 def test_a_worker_refuses_a_model_before_the_run(tmp_path: Path) -> None:
     random_model("qwen3_next").save_pretrained(tmp_path)

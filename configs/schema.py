@@ -85,6 +85,8 @@ class Config:
     """auto, cpu or cuda, for replicas and trainer alike."""
     gpu_share: float = 1.0
     """Share of a GPU that trainer and each replica claim: 0.5 is both on one. Match rollout.gpu_memory_utilization."""
+    gpu_memory_gb: float | None = None
+    """GiB of a GPU, by which a run that cannot fit is refused; null asks nvidia-smi on this machine."""
     dry_run: bool = False
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False

@@ -14,7 +14,7 @@ from configs.model import ALL_LINEAR, LoraConfig
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
-from configs.trainer import LearningRateSchedule, TrainerConfig
+from configs.trainer import GradientCheckpointing, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
@@ -149,6 +149,9 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
         most = trainer.prompts_per_step // trainer.num_ranks
         groups = f"of trainer.prompts_per_step={trainer.prompts_per_step}, each has a group for every rank"
         yield Problem("trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks})")
+    if trainer.activation_offload and trainer.gradient_checkpointing is not GradientCheckpointing.full:
+        allowed = "needs trainer.gradient_checkpointing=full: the inputs of recomputed layers are what it moves"
+        yield Problem("trainer.activation_offload", allowed)
     yield from _learning_rate_problems(trainer)
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:

@@ -73,6 +73,8 @@ class RayConfig:
     """A running cluster (`auto` or host:port), which needs device=cpu or cuda; null starts one on this machine."""
     start_timeout_s: float = 120.0
     """Deadline in seconds for starting Ray or connecting to it."""
+    gpu_memory_gb: float | None = None
+    """GiB of each GPU, by which a run that cannot fit is refused; null asks nvidia-smi on this machine."""
     placement_timeout_s: float = 60.0
     """Deadline in seconds for reserving the GPUs and CPUs of train workers and replicas, before anything starts."""
 
@@ -85,8 +87,6 @@ class Config:
     """auto, cpu or cuda, for replicas and trainer alike."""
     gpu_share: float = 1.0
     """Share of a GPU that trainer and each replica claim: 0.5 is both on one. Match rollout.gpu_memory_utilization."""
-    gpu_memory_gb: float | None = None
-    """GiB of a GPU, by which a run that cannot fit is refused; null asks nvidia-smi on this machine."""
     dry_run: bool = False
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False

@@ -29,8 +29,8 @@ class Machine:
 
 
 def this_machine(config: Config) -> Machine:
-    """Of a cluster that runs already, only what config.gpu_memory_gb says is known."""
-    given = None if config.gpu_memory_gb is None else config.gpu_memory_gb * 2**30
+    """Of a cluster that runs already, only what config.ray.gpu_memory_gb says is known."""
+    given = None if config.ray.gpu_memory_gb is None else config.ray.gpu_memory_gb * 2**30
     if config.ray.address is not None:
         return Machine(gpu=given, host=None, shared=None)
     shared = shutil.disk_usage(DIRECTORY).free

@@ -1,5 +1,6 @@
 """What the sizes of a model's memory follow from, read without its weights: its config and the headers of its files."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,8 @@ from configs.validate import ConfigError
 
 TINY_VOCABULARY, TINY_QUERY_HEADS, TINY_KEY_HEADS, TINY_HEAD_SIZE = 448, 4, 2, 32
 """Of the models made here (trainer/tiny/model.py): about how many tokens, and the heads."""
+OTHER_LAYERS = (".mamba.", ".mixer.", ".linear_attn.", ".conv.", ".kv_a_proj")
+"""In the names of tensors: recurrent layers, and attention over a latent vector."""
 Tensors = dict[str, tuple[int, ...]]
 """Shapes by name."""
 
@@ -140,24 +143,22 @@ def _tiny_shape(width: int, num_layers: int) -> ModelShape:
 
 
 def _layer_of(folder: Path, tensors: Tensors) -> LayerShape | None:
-    """None for what has no attention with heads and no feed-forward block, or for what transformers does not know."""
-    from transformers import AutoConfig  # takes seconds to import
-
-    try:
-        model: Any = AutoConfig.from_pretrained(folder).get_text_config()
-        known: dict[str, Any] = {**model.to_dict(), **{name: getattr(model, name) for name in model.attribute_map}}
-        hidden, heads = known["hidden_size"], known["num_attention_heads"]
-        width = known.get("intermediate_size") or known.get("n_inner") or known.get("ffn_dim") or 4 * hidden
-    except (OSError, ValueError, KeyError):
+    """None for what has no attention with heads and no feed-forward block."""
+    file = folder / "config.json"
+    model: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    model = model.get("text_config") or model
+    if any(kind in name for name in tensors for kind in OTHER_LAYERS):
         return None
-    if any(kind in name for name in tensors for kind in (".mamba.", ".mixer.", ".linear_attn.", ".conv.", "kv_a_proj")):
+    hidden, heads = _first(model, "hidden_size", "n_embd"), _first(model, "num_attention_heads", "n_head")
+    if not hidden or not heads:
         return None
-    head_size = known.get("head_dim") or hidden // heads
-    experts = known.get("num_experts_per_tok") or 0
+    width = _first(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    head_size = _first(model, "head_dim") or hidden // heads
+    experts = _first(model, "num_experts_per_tok") or 0
     if experts:
-        shared = known.get("shared_expert_intermediate_size") or 0
-        width = experts * (known.get("moe_intermediate_size") or width) + shared
-    query, key = heads * head_size, (known.get("num_key_value_heads") or heads) * head_size
+        shared = _first(model, "shared_expert_intermediate_size") or 0
+        width = experts * (_first(model, "moe_intermediate_size") or width) + shared
+    query, key = heads * head_size, (_first(model, "num_key_value_heads") or heads) * head_size
     has_normed_heads = any(".q_norm." in name for name in tensors)
     return LayerShape(
         hidden=hidden,
@@ -168,3 +169,8 @@ def _layer_of(folder: Path, tensors: Tensors) -> LayerShape | None:
         is_gated=any(".gate_" in name or ".w3." in name for name in tensors),
         experts=experts,
     )
+
+
+def _first(model: dict[str, Any], *names: str) -> int | None:
+    """By the first name that the config has."""
+    return next((model[name] for name in names if isinstance(model.get(name), int)), None)

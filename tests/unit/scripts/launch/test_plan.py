@@ -53,7 +53,7 @@ def test_a_plan_says_what_each_process_takes_and_refuses_what_cannot_fit(monkeyp
     assert parts["memory"].startswith("0.2M parameters; ")
     assert parts["per rank"].startswith("host 58.4 MiB: weights 0.7 MiB") and "activations" in parts["per rank"]
     assert parts["per worker"].endswith("KV cache for 262,144 tokens")
-    assert parts["shared"] == "0.8 MiB in /dev/shm, 1.0 GiB free here"
+    assert parts["shared"] == "0.7 MiB in /dev/shm, 1.0 GiB free here"
     too_much = changed(Config(), trainer__tokens_per_micro_batch=10**7)
     with pytest.raises(ConfigError, match=r"^trainer\.gradient_checkpointing: 1 train worker\(s\) and 1 of replicas"):
         parts_of(too_much)

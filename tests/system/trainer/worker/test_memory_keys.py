@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,3 +153,25 @@ def test_a_step_with_moments_on_the_host_is_that_of_adamw() -> None:
         assert torch.equal(parameter, twin)
         assert ours.state[parameter].keys() == plain.state[twin].keys()
         assert all(torch.equal(ours.state[parameter][name], value) for name, value in plain.state[twin].items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", GradientCheckpointing)
+def test_compiled_layers_give_the_same_and_are_compiled_once(how: GradientCheckpointing) -> None:
+    """Twelve layers are more than the graphs that torch keeps of one function. Sums of float32 may be in another
+    order."""
+    torch._dynamo.reset()
+    counters.clear()
+    plain, found = ({}, {})
+    for compiled, gradients in ((False, plain), (True, found)):
+        model = random_model("qwen3", num_hidden_layers=12)
+        model = prepared(model, "", TrainerConfig(gradient_checkpointing=how, compile=compiled))
+        for shape in ((2, 24), (3, 20)):
+            ids = torch.arange(shape[0] * shape[1]).view(shape) % 64
+            logprobs = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            logprobs[..., 3].sum().backward()
+        gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert 0 < counters["stats"]["unique_graphs"] < 6
+    for name, gradient in plain.items():
+        assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name

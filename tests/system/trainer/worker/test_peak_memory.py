@@ -13,8 +13,8 @@ from scripts.launch.model_shape import model_shape
 from tests.support.compose import changed
 from tests.support.peak_memory import peak_bytes, trainer_config
 
-pytestmark = pytest.mark.slow
-TIMEOUT_S = 200.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+TIMEOUT_S = 600.0
 MANY_WEIGHTS: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
 MANY_TOKENS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
 
@@ -31,10 +31,9 @@ def saved(folder: Path, **sizes: Any) -> Path:
     [
         (MANY_WEIGHTS, {"num_ranks": 1, "tokens_per_micro_batch": 256}),
         (MANY_WEIGHTS, {"num_ranks": 2, "tokens_per_micro_batch": 256, "unsharded_gradients_mb": 10}),
-        (MANY_WEIGHTS, {"num_ranks": 2}),
-        (MANY_TOKENS, {"num_ranks": 2}),
+        (MANY_TOKENS, {"num_ranks": 1}),
         (MANY_TOKENS, {"num_ranks": 2, "gradient_checkpointing": "selective"}),
-        (MANY_TOKENS, {"num_ranks": 2, "gradient_checkpointing": "full"}),
+        (MANY_TOKENS, {"num_ranks": 1, "gradient_checkpointing": "full"}),
     ],
 )
 def test_a_rank_takes_what_the_plan_says(sizes: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class RayConfig:
     """A running cluster (`auto` or host:port), which needs device=cpu or cuda; null starts one on this machine."""
     start_timeout_s: float = 120.0
     """Deadline in seconds for starting Ray or connecting to it."""
+    gpu_memory_gb: float | None = None
+    """GiB of each GPU, by which a run that cannot fit is refused; null asks nvidia-smi on this machine."""
     placement_timeout_s: float = 60.0
     """Deadline in seconds for reserving the GPUs and CPUs of train workers and replicas, before anything starts."""
 

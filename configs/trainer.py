@@ -5,6 +5,10 @@ from enum import Enum
 
 from configs.model import DType
 
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
+"""Logits that are in memory at once, by the kind of device: on a CPU they stay in its cache, on a GPU they keep all of
+it busy."""
+
 
 class Layout(Enum):
     """How trajectories are laid out in a micro-batch. The arithmetic is the same."""
@@ -29,6 +33,17 @@ class AttentionKind(Enum):
     """torch's flex_attention, over the blocks of pairs that a tree has. Without gradients on CPUs."""
     varlen = "varlen"
     """Flash attention over sequences of any lengths, for rows without branches; on CPUs SDPA, one by one."""
+
+
+class GradientCheckpointing(Enum):
+    """What a layer computes again in the backward pass, instead of keeping it."""
+
+    none = "none"
+    """Nothing."""
+    selective = "selective"
+    """All but products of matrices and attention."""
+    full = "full"
+    """Everything: a layer keeps its input only."""
 
 
 class LearningRateSchedule(Enum):
@@ -87,8 +102,16 @@ class TrainerConfig:
     unsharded_gradients_mb: int = 8192
     """A model (policy, critic) whose float32 gradients take more MiB reduces them over the ranks after every
     micro-batch; a smaller one keeps them whole on each rank until the step's last. Without effect on the result."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, for long sequences on GPUs."""
+    gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
+    """What layers compute again in the backward pass to save memory: none, selective (all but products of matrices and
+    attention) or full (everything; about a third more time)."""
+    activation_offload: bool = False
+    """With gradient_checkpointing=full: keep the inputs of layers in host memory until their backward pass."""
+    optimizer_on_host: bool = False
+    """Keep AdamW's moments in host memory, 8 bytes per trained parameter; an optimizer step brings those of one
+    parameter at a time to the GPU."""
+    compile: bool = False
+    """Compile each layer with torch.compile: the first steps take minutes, and the later ones less time and memory."""
     record_tokens: bool = True
     """Write what is trained, about 23 bytes per token (ids, versions, logprobs of rollout and trainer, advantages, what
     was clipped), and what replicas sample, 8 bytes: the audit holds one against the other, the page shows it."""

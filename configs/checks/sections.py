@@ -17,7 +17,7 @@ from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import Speculation, SpeculativeConfig
 from configs.schema import Config, Device, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
-from configs.trainer import AttentionKind, Layout, LearningRateSchedule, TrainerConfig
+from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
 MODEL_DRAFTS = (Speculation.draft_model, Speculation.eagle, Speculation.eagle3)
@@ -188,6 +188,9 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks}{shared})"
         )
+    if trainer.activation_offload and trainer.gradient_checkpointing is not GradientCheckpointing.full:
+        allowed = "needs trainer.gradient_checkpointing=full: the inputs of recomputed layers are what it moves"
+        yield Problem("trainer.activation_offload", allowed)
     yield from _learning_rate_problems(trainer)
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:

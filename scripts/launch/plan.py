@@ -7,6 +7,8 @@ from configs.checks.sections import missing_data
 from configs.schema import Config
 from scripts.launch import budget
 from scripts.launch.cluster import has_gpu, needed_resources
+from scripts.launch.machine import this_machine
+from scripts.launch.model_shape import model_shape
 from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows
 
 PARTS = {
@@ -19,16 +21,17 @@ PARTS = {
 
 def plan(command: str, config: Config, device: str, run_dir: Path, needed_files: Sequence[str]) -> str:
     """One line per part of the command, and a warning for each thing that this machine lacks. Raises ConfigError for
-    data that is there and malformed, for an agent loop that is none, and a chat template that sessions cannot use."""
+    data that is there and malformed, for an agent loop that is none, a chat template that sessions cannot use, and what
+    cannot fit into memory."""
     num_rows, num_held_out = count_rows(config, needed_files)
     parts = training_parts(config, device) | served_parts(config, device) | {"run_folder": str(run_dir)}
     warnings = [check_agent_loop(config)] if needed_files else []
     if needed_files and (sessions := chat_template_of_sessions(config)) is not None:
         parts["sessions"] = sessions
     if command == "train":
-        known = budget.num_parameters(config)
-        parts |= budget.work_parts(config, num_rows) | budget.memory_parts(config, known)
-        warnings.append(budget.memory_problem(config, known))
+        budget.refuse_without_memory(config, device)
+        memory = budget.memory_parts(config, model_shape(config), device, this_machine(config))
+        parts |= budget.work_parts(config, num_rows) | memory
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
     lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
     missing = [problem.line(config) for problem in missing_data(config, needed_files)]

@@ -47,7 +47,7 @@ async def run(  # noqa: PLR0913
     rows = load_rows(config)  # malformed data is an error before anything starts
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     release_all(config.weight_sync, owner(run_dir))  # weights that a killed process of this run left behind
-    budget.refuse_without_memory(config)
+    budget.refuse_without_memory(config, device)
     console.stage("starting Ray")
     async with cluster(config, device), AsyncExitStack() as stack:
         stack.callback(release_all, config.weight_sync, owner(run_dir))

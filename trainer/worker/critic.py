@@ -55,7 +55,7 @@ class Critic:
         self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device, attention: Attention
     ):
         causal_lm, weights = open_causal_lm(model_path)
-        causal_lm = prepared(causal_lm, model_path, config.trainer.gradient_checkpointing)
+        causal_lm = prepared(causal_lm, model_path, config.trainer)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
         self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size, attention)
         shard(self._model, mesh, getattr(torch, config.trainer.dtype.value))

@@ -99,7 +99,7 @@ class Weights:
                     names_read[first] = name
                     local(tensor).copy_(values)
                     sums[first] = word_sum(values)
-                elif not torch.equal(local(tensor), values.to(tensor)):
+                elif not torch.equal(local(tensor), values.to(local(tensor))):
                     tied = f"config ties {names_read[first]} and {name}, which differ in its files"
                     raise ConfigError(f"model.path={self.path}: its {tied}: set tie_word_embeddings in its config.json")
         expected = [name for name in parameters if name in self.first_names and not parameters[name].is_meta]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from configs.trainer import TrainerConfig
 from configs.validate import ConfigError
 from trainer.batch import Int64Array, MicroBatch
+from trainer.worker.activations import keep_less
 from trainer.worker.attention.attention import ON_CPU, Attention
 from trainer.worker.attention.ulysses import SequenceGroup
 from trainer.worker.head import LogprobHead
@@ -94,7 +94,7 @@ def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device, attentio
     return TargetStates(type(outputs), outputs.last_hidden_state[numbers, sources], targets, owners, group)
 
 
-def prepared(causal_lm: Any, path: str, gradient_checkpointing: bool) -> Any:
+def prepared(causal_lm: Any, path: str, trainer: TrainerConfig) -> Any:
     """The model as it is trained. `path`: where it came from.
 
     It is in evaluation mode, in which nothing is random: whatever its config says of dropout, what is trained are the
@@ -109,9 +109,8 @@ def prepared(causal_lm: Any, path: str, gradient_checkpointing: bool) -> Any:
     if max(owners.values(), default=1) > 1:
         architecture = type(causal_lm).__name__
         raise ConfigError(f"model.path={path}: layers of {architecture} share parameters, which FSDP cannot shard")
-    if gradient_checkpointing:
-        for layer in layers:  # transformers' own checkpointing works in training mode only
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    for layer in layers:
+        keep_less(layer, trainer)
     return causal_lm
 
 

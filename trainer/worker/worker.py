@@ -302,7 +302,7 @@ class TrainWorker:
         """Load this rank's rows of the first policy: to train it, or to keep it as the reference."""
         trainer, algorithm, lora = self._config.trainer, self._config.algorithm, self._config.model.lora
         causal_lm, weights = open_causal_lm(model_path)
-        causal_lm = prepared(causal_lm, model_path, trainable and trainer.gradient_checkpointing)
+        causal_lm = prepared(causal_lm, model_path, trainer)
         if trainable and lora.rank is not None:
             add_adapters(causal_lm, lora, self._compute_dtype)
         elif not trainable:

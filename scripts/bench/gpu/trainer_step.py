@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config, DType, Layout, RolloutConfig, TrainerConfig
+from configs.trainer import GradientCheckpointing
 from scripts.bench.common import write_line
 from scripts.bench.gpu.models import Shape, build, shape_of
 from scripts.bench.gpu.outcome import Setting
@@ -69,7 +70,7 @@ class RandomWorker(TrainWorker):
     def _load_policy(self, model_path: str, mesh: DeviceMesh, *, trainable: bool) -> Policy:
         config = self._config
         causal_lm = build(self._shape, self._device_type, torch.float32)
-        causal_lm = prepared(causal_lm, model_path, config.trainer.gradient_checkpointing)
+        causal_lm = prepared(causal_lm, model_path, config.trainer)
         policy = Policy(causal_lm, config.rollout.temperature).requires_grad_(trainable)
         shard(policy, mesh, getattr(torch, config.trainer.dtype.value))
         return policy
@@ -79,7 +80,10 @@ def trainer_config(tokens: int, dtype: DType) -> Config:
     return Config(
         rollout=RolloutConfig(dtype=dtype),
         trainer=TrainerConfig(
-            dtype=dtype, layout=Layout.packed, tokens_per_micro_batch=tokens, gradient_checkpointing=True
+            dtype=dtype,
+            layout=Layout.packed,
+            tokens_per_micro_batch=tokens,
+            gradient_checkpointing=GradientCheckpointing.full,
         ),
     )
 

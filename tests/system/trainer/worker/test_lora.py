@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.model import LoraConfig
 from configs.schema import AlgorithmConfig, Config, DType, Layout, ModelConfig, RolloutConfig, TrainerConfig
+from configs.trainer import GradientCheckpointing
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches, worker_runs
 from tests.support.fakes import make_order
@@ -181,7 +182,9 @@ def test_another_base_is_refused(folder: Path, runs: dict[str, Outcome]) -> None
 def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
     layout: Layout, folder: Path, steps: list[list[TrajectoryGroup]], runs: dict[str, Outcome]
 ) -> None:
-    config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=True))
+    config = replace(
+        CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=GradientCheckpointing.full)
+    )
     config = replace(config, algorithm=AlgorithmConfig(group_size=4))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig, Config, DataConfig, Layout, RolloutConfig, TrainerConfig
+from configs.trainer import GradientCheckpointing
 from configs.validate import ConfigError
 from rollout.types import Trajectory, TrajectoryGroup
 from tests.support.batches import pack
@@ -119,14 +120,16 @@ def test_gradients_are_those_of_the_models_own_forward(
         assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-5, name
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)
 @pytest.mark.parametrize("family", ["gpt2", "opt", "phimoe", "mixtral"])
 def test_nothing_is_dropped_or_jittered_in_training(
-    family: str, gradient_checkpointing: bool, groups: list[TrajectoryGroup], tmp_path: Path
+    family: str, gradient_checkpointing: GradientCheckpointing, groups: list[TrajectoryGroup], tmp_path: Path
 ) -> None:
     causal_lm = random_model(family)
     causal_lm.save_pretrained(tmp_path)
-    policy = Policy(prepared(loaded(tmp_path), "", gradient_checkpointing), TEMPERATURE)
+    policy = Policy(
+        prepared(loaded(tmp_path), "", TrainerConfig(gradient_checkpointing=gradient_checkpointing)), TEMPERATURE
+    )
     batch = micro_batch(groups, Layout.tree)
     logprobs, _ = policy(batch, CPU)
     torch.testing.assert_close(logprobs.double(), plain(causal_lm, groups, batch), rtol=0, atol=1e-5)
@@ -150,7 +153,7 @@ def test_a_wrong_head_is_refused(layout: Layout, monkeypatch: pytest.MonkeyPatch
 def test_layers_that_share_parameters_are_refused(tmp_path: Path) -> None:
     random_model(SHARES_PARAMETERS).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: layers of Zamba2ForCausalLM share parameters"):
-        prepared(open_causal_lm(str(tmp_path))[0], str(tmp_path), gradient_checkpointing=False)
+        prepared(open_causal_lm(str(tmp_path))[0], str(tmp_path), TrainerConfig())
 
 
 def test_positions_that_depend_on_the_batch_are_refused_where_they_are_reached() -> None:

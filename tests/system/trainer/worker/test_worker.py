@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from configs.algorithm import Proximal
 from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
+from configs.trainer import GradientCheckpointing
 from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
 from tests.support.fakes import make_order
@@ -251,7 +252,9 @@ def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weight
     model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_logprobs, "CHUNK_LOGITS", {"cpu": 5 * VOCAB_SIZE})
-    config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=True))
+    config = replace(
+        CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=GradientCheckpointing.full)
+    )
     found = one_rank(Job(config, model_path, pack(steps[:1], Layout.packed, 1)))
     norm = reference.metrics[0]["actor/grad_norm"]
     assert found.metrics[0]["actor/grad_norm"] == pytest.approx(norm, rel=0.05)

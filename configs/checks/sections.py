@@ -15,7 +15,7 @@ from configs.data import parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import Speculation, SpeculativeConfig
-from configs.schema import Config, Device, ModelKind, PauseMode, Transport
+from configs.schema import Config, Device, DType, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
 from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
 
@@ -61,6 +61,9 @@ def lora_problems(config: Config) -> Iterator[Problem]:
     if lora.serve is LoraServing.adapter:
         if lora.rank > max(SERVED_RANKS):
             yield Problem("model.lora.rank", f"at most {max(SERVED_RANKS)} with model.lora.serve=adapter, as in vLLM")
+        if config.device is Device.cuda and config.rollout.dtype is DType.float32:
+            allowed = "must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have no float32"
+            yield Problem("rollout.dtype", allowed)
     elif lora.served_path is not None:
         allowed = "needs model.lora.serve=adapter: an adapter is merged into the weights that it was trained on"
         yield Problem("model.lora.served_path", allowed)

@@ -1,5 +1,7 @@
 """Adapters for a model in a folder, updates of an engine by them, and what they make of its logprobs."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rollout.types import Completion, FloatArray
@@ -89,6 +91,33 @@ def distributions_of_spans(
         logprobs.append(logits.log_softmax(-1))
         done = end
     return torch.cat(logprobs).numpy()[len(prompt_ids) - 1 :]
+
+
+def write_quantized(model_path: Path, folder: Path) -> None:
+    """A copy of a model whose projections are 8-bit integers with a scale per row, and compute with 8-bit activations,
+    in the form of compressed-tensors, which vLLM reads."""
+    shutil.copytree(model_path, folder)
+    weights = load_file(model_path / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights[f"{name}_scale"] = scale
+        weights[name] = (weights[name] / scale).round().to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+    of_layers = {
+        "targets": ["Linear"],
+        "weights": {**int8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**int8, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": of_layers},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def assert_logprobs(found: Completion, expected: FloatArray, atol: float = 3e-5) -> None:

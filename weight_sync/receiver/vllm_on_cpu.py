@@ -6,6 +6,8 @@
   with a call that CPU generators do not have; such generators are hidden from that loop.
 - Speculative decoding samples at the temperature asked for. vLLM 0.32 takes float temperatures for integers there, and
   writes them into a copy that nobody reads: it divides logits by whatever the memory held before.
+- Layers of quantized weights may have adapters. vLLM asks where the weights are to put A and B there, and those that
+  oneDNN has repacked are nowhere.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm._custom_ops as vllm_ops
+from vllm.lora.layers import base_linear
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -20,6 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 def change_vllm() -> None:
     vllm_ops._supports_onednn = False
     rejection_sampler.expand_batch_to_tokens = expanded
+    base_linear._get_lora_device = lambda layer: torch.device("cpu")  # pyright: ignore[reportPrivateImportUsage]
     _hide_generators_of_discarded_rows()
 
 

@@ -204,6 +204,10 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
             "model.lora.rank=513: at most 512 with model.lora.serve=adapter, as in vLLM",
         ),
         (
+            {**SERVED, "device": Device.cuda},
+            "rollout.dtype=float32: must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have",
+        ),
+        (
             {"model__lora__rank": 8, "model__lora__served_path": "/quantized"},
             "model.lora.served_path=/quantized: needs model.lora.serve=adapter: an adapter is merged into the weights",
         ),

@@ -194,9 +194,9 @@ def _of_rank_on_host(config: Config, shape: ModelShape) -> Iterator[Part]:
     if trainer.optimizer_on_host:
         yield Part("moments", 2 * num_trained * FLOAT32 / trainer.num_ranks, "trainer.num_ranks")
     if trainer.activation_offload and shape.layer is not None:
-        tokens = max(trainer.tokens_per_micro_batch, _row(config))
+        tokens = max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel
         inputs = shape.num_layers * shape.layer.hidden * NUM_BYTES[trainer.dtype]
-        yield Part("offloaded activations", tokens / trainer.sequence_parallel * inputs, "trainer.tokens_per_micro_batch")
+        yield Part("offloaded activations", tokens * inputs, "trainer.tokens_per_micro_batch")
     if config.checkpoint.every > 0:
         staged = 3 * num_trained * FLOAT32 / trainer.num_ranks
         yield Part("a checkpoint while it is written", staged, "checkpoint.every")

@@ -51,9 +51,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 class Critic:
     """One rank's shard of the value model, with its optimizer."""
 
-    def __init__(
-        self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device, attention: Attention
-    ):
+    def __init__(self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device, attention: Attention):
         causal_lm, weights = open_causal_lm(model_path)
         causal_lm = prepared(causal_lm, model_path, config.trainer)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]

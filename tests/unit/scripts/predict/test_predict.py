@@ -87,6 +87,35 @@ def test_every_change_around_a_configuration_can_be_simulated() -> None:
     assert all(replace(SETUP, **change) for change in changes)
 
 
+def test_every_configuration_has_as_many_evaluations_and_updates() -> None:
+    """Whole periods of both are simulated; evaluations that are rarer are left out."""
+
+    def steps(words: str, **of_run: int) -> tuple[int, int]:
+        found = parse(["run=a", *words.split()]).setup(replace(SETUP, **of_run))
+        return found.steps, found.eval_every
+
+    assert steps("") == (20, 0)
+    assert steps("trainer.total_steps=8", eval_every=10) == (10, 10)
+    assert steps("weight_sync.interval=3", eval_every=10) == (30, 10)
+    assert steps("weight_sync.interval=1,4 trainer.eval_every=6", eval_every=10) == (24, 6)
+    assert steps("", eval_every=41) == (20, 0)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_a_period_of_evaluations_tells_as_much_as_several(max_staleness: int) -> None:
+    evaluated = replace(EQUAL, evaluation_requests=64, train_s=0.1)
+    setup = replace(SMALL, max_num_seqs=16, max_staleness=max_staleness, steps=8, eval_every=8)
+    short, long = simulate(evaluated, setup), simulate(evaluated, replace(setup, steps=40))
+    assert short.samples_per_s == pytest.approx(long.samples_per_s, rel=0.02)
+    assert simulate(evaluated, replace(setup, eval_every=0)).samples_per_s > 1.2 * long.samples_per_s
+
+
+def test_tokens_that_are_masked_are_not_trained() -> None:
+    slow = replace(PROFILE, turn_tokens=Quantiles.lognormal(60, 1.2, 900))
+    setup = replace(SETUP, max_staleness=1, max_num_seqs=64)
+    assert simulate(slow, replace(setup, stale_policy="mask")).staleness_max == 1
+
+
 @pytest.mark.parametrize("profile", [PROFILE, WITH_TOOLS, SHARED])
 def test_a_profile_survives_its_file(tmp_path: Path, profile: Profile) -> None:
     (tmp_path / "p.json").write_text(to_json(profile))

@@ -37,7 +37,7 @@ def make_writer(run_dir: Path, max_mb: int = 100, max_waiting: int = 10_000) -> 
 
 
 def write(run_dir: Path, stamped: Sequence[Stamped], max_mb: int = 100) -> EventWriter:
-    with make_writer(run_dir, max_mb) as writer:
+    with make_writer(run_dir, max_mb, max_waiting=10**7) as writer:
         writer.put(stamped)
     return writer
 

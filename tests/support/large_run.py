@@ -40,9 +40,10 @@ def main(words: Sequence[str]) -> None:
     run_dir = given.folder / "run"  # beside it may be no others, which the page would list
     if not run_dir.exists():
         make(run_dir, given.steps, given.prompts, given.detailed)
-    show_table(f"{run_dir}: {given.steps} steps", ["asked for", "ms", "again"], measured(run_dir, given.detailed))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    sys.stdout.write(f"memory: {peak:.0f} MB at most\n")
+    before = peak_mb()
+    rows = measured(run_dir, given.detailed)
+    show_table(f"{run_dir}: {given.steps} steps", ["asked for", "ms", "of CPU", "again", "of CPU"], rows)
+    sys.stdout.write(f"memory: {peak_mb() - before:.0f} MB more than before\n")
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
         served([run_dir]) as address,
@@ -51,6 +52,11 @@ def main(words: Sequence[str]) -> None:
         for _ in range(3):
             paint, shown = first_paint(tab, address)
             sys.stdout.write(f"first paint {paint:.0f} ms, Pulse whole {shown:.0f} ms\n")
+
+
+def peak_mb() -> float:
+    """Most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def make(run_dir: Path, steps: int, prompts: int, detailed: int) -> None:
@@ -102,7 +108,7 @@ def of(event: Event, step: int) -> Any:
 
 
 def measured(run_dir: Path, step: int) -> list[list[str]]:
-    """Name, milliseconds of the first answer, and of the second."""
+    """Name, milliseconds of the first answer, and of the second, by the wall and of this process."""
     answers = Answers([run_dir])
     name = next(iter(answers.folders()))
     of_step = answers.steps_of(name).index(step).entries[0].row
@@ -117,7 +123,7 @@ def measured(run_dir: Path, step: int) -> list[list[str]]:
         "batch of a step": lambda: answers.anatomy(name, step - 4),
         "fleet": lambda: answers.fleet(name),
     }
-    return [[what, f"{milliseconds(ask):.0f}", f"{milliseconds(ask):.0f}"] for what, ask in asked.items()]
+    return [[what, *milliseconds(ask), *milliseconds(ask)] for what, ask in asked.items()]
 
 
 def passed_over(answers: Answers, name: str) -> None:
@@ -125,10 +131,10 @@ def passed_over(answers: Answers, name: str) -> None:
         pass
 
 
-def milliseconds(ask: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+def milliseconds(ask: Callable[[], Any]) -> list[str]:
+    wall, own = time.perf_counter(), time.process_time()
     ask()
-    return 1e3 * (time.perf_counter() - began)
+    return [f"{1e3 * (time.perf_counter() - wall):.0f}", f"{1e3 * (time.process_time() - own):.0f}"]
 
 
 if __name__ == "__main__":

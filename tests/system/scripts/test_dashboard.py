@@ -130,7 +130,7 @@ def test_the_page_follows_a_file_that_grows(tab: Tab, address: str, runs: list[P
 
 
 def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
-    """Opened before its first step. New steps appear on two screens, and none of it is loaded anew."""
+    """Opened before its first step. New steps appear on two screens, and none of it is loaded anew; all others open."""
     status = "Number(document.getElementById('status').textContent.replace('step ', ''))"
     heading = "document.querySelector('h1').textContent"
     with live_run(tmp_path / "live") as live, served([tmp_path / "live"]) as address:
@@ -144,6 +144,10 @@ def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
         wait_for(tab, "timeline")
         first = tab.evaluate(heading)
         tab.wait(f"{heading} !== '{first}'")
+        for screen in SCREENS:
+            tab.evaluate(f"location.hash = '{screen}'")
+            wait_for(tab, screen)
+            assert tab.evaluate("document.querySelectorAll('.error[role=alert]').length") == 0, screen
         live.end()
         tab.evaluate("location.hash = 'pulse'")
         last = json.loads((tmp_path / "live/metrics.jsonl").read_text().splitlines()[-1])["step"]

@@ -28,6 +28,13 @@ def test_a_synchronous_step_is_generation_then_training() -> None:
     assert (found.staleness_p50, found.staleness_max) == (0, 0)
 
 
+def test_1024_replicas_can_be_planned() -> None:
+    """Each has one request, and 16 ranks take the 16th part of the time that depends on tokens."""
+    profile = replace(EQUAL, train_s=0.2, train_s_per_token=1e-4)
+    cluster = Setup(num_replicas=1024, num_ranks=16, max_staleness=0, group_size=4, prompts_per_step=256, steps=1)
+    assert simulate(profile, cluster).step_s == pytest.approx([0.5 + 0.2 + 1024 * 50 * 1e-4 / 16])
+
+
 def test_one_step_off_hides_generation_behind_training() -> None:
     found = simulate(EQUAL, replace(SMALL, max_staleness=1))
     assert found.step_s == pytest.approx([1.0] * SMALL.steps)

@@ -1,6 +1,7 @@
 """A whole run, started as a user starts it, and what it leaves behind."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -81,7 +82,7 @@ def check_page_beside(run: Run, profile: Path) -> None:
 
 
 def check_page_afterwards(run: Run, profile: Path) -> None:
-    """The folder alone shows the same, and the page that was beside the run has ended with it."""
+    """The folder alone shows the whole run on every screen."""
     if find_browser() is None:
         return
     last = trained(run)[-1][0]
@@ -93,11 +94,11 @@ def check_page_afterwards(run: Run, profile: Path) -> None:
         tab.press("ArrowRight")
         facts = tab.evaluate("document.querySelector('.facts').textContent")
         assert tab.errors == []
-    assert f"trained by step {STEPS} on v{STEPS - 1}" in text and last["response"][:5].split()[0] in text
+    assert f"trained by step {STEPS} on v{STEPS - 1}" in text
     assert all(word in facts for word in ("sampled by v", "rollout logprob", "trained", "advantage")), facts
     assert f"v{STEPS}" in texts["fleet"] and "The run has ended." in texts["fleet"]
     assert "it evaluates" in texts["fleet"], "why a replica was away"
-    assert f"Timeline, steps {STEPS - 2} to {STEPS}" in texts["timeline"] and f"v{STEPS - 1}" in texts["timeline"]
+    assert re.match(rf"Timeline, steps {STEPS - 2} to {STEPS}.*newest(v\d+)+", texts["timeline"])
     assert "num_replicas: 2" in texts["files"] and f"Step {STEPS} took" in texts["anatomy"]
     assert "1 to 4 of 4" in texts["groups"] and f"Staleness of the tokens of step {STEPS}" in texts["pulse"]
 

@@ -252,11 +252,12 @@ class Answers:
     # -- config and logs -----------------------------------------------------------------------------------------------
 
     def config(self, run: str) -> dict[str, Any]:
-        """Texts of config.yaml and summary.json, and the logs that there are, with their bytes."""
+        """Texts of config.yaml and summary.json, values by key, and the logs that there are, with their bytes."""
         folder = self.folder(run)
         return {
             "folder": str(folder),
             "config": _text(folder / CONFIG_FILE),
+            "keys": {key: shortened(str(value)) for key, value in flat_config(folder).items()},
             "summary": _text(folder / SUMMARY_FILE),
             "logs": [[name, path.stat().st_size] for name, path in self._logs(run).items()],
         }

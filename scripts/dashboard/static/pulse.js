@@ -22,7 +22,7 @@ screens.pulse = {
       fillTiles(tiles, metrics);
       const stale = await get("staleness", {run: currentRun(), step: 0});
       clear(charts, pulseCharts(metrics, stale));
-      say(`step ${metrics.rows.length ? metrics.rows[metrics.rows.length - 1].step : 0}`);
+      say(`step ${metrics.latest || 0}`);
       return advise();
     };
     await refresh(true);

@@ -43,7 +43,7 @@ class TokenSignals:
     """An optimizer step's loss is the sum of loss_weights * loss over its tokens (`aggregation_weights`). Above 0 for a
     token that the policy sampled, 0 for one that it was only given."""
     ce_weights: FloatArray | None = None
-    """The same of the cross-entropy: above 0 for a token that the policy was given to learn. None: it was given none."""
+    """The same of the cross-entropy: above 0 for a token that the policy was given to learn. None: there is none."""
     selected: BoolArray | None = None
     """clip_cov and kl_cov: the tokens whose covariance stands out."""
     reference_logprobs: FloatArray | None = None

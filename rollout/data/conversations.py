@@ -73,9 +73,7 @@ def _as_sent(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         sent = {name: value for name, value in message.items() if name != "weight"}
         calls = sent.get("tool_calls")
         if isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls):
-            sent["tool_calls"] = [
-                _call(call, f"call_{number}_{index}") for index, call in enumerate(calls)
-            ]
+            sent["tool_calls"] = [_call(call, f"call_{number}_{index}") for index, call in enumerate(calls)]
             pending = [call["id"] for call in sent["tool_calls"]]
         elif sent.get("role") == "tool" and sent.get("tool_call_id") is None and pending:
             sent["tool_call_id"] = pending.pop(0)

@@ -1,13 +1,11 @@
 """A supervised run from its first process to its summary: train workers, and nothing besides."""
 
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from configs.checkpoint import CHECKPOINTS
-from configs.runtime.deadline import within
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.events.driver import NO_EVENTS, DriverEvents

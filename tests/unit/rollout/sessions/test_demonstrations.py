@@ -142,6 +142,9 @@ def short(answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}]}
 
 
+SHORT = short("4")["messages"]
+
+
 def test_a_conversation_that_is_too_long_is_left_out_whole_and_counted() -> None:
     tokenizer, rows = chat_tokenizer("qwen2.5"), conversations(short("4"), short("four " * 50), short("5"))
     (longest,) = demonstrated(Renderer(tokenizer), rows[0])
@@ -155,7 +158,11 @@ def test_a_conversation_that_is_too_long_is_left_out_whole_and_counted() -> None
     [
         ("llama3", WITH_TOOL, "does not write the calls"),
         ("deepseek", short("4"), "does not write the assistant's message after its generation prompt"),
-        ("mistral", {"messages": [*short("4")["messages"], WITH_TOOL["messages"][0], *short("4")["messages"]]}, "first"),
+        (
+            "mistral",
+            {"messages": [*short("4")["messages"], WITH_TOOL["messages"][0], *short("4")["messages"]]},
+            "first",
+        ),
     ],
 )
 def test_what_the_template_does_not_render_is_refused_by_its_line(
@@ -179,7 +186,10 @@ def roles(*names: str) -> Sequence[dict[str, Any]]:
         ({"messages": roles("user")}, "no message of the assistant is to be learned"),
         ({"messages": [{"from": "human", "value": "4"}]}, r"messages\[0\]\.role = .*: allowed is one of"),
         ({"messages": [{"role": "user", "content": 4}]}, r"messages\[0\]\.content = 4"),
-        ({"messages": [*roles("user"), {"role": "assistant", "content": "4", "weight": 0.5}]}, r"messages\[1\]\.weight"),
+        (
+            {"messages": [*roles("user"), {"role": "assistant", "content": "4", "weight": 0.5}]},
+            r"messages\[1\]\.weight",
+        ),
         ({"messages": [*roles("user"), {"role": "assistant", "text": "4"}]}, r"messages\[1\]\.text"),
         ({"messages": roles("user", "assistant"), "tools": [{"name": "f"}]}, r"tools\[0\]\.type"),
     ],

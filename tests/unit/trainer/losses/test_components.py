@@ -59,7 +59,9 @@ def outputs(num_tokens: int) -> tuple[Tensor, Tensor]:
     return -noise[0] - 0.01, noise[1]
 
 
-def run(batch: StepBatch, config: Config, logprobs: Tensor, entropies: Tensor) -> tuple[float, Tensor, dict[str, float]]:
+def run(
+    batch: StepBatch, config: Config, logprobs: Tensor, entropies: Tensor
+) -> tuple[float, Tensor, dict[str, float]]:
     """(objective, its gradient in the logprobs of the step's tokens, metrics)"""
     objective, total, parts = Objective(config.algorithm), 0.0, []
     logprobs = logprobs.clone().requires_grad_()
@@ -103,9 +105,7 @@ def test_each_component_is_what_it_would_be_without_the_other(name: str) -> None
     num_sampled, num_given = len(tokens.targets), len(given_tokens(given).targets)
     logprobs, entropies = outputs(num_sampled + num_given)
     plain = config_of(algorithm)
-    alone = run(
-        mini_batched(sampled, tokens, plain, STEP), plain, logprobs[:num_sampled], entropies[:num_sampled]
-    )
+    alone = run(mini_batched(sampled, tokens, plain, STEP), plain, logprobs[:num_sampled], entropies[:num_sampled])
     assert alone[1].any()
     for split in SPLITS:
         config = config_of(algorithm, *split)
@@ -157,7 +157,9 @@ def test_demonstrations_do_not_move_the_groups_between_mini_batches() -> None:
     mixed = mini_batched(*beside(sampled, tokens, random_demonstrations(7, 3)), config, STEP)
 
     def places(batch: StepBatch) -> list[set[int]]:
-        mine = [{int(i) for place in part for i in batch.micro_batches[0][place].index} for part in batch.optimizer_steps]
+        mine = [
+            {int(i) for place in part for i in batch.micro_batches[0][place].index} for part in batch.optimizer_steps
+        ]
         return [{place for place in one if place < len(tokens.targets)} for one in mine]
 
     assert places(mixed) == places(alone)

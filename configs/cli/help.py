@@ -28,7 +28,7 @@ GROUPS = {
     "recipe": "what is learned: data, reward, algorithm, steps",
     "model": "the model; --help model lists its keys, too",
     "sizes": "what suits the machine; follows model=NAME, overrides the recipe",
-    "sft": "steps and learning rate of supervised fine-tuning; follows model=NAME, overrides recipe and sizes",
+    "sft": "what suits supervised fine-tuning; follows model=NAME, too",
 }
 """Choices of many keys at once; their options are the files in configs/GROUP/."""
 RUN = "run"

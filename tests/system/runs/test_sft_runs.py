@@ -80,7 +80,7 @@ def test_conversations_are_learned_a_resumed_run_is_the_same_and_reinforcement_l
 
     rl = [
         *(*SIZES, "model=hf", "sizes=tiny", f"model.path={whole}", *files, "data.chat_template=true"),
-        *("data.prompt_template={question}", "rollout.reward=tests.support.rewards:length_parity"),
+        *("data.prompt_template='{question}'", "rollout.reward=tests.support.rewards:length_parity"),
         *("trainer.total_steps=2", "trainer.eval_every=0", "checkpoint.every=0", "wandb.mode=disabled"),
         *("algorithm.ce_coef=0.5", "sft.per_step=4", "trainer.mini_batches=2"),
     ]

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from tests.support.paths import ROOT
 from tests.support.whole_runs import END_DEADLINE_S, SIZES, START_DEADLINE_S, check_tokens, started
+from trainer.tracking.audit import audit
+from trainer.tracking.plans import NoRunError
 from trainer.tracking.sinks import read_metrics
 
 SFT = (sys.executable, "-m", "scripts.sft")
@@ -69,6 +71,9 @@ def test_conversations_are_learned_a_resumed_run_is_the_same_and_reinforcement_l
     summary = json.loads((whole / "summary.json").read_bytes())
     assert (summary["conversations"], summary["too_long"], summary["skipped_steps"]) == (8, 2, 0)
     assert summary["val_loss_after"] == validations[-1][1]
+
+    with pytest.raises(NoRunError, match="holds a supervised run"):
+        audit(whole)
 
     resumed = run(tmp_path / "resumed", *job, f"resume={whole / 'checkpoints' / 'step_000002'}")
     again = [record for record in read_metrics(resumed / "metrics.jsonl") if "actor/ce_loss" in record]

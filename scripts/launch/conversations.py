@@ -84,6 +84,12 @@ def conversations_here(config: Config) -> Learned | str:
         return _encode(config, path, rows, keep_template=False)
 
 
+def conversations_sentence(config: Config) -> str:
+    """What a dry run says of them."""
+    learned = conversations_here(config)
+    return learned if isinstance(learned, str) else learned.sentence(config)
+
+
 def _encode(config: Config, model_path: str, rows: Both, keep_template: bool) -> Learned:
     """Raises DataError for a conversation that the template does not render, or that is too long and may not be;
     ConfigError for a model that has no chat template."""

@@ -11,8 +11,8 @@ from scripts.launch.conversations import conversations_sentence
 from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows
 
 PARTS = {
-    "train": "model prompts conversations held_out cluster claims replicas trainer agents sessions advantage loss optimizer training "
-    "step epochs staleness memory per_rank per_worker shared run_folder",
+    "train": "model prompts conversations held_out cluster claims replicas trainer agents sessions advantage loss "
+    "optimizer training step epochs staleness memory per_rank per_worker shared run_folder",
     "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
 }

@@ -214,6 +214,8 @@ class AlgorithmConfig:
     """With kl_cov: weight of |log ratio| on the penalised tokens."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    ce_coef: float = 0.0
+    """Weight of the cross-entropy of conversations beside the rollouts, sft.per_step of them in each batch; 0: none."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference, which is the frozen initial policy, in the loss."""
     kl_loss_estimator: KLEstimator = KLEstimator.k3

@@ -10,7 +10,7 @@ from enum import Enum
 
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.checkpoint import CheckpointConfig
-from configs.data import DataConfig
+from configs.data import DataConfig, SftConfig
 from configs.model import Device, ModelConfig
 from configs.model import DType as DType
 from configs.model import ModelKind as ModelKind
@@ -101,6 +101,8 @@ class Config:
     """What is trained, evaluated or served."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and reference answers, and how they become text."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Conversations that are learned as they are."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantage, loss, KL, and corrections for stale rollouts."""
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -27,6 +27,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *sections.model_problems(config),
             *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
+            *sections.sft_problems(config, needed_files),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),
             *sections.serve_problems(config),
             *sections.rollout_problems(config),
@@ -37,7 +38,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *sections.trainer_problems(config),
             *sections.weight_sync_problems(config),
             *sections.sharing_problems(config),
-            *tracking_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
+            *tracking_problems(config, trains=tuple(needed_files) in (TRAIN_AND_VAL, sections.CONVERSATIONS)),
         ]
     )
     if problems:

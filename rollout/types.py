@@ -191,7 +191,7 @@ class TokenSequence:
 
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [R] sampled tokens, and between them tokens of the other side
-    loss_mask: BoolArray  # [R] true where the policy sampled the token
+    loss_mask: BoolArray  # [R] true where the policy sampled the token, or is given it to learn
     rollout_logprobs: FloatArray  # [R] behaviour logprobs, 0 where the policy did not sample the token
     spans: tuple[VersionSpan, ...]
     """Version spans over the sampled tokens of [0, R)."""

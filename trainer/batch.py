@@ -6,7 +6,7 @@ sequence is split.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -76,7 +76,7 @@ class MicroBatch:
 
     @property
     def num_sequences(self) -> int:
-        return int(self.tokens.sequences.max(initial=-1)) + 1
+        return self.tokens.num_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,12 +156,13 @@ def assemble(
 
     Args:
         tokens: the loss tokens of `groups`.
-        keep_idle: include trajectories whose advantages are all 0, because entropy, KL or critic give them a gradient.
+        keep_idle: include trajectories of which nothing is learned otherwise, because entropy, KL or critic give them a
+            gradient.
         parts: the places of the groups of each mini-batch; None: all in one. A part without anything to compute is
             left out, unless it is the only one.
     """
     is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
-    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.advantages != 0]] = True
+    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]] = True
     rows: list[list[Row]] = []  # by group
     number, first_token = 0, 0
     for group in groups:
@@ -270,7 +271,6 @@ def _collate(rows: list[Row], tokens: TokenSignals) -> MicroBatch:
         input_ids[number, : len(row)] = row.input_ids
         position_ids[number, : len(row)] = row.position_ids
     index = join([row.index for row in rows], np.int64)
-    mine = tokens.take(index)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -278,5 +278,5 @@ def _collate(rows: list[Row], tokens: TokenSignals) -> MicroBatch:
         rows=join([np.full(len(row.index), number) for number, row in enumerate(rows)], np.int64),
         sources=join([row.sources for row in rows], np.int64),
         index=index,
-        tokens=replace(mine, sequences=np.unique(mine.sequences, return_inverse=True)[1].astype(np.int32)),
+        tokens=tokens.take(index).renumbered(),
     )

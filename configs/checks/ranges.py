@@ -33,6 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "algorithm.clip_cov_high": (0, WEIGHT),
     "algorithm.kl_cov_coef": (0, WEIGHT),
     "algorithm.entropy_coef": (0, WEIGHT),
+    "algorithm.ce_coef": (0, WEIGHT),
     "algorithm.kl_loss_coef": (0, WEIGHT),
     "algorithm.kl_reward_coef": (0, WEIGHT),
     "algorithm.icepop_low": (0, 1),

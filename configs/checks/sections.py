@@ -11,7 +11,7 @@ from pathlib import Path
 
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
-from configs.data import parse_sources
+from configs.data import Generated, parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import Speculation, SpeculativeConfig
@@ -20,6 +20,8 @@ from configs.serve import TOKEN_ENV, host_names
 from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
+CONVERSATIONS = ("conversations",)
+"""What supervised fine-tuning reads: the files of sft.*."""
 MODEL_DRAFTS = (Speculation.draft_model, Speculation.eagle, Speculation.eagle3)
 TEXT_DRAFTS = (Speculation.none, Speculation.ngram, Speculation.suffix)
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
@@ -93,12 +95,33 @@ def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Probl
 def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:
     """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
     hint = f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes"
-    for key in needed_files:
-        entries = getattr(config.data, key)
-        if entries is not None and config.data.loader is None:
-            for source in parse_sources(entries):
-                if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
-                    yield Problem(f"data.{key}", hint, str(source))
+    given = {f"data.{key}": getattr(config.data, key) for key in needed_files if key in TRAIN_AND_VAL}
+    if config.data.loader is not None:
+        given = {}
+    if learns_conversations(config, needed_files):
+        given |= {"sft.train_files": config.sft.train_files, "sft.val_files": config.sft.val_files}
+    for key, entries in given.items():
+        for source in parse_sources(entries) if entries is not None else ():
+            if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
+                yield Problem(key, hint, str(source))
+
+
+def learns_conversations(config: Config, needed_files: Sequence[str]) -> bool:
+    """Whether the command reads the files of sft.*."""
+    is_mixed = tuple(needed_files) == TRAIN_AND_VAL and config.algorithm.ce_coef != 0
+    return tuple(needed_files) == CONVERSATIONS or is_mixed
+
+
+def sft_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
+    sft, generated = config.sft, config.data.generated
+    if not learns_conversations(config, needed_files):
+        return
+    if sft.train_files is None and sft.val_files is not None:
+        yield Problem("sft.val_files", "needs sft.train_files")
+    if sft.train_files is None and generated is Generated.search_world:
+        yield Problem("sft.train_files", f"data.generated={generated.value} makes no conversations: name files")
+    if sft.train_files is None and config.data.train_files is not None:
+        yield Problem("sft.train_files", "with data.train_files, must name files: nothing is generated")
 
 
 def _harness_problems(config: Config) -> Iterator[Problem]:

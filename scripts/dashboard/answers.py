@@ -20,6 +20,7 @@ from trainer.tracking.sinks import METRICS_FILE
 
 PULSE_KEYS = (
     *("critic/rewards/mean", "eval/accuracy", "actor/entropy", "actor/ess", "actor/pg_clipfrac"),
+    *("actor/ce_loss", "eval/ce_loss"),
     *("perf/throughput/generated", "perf/throughput/trained", "perf/trainer_idle", "perf/replica_idle"),
     *("staleness/mean", "staleness/max", "rollout/inflight_groups", "rollout/ready_groups", "rollout/free_slots"),
     *("weight_sync/pause_ms", "weight_sync/swap_ms", "response_length/mean", "response_length/max"),

@@ -78,8 +78,9 @@ def in_shared_memory(config: Config, shape: ModelShape) -> float:
 
 
 def _travels_whole(config: Config) -> bool:
-    """Whether replicas get all weights, at least once: not where they load them, and are sent an adapter only."""
-    return config.model.lora.serve is LoraServing.merged
+    """Whether replicas get all weights, at least once: not where there are none, or they load them themselves and are
+    sent an adapter only."""
+    return config.rollout.num_replicas > 0 and config.model.lora.serve is LoraServing.merged
 
 
 def kv_tokens(config: Config, shape: ModelShape, memory: Memory) -> int | None:
@@ -136,7 +137,9 @@ def _advice_for_activations(config: Config) -> str:
 
 
 def _row(config: Config) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    """Tokens of the longest sequence."""
+    sampled = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return max(sampled, config.sft.max_tokens or 0) if config.algorithm.ce_coef else sampled
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> float | None:

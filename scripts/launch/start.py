@@ -29,12 +29,14 @@ from rollout.prompts import Row
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.types import Prompt
 from scripts.launch.cluster import output_to
+from scripts.launch.conversations import Both, encode_conversations
 from scripts.launch.data import encode_rows
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
 from scripts.launch.models import adapter_spec, boot_model, engine_spec, policy_model, serves_adapter
 from scripts.launch.placement import Placement, reserve
 from scripts.launch.resume import Resumed
 from trainer.checkpoint.store import CheckpointStore
+from trainer.supervised.demonstrations import DemonstrationStream
 from trainer.tracking.console import Console
 from trainer.tracking.live_console import ReplicaView
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers, WeightUpdater
@@ -59,6 +61,8 @@ class StartedRun:
     store: CheckpointStore
     train_rows: list[Prompt]
     val_rows: list[Prompt]
+    demonstrations: DemonstrationStream | None = None
+    """With algorithm.ce_coef: what is learned beside the rollouts."""
 
     def views(self) -> list[ReplicaView]:
         """The replicas as the console shows them."""
@@ -80,16 +84,17 @@ async def start(  # noqa: PLR0913
     run_dir: Path,
     *,
     rows: tuple[list[Row], list[Row]],
+    conversations: Both | None = None,
     console: Console,
     actor_class: type[ReplicaActor] = ReplicaActor,
     agent_loop: AgentLoop | None = None,
     resumed: Resumed | None = None,
     events: DriverEvents = NO_EVENTS,
 ) -> StartedRun:
-    """Starts a run on the connected Ray cluster.
+    """Starts a run on the connected Ray cluster. `rows` are the training and the held-out ones; `conversations` those
+    that are learned beside the rollouts.
 
-    Engines start while the tiny model warms up and the train workers load it: they load untrained weights of the same
-    shape, and receive the policy with the first weight update. `rows` are the training and the held-out ones.
+    Engines start on untrained weights while the tiny model warms up, and receive the policy with the first update.
     """
     on_start = output_to(run_dir)
     placement = await reserve(config, device)
@@ -106,8 +111,8 @@ async def start(  # noqa: PLR0913
     of_agents: dict[str, Any] = {"on_start": on_start, "agent_loop": agent_loop, "events": events}
     agents = AgentWorkerGroup(config=config, tokenizer_path=boot_path, replicas=clients, **of_agents)
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    told = {"report": console.message, "emit": events.emit}
-    workers = make_workers(config, device, run_dir, store=store, placement=placement.trainer, **told)
+    told: dict[str, Any] = {"report": console.message, "emit": events.emit, "placement": placement.trainer}
+    workers = make_workers(config, device, run_dir, store=store, **told)
 
     console.stage("starting replicas and train workers")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
@@ -115,13 +120,13 @@ async def start(  # noqa: PLR0913
         for replica in replicas:
             starting.create_task(_load_engine(replica, spec, config, console))
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
-        train_rows, val_rows = await _encode(config, agents, rows, console)
+        encoded = await _encode(config, agents, rows, conversations, boot_path=boot_path, console=console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     report = reporting(events, console.message)
     fleet, control = make_fleet(config, replicas, report, events)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
-    create_later = partial(_create_later, create=create, placement=placement)
-    start_one = partial(start_replica, create=create_later, config=config, spec=spec, agents=agents, report=report)
+    later = partial(_create_later, create=create, placement=placement)
+    start_one = partial(start_replica, create=later, config=config, spec=spec, agents=agents, report=report)
     monitor, operator = make_monitor_and_operator(
         config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one
     )
@@ -135,20 +140,31 @@ async def start(  # noqa: PLR0913
         workers=workers,
         manager=manager,
         store=store,
-        train_rows=train_rows,
-        val_rows=val_rows,
+        **encoded,
     )
 
 
 async def _encode(
-    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Warns of a chat template that sessions have trouble with."""
+    config: Config,
+    agents: AgentWorkerGroup,
+    rows: tuple[list[Row], list[Row]],
+    conversations: Both | None,
+    *,
+    boot_path: str,
+    console: Console,
+) -> dict[str, Any]:
+    """Returns `train_rows`, `val_rows` and `demonstrations` of a `StartedRun`. Warns of a chat template that sessions
+    have trouble with."""
     train_rows = await encode_rows(config, agents, "train", rows[0], console)
     val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
     if (problem := await agents.check_chat_template()) is not None:
         console.message(f"warning: {problem}")
-    return train_rows, val_rows
+    demonstrations = None
+    if conversations is not None:
+        learned = await encode_conversations(config, boot_path, conversations)
+        console.message(learned.sentence(config))
+        demonstrations = DemonstrationStream(learned.train, config.seed)
+    return {"train_rows": train_rows, "val_rows": val_rows, "demonstrations": demonstrations}
 
 
 async def _load_engine(replica: ReplicaHandle, spec: EngineSpec, config: Config, console: Console) -> None:

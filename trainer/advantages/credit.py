@@ -14,7 +14,7 @@ from rollout.types import BoolArray, FloatArray, IntArray, Trajectory, Trajector
 from trainer.advantages.estimators import group_advantages, load_estimator
 from trainer.advantages.gae import gae, token_rewards, whiten
 from trainer.advantages.returns import return_advantages
-from trainer.tokens import TokenSignals, aggregation_weights, join
+from trainer.tokens import TokenSignals, aggregation_weights, join, sampled_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +97,12 @@ def assign_credit(
         selected = select_tokens(values, algorithm, np.random.default_rng((config.seed, global_steps)))
     weights = loss_weights(tokens.trajectories, config)
     return replace(credit, tokens=replace(tokens, loss_weights=weights, selected=selected))
+
+
+def no_credit(groups: Sequence[TrajectoryGroup]) -> Credit:
+    """Return the credit of groups that are not trained: no tokens, and advantages of 0."""
+    advantages = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+    return Credit(tokens=sampled_tokens([], global_steps=0), advantages=advantages, metrics={})
 
 
 def loss_weights(trajectories: IntArray, config: Config) -> FloatArray:

@@ -83,9 +83,10 @@ class Critic:
         old_values = torch.as_tensor(batch.tokens.values, device=self._device)
         returns = torch.as_tensor(batch.tokens.returns, device=self._device)
         losses, is_clipped = clipped_value_loss(values, old_values, returns, self._clip)
-        loss = (losses * torch.as_tensor(batch.tokens.loss_weights, device=self._device)).sum()
+        weights = torch.as_tensor(batch.tokens.loss_weights, device=self._device)
+        loss = (losses * weights).sum()
         (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
         return {
             "critic/vf_loss": Sum(loss.item()),
-            "critic/vf_clipfrac": Mean(is_clipped.sum().item(), len(values)),
+            "critic/vf_clipfrac": Mean((is_clipped & (weights != 0)).sum().item(), (weights != 0).sum().item()),
         }

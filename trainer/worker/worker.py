@@ -169,6 +169,13 @@ class TrainWorker:
         """[T] per micro-batch: log pi before the first optimizer step, if another needs it: there it is not at hand."""
         if num_steps == 1 or self._config.algorithm.proximal is Proximal.rollout:
             return [None] * len(micro_batches)
+        return self._logprobs(micro_batches)
+
+    def logprobs(self, micro_batches: tuple[MicroBatch, ...]) -> list[FloatArray]:
+        """Compute log pi, [T] per micro-batch. All ranks must call with equally many micro-batches."""
+        return [logprobs.cpu().numpy() for logprobs in self._logprobs(micro_batches)]
+
+    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         with torch.no_grad():
             logprobs = [self._policy(batch, self._device)[0] for batch in micro_batches]
         self._policy.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)

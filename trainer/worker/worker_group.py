@@ -183,6 +183,12 @@ class TrainWorkerGroup:
             scores = await self._on_data_parallel(calls)
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
 
+    async def logprobs(self, batch: StepBatch) -> FloatArray:
+        """Return log pi, [T] over the step's loss tokens."""
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "computing logprobs"):
+            calls = [lambda worker, mine=mine: worker.logprobs(mine) for mine in batch.micro_batches]
+            return batch.gather(await self._on_each(calls))
+
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         """Train on the batch on all ranks, or without one only count the step. Return what they made together."""
         per_rank = [None] * len(self.actors) if batch is None else self._of_ranks(batch.micro_batches)

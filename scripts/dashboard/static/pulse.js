@@ -55,7 +55,9 @@ function fillTiles(tiles, metrics) {
 
 function pulseCharts(metrics, stale) {
   const of = (name, key, colour, more) => ({name, points: metrics.points(key), colour, ...more});
+  const learned = [of("training", "actor/ce_loss", "--s0"), of("validation", "eval/ce_loss", "--s1", {dots: true})];
   return [
+    ...(learned.some((line) => line.points.length) ? [lines("Cross-entropy of conversations, nats", learned)] : []),
     lines("Reward and held-out accuracy", [
       of("reward", "critic/rewards/mean", "--s0"), of("accuracy", "eval/accuracy", "--s1", {dots: true})]),
     lines("Tokens per second", [

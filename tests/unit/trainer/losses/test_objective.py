@@ -212,7 +212,7 @@ def test_the_interpolated_policy_counts_optimizer_steps_and_not_versions() -> No
     batch = assemble(
         [group], learning, layout=Layout.packed, num_ranks=1, tokens_per_micro_batch=99, keep_idle=False
     ).micro_batches[0][0]
-    found = loss_tokens(torch.full((2,), -1.0, dtype=torch.float64), batch, algorithm)
+    found = loss_tokens(torch.full((2,), -1.0, dtype=torch.float64), batch.tokens, algorithm)
     assert found.staleness.tolist() == [2, 2]
     assert found.old_logprobs.tolist() == pytest.approx([-3 + 6 / 7 * 2] * 2)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.algorithm import DISTILLATION
 from configs.checks.sections import missing_data
 from configs.schema import Config
 from scripts.launch import budget
@@ -68,7 +69,8 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
     of_teacher = {}
     if config.teacher.path is not None:
         of_teacher["teacher"] = _teacher(config, device)
-        learned += f", plus {algorithm.teacher_coef:g} x (log p_teacher - log mu)"
+        term = f"{algorithm.teacher_coef:g} x (log p_teacher - log mu)"
+        learned += f": {term}" if algorithm.advantage == DISTILLATION else f", plus {term}"
     return of_teacher | {
         "prompts": data.train_files or f"{data.num_train} {data.generated.value} problems made here",
         "cluster": config.ray.address or "started on this machine",

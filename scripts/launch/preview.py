@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem
 from configs.checks.sections import BUILT_IN_AGENT_LOOPS, TRAIN_AND_VAL, missing_data
 from configs.runtime.environment import PYTHON_PATH
@@ -18,9 +19,11 @@ from configs.validate import ConfigError
 from rollout.agents.loop import load_agent_loop
 from rollout.agents.worker_group import load_tokenizer
 from rollout.sessions.append_only import append_only
+from scripts.export_hf import checkpoint_at
 from scripts.launch.data import held_out_rows, load_rows
 from scripts.launch.models import untrained_tiny_model
 from scripts.launch.teacher import refuse_another_tokenizer
+from trainer.checkpoint.store import CheckpointError
 
 PARSER_NAMES = "import json; from rollout.engines.vllm.parsers import parser_names; print(json.dumps(parser_names()))"
 
@@ -96,6 +99,13 @@ def _tokenizer(config: Config) -> Any:
 
 
 def _loaded(path: str) -> Any:
+    """`path`: as model.path. Raises OSError and ValueError."""
+    folder = Path(path).expanduser()
+    if is_checkpoint(folder):
+        try:
+            path = str(checkpoint_at(folder).model_folder)
+        except CheckpointError as error:
+            raise OSError(str(error)) from error
     return load_tokenizer(path, local_only=True)
 
 

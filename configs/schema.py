@@ -14,7 +14,7 @@ from configs.data import DataConfig, SftConfig
 from configs.model import Device, ModelConfig
 from configs.model import DType as DType
 from configs.model import ModelKind as ModelKind
-from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig
+from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig, TeacherConfig
 from configs.rollout import StalePolicy as StalePolicy
 from configs.serve import ServeConfig
 from configs.trainer import AttentionKind as AttentionKind
@@ -111,6 +111,8 @@ class Config:
     """Replicas, engines, staleness, sampling, agents, rewards."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     """Conversations of harnesses over HTTP."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """A model that scores what the policy samples, for distillation."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Steps, batches, optimizer, ranks and their memory."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

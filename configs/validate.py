@@ -9,6 +9,7 @@ from configs.checks.problem import null_bytes
 from configs.checks.ranges import out_of_range
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import TRAIN_AND_VAL
+from configs.checks.teacher import teacher_problems
 from configs.checks.tracking import tracking_problems
 from configs.schema import Config
 
@@ -35,6 +36,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *engine_args_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
             *sections.evaluation_problems(config),
             *algorithm_problems(config),
+            *teacher_problems(config),
             *sections.trainer_problems(config),
             *sections.weight_sync_problems(config),
             *sections.sharing_problems(config),

@@ -46,6 +46,8 @@ class TokenSignals:
     """The same of the cross-entropy: above 0 for a token that the policy was given to learn. None: there is none."""
     selected: BoolArray | None = None
     """clip_cov and kl_cov: the tokens whose covariance stands out."""
+    teacher_logprobs: FloatArray | None = None
+    """log p_teacher at temperature 1, if a teacher has scored the tokens."""
     reference_logprobs: FloatArray | None = None
     """log pi_ref, if the algorithm needs a reference policy."""
     values: FloatArray | None = None
@@ -135,6 +137,7 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    scores = [s.teacher_logprobs[s.loss_mask] for s in sequences if s.teacher_logprobs is not None]
     masks = [sequence.loss_mask for sequence in sequences]
     versions = join([s.token_versions()[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
     targets = join([s.response_ids[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
@@ -145,6 +148,7 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
         staleness=staleness(versions, global_steps, interval),
         steps_behind=staleness(versions, global_steps, interval=1),
         rollout_logprobs=join([s.rollout_logprobs[m] for s, m in zip(sequences, masks, strict=True)], np.float32),
+        teacher_logprobs=join(scores, np.float32) if scores and len(scores) == len(sequences) else None,
         advantages=np.zeros(len(targets), np.float32),
         loss_weights=np.zeros(len(targets), np.float32),
     )

@@ -91,8 +91,22 @@ async def train(
     )
     limit = PauseLimit(control=started.control, max_pause_s=config.serve.max_pause_s)
     background = [started.monitor.run(), started.operator.run(), limit.run(), started.agents.tell_events()]
+    if started.teacher is not None:
+        background += [started.teacher.monitor.run(), started.teacher.operator.run()]
     await run_with_background(training.run(), background=background)
     return recorder.write_summary(await training.summary())
+
+
+@dataclass(frozen=True, slots=True)
+class AllReplicas:
+    """Those of the policy and of the teacher, as the train loop sees them: a `Fleet`."""
+
+    started: StartedRun
+
+    async def gauges(self) -> dict[str, float]:
+        teacher = self.started.teacher
+        of_teacher = {} if teacher is None else teacher.teacher.gauges()
+        return await self.started.control.gauges() | of_teacher
 
 
 @dataclass(kw_only=True)
@@ -122,6 +136,7 @@ class Training:
             fleet=started.fleet,
             global_steps=self.first_step,
             updating=started.manager.updating,
+            teacher=None if started.teacher is None else started.teacher.teacher,
             emit=self.events.emit,
         )
         self.evaluator = make_evaluator(
@@ -161,7 +176,7 @@ class Training:
                 num_replicas=config.evaluation.replicas,
                 report=console.message,
             ),
-            fleet=started.control,
+            fleet=AllReplicas(started),
             recorder=recorder,
             checkpointer=checkpointer,
             emit=self.events.emit,

@@ -5,6 +5,10 @@ from enum import Enum
 
 from configs.model import DType
 
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
+"""Logits that are in memory at once, by the kind of device: on a CPU they stay in its cache, on a GPU they keep all of
+it busy."""
+
 
 class Layout(Enum):
     """How trajectories are laid out in a micro-batch. The arithmetic is the same."""
@@ -12,8 +16,34 @@ class Layout(Enum):
     tree = "tree"
     """Rows are prefix trees: what sequences of a group share (prompt, turns, any equal beginning) is computed once. A
     sequence that shares less than a quarter of its tokens has a row of its own."""
-    padded = "padded"
-    """One row per sequence, sorted by length."""
+    packed = "packed"
+    """Sequences end to end, without padding: rows of as many tokens as the budget allows."""
+    rows = "rows"
+    """One row per sequence, sorted by length and padded: for models whose state runs through a row."""
+
+
+class AttentionKind(Enum):
+    """What computes attention within rows. The arithmetic is the same."""
+
+    auto = "auto"
+    """varlen where rows are sequences end to end; else flex on GPUs, dense on CPUs."""
+    dense = "dense"
+    """SDPA over masks in tensors, made block by block of queries."""
+    flex = "flex"
+    """torch's flex_attention, over the blocks of pairs that a tree has. Without gradients on CPUs."""
+    varlen = "varlen"
+    """Flash attention over sequences of any lengths, for rows without branches; on CPUs SDPA, one by one."""
+
+
+class GradientCheckpointing(Enum):
+    """What a layer computes again in the backward pass, instead of keeping it."""
+
+    none = "none"
+    """Nothing."""
+    selective = "selective"
+    """All but products of matrices and attention."""
+    full = "full"
+    """Everything: a layer keeps its input only."""
 
 
 class LearningRateSchedule(Enum):
@@ -59,14 +89,29 @@ class TrainerConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     layout: Layout = Layout.tree
-    """Rows of a micro-batch: tree (what a group's sequences share is computed once) or padded (one per sequence)."""
+    """Rows of a micro-batch: tree (what a group's sequences share is computed once), packed (sequences end to end) or
+    rows (one per sequence, with padding, for recurrent models)."""
+    attention: AttentionKind = AttentionKind.auto
+    """What computes attention: auto (by device and layout), dense, flex (GPUs) or varlen (layout=packed)."""
+    sequence_parallel: int = 1
+    """Ranks that share each row (Ulysses): a rank has a part of its tokens, and in attention a part of the heads. It
+    divides num_ranks and the model's attention heads."""
     tokens_per_micro_batch: int = 2048
-    """Padded tokens of one forward and backward pass, per rank. A longer single row still runs, alone."""
+    """Tokens of one forward and backward pass, padding included, by sequence_parallel ranks together. A longer single
+    sequence still runs, alone."""
     unsharded_gradients_mb: int = 8192
     """A model (policy, critic) whose float32 gradients take more MiB reduces them over the ranks after every
     micro-batch; a smaller one keeps them whole on each rank until the step's last. Without effect on the result."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, for long sequences on GPUs."""
+    gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
+    """What layers compute again in the backward pass to save memory: none, selective (all but products of matrices and
+    attention) or full (everything; about a third more time)."""
+    activation_offload: bool = False
+    """With gradient_checkpointing=full: keep the inputs of layers in host memory until their backward pass."""
+    optimizer_on_host: bool = False
+    """Keep AdamW's moments in host memory, 8 bytes per trained parameter; an optimizer step brings those of one
+    parameter at a time to the GPU."""
+    compile: bool = False
+    """Compile each layer with torch.compile: the first steps take minutes, and the later ones less time and memory."""
     record_tokens: bool = True
     """Write what is trained, about 23 bytes per token (ids, versions, logprobs of rollout and trainer, advantages, what
     was clipped), and what replicas sample, 8 bytes: the audit holds one against the other, the page shows it."""
@@ -89,6 +134,11 @@ class TrainerConfig:
     """After a failed call, a train worker that does not answer for so many seconds counts as lost."""
     max_restarts: int = 3
     """How often the train workers may restart from the newest checkpoint after one died or hung."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of them that share rows, with micro-batches of their own."""
+        return self.num_ranks // self.sequence_parallel
 
     @property
     def optimizer_steps_per_batch(self) -> int:

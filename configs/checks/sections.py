@@ -1,27 +1,33 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
 import ipaddress
+import json
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
-from configs.data import parse_sources
+from configs.data import Generated, parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import Speculation, SpeculativeConfig
 from configs.schema import Config, Device, DType, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
-from configs.trainer import LearningRateSchedule, TrainerConfig
+from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
+CONVERSATIONS = ("conversations",)
+"""What supervised fine-tuning reads: the files of sft.*."""
 MODEL_DRAFTS = (Speculation.draft_model, Speculation.eagle, Speculation.eagle3)
 TEXT_DRAFTS = (Speculation.none, Speculation.ngram, Speculation.suffix)
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
 """A copy of names in `rollout.agents.loop`: a config is checked before anything of rollout is imported."""
+TINY_HEADS = 4
+"""Of the models that `trainer.tiny.model` makes: a copy, for the same reason."""
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -89,12 +95,33 @@ def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Probl
 def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:
     """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
     hint = f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes"
-    for key in needed_files:
-        entries = getattr(config.data, key)
-        if entries is not None and config.data.loader is None:
-            for source in parse_sources(entries):
-                if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
-                    yield Problem(f"data.{key}", hint, str(source))
+    given = {f"data.{key}": getattr(config.data, key) for key in needed_files if key in TRAIN_AND_VAL}
+    if config.data.loader is not None:
+        given = {}
+    if learns_conversations(config, needed_files):
+        given |= {"sft.train_files": config.sft.train_files, "sft.val_files": config.sft.val_files}
+    for key, entries in given.items():
+        for source in parse_sources(entries) if entries is not None else ():
+            if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
+                yield Problem(key, hint, str(source))
+
+
+def learns_conversations(config: Config, needed_files: Sequence[str]) -> bool:
+    """Whether the command reads the files of sft.*."""
+    is_mixed = tuple(needed_files) == TRAIN_AND_VAL and config.algorithm.ce_coef != 0
+    return tuple(needed_files) == CONVERSATIONS or is_mixed
+
+
+def sft_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
+    sft, generated = config.sft, config.data.generated
+    if not learns_conversations(config, needed_files):
+        return
+    if sft.train_files is None and sft.val_files is not None:
+        yield Problem("sft.val_files", "needs sft.train_files")
+    if sft.train_files is None and generated is Generated.search_world:
+        yield Problem("sft.train_files", f"data.generated={generated.value} makes no conversations: name files")
+    if sft.train_files is None and config.data.train_files is not None:
+        yield Problem("sft.train_files", "with data.train_files, must name files: nothing is generated")
 
 
 def _harness_problems(config: Config) -> Iterator[Problem]:
@@ -174,12 +201,22 @@ def evaluation_problems(config: Config) -> Iterator[Problem]:
 
 def trainer_problems(config: Config) -> Iterator[Problem]:
     trainer, checkpoint, interval = config.trainer, config.checkpoint, config.weight_sync.interval
-    if trainer.prompts_per_step < trainer.num_ranks:
-        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
-    elif trainer.mini_batches * trainer.num_ranks > trainer.prompts_per_step:
-        most = trainer.prompts_per_step // trainer.num_ranks
+    yield from _attention_problems(config)
+    if trainer.sequence_parallel < 1 or trainer.num_ranks % trainer.sequence_parallel:
+        yield Problem("trainer.sequence_parallel", f"must divide trainer.num_ranks={trainer.num_ranks}")
+    elif trainer.prompts_per_step < trainer.data_parallel:
+        shared = "" if trainer.sequence_parallel == 1 else f" x sequence_parallel={trainer.sequence_parallel}"
+        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}{shared}")
+    elif trainer.mini_batches * trainer.data_parallel > trainer.prompts_per_step:
+        most = trainer.prompts_per_step // trainer.data_parallel
         groups = f"of trainer.prompts_per_step={trainer.prompts_per_step}, each has a group for every rank"
-        yield Problem("trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks})")
+        shared = "" if trainer.sequence_parallel == 1 else f", sequence_parallel={trainer.sequence_parallel}"
+        yield Problem(
+            "trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks}{shared})"
+        )
+    if trainer.activation_offload and trainer.gradient_checkpointing is not GradientCheckpointing.full:
+        allowed = "needs trainer.gradient_checkpointing=full: the inputs of recomputed layers are what it moves"
+        yield Problem("trainer.activation_offload", allowed)
     yield from _learning_rate_problems(trainer)
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:
@@ -188,6 +225,30 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
         if checkpoint.keep_every % checkpoint.every:
             allowed = f"must be a multiple of checkpoint.every={checkpoint.every}: no other step has a checkpoint"
             yield Problem("checkpoint.keep_every", allowed)
+
+
+def _attention_problems(config: Config) -> Iterator[Problem]:
+    trainer, num_heads = config.trainer, attention_heads(config)
+    if num_heads is not None and num_heads % max(1, trainer.sequence_parallel):
+        yield Problem("trainer.sequence_parallel", f"must divide the {num_heads} attention heads of the model")
+    if trainer.attention is AttentionKind.flex and config.device is Device.cpu:
+        yield Problem("trainer.attention", "device=cpu needs dense or varlen: flex has no gradients on CPUs")
+    if trainer.attention is AttentionKind.varlen and trainer.layout is Layout.tree:
+        yield Problem("trainer.attention", "varlen is for trainer.layout=packed or rows: trees have branches")
+
+
+def attention_heads(config: Config) -> int | None:
+    """Of queries, as the folder of the model says; None where there is none on this machine."""
+    if config.model.kind is ModelKind.tiny:
+        return TINY_HEADS
+    file = Path(config.model.path or "").expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    with suppress(ValueError):
+        model = json.loads(file.read_text(encoding="utf-8"))
+        found = model.get("text_config", model).get("num_attention_heads")
+        return found if isinstance(found, int) else None
+    return None
 
 
 def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest
+from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
 from weight_sync.protocol import Manifest, WeightTag
 
 
@@ -71,6 +71,11 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Waits while the engine is held or full. Cancelling the call aborts the request. An aborted request answers
         with the tokens it has, none if it never ran, and finish_reason "abort"."""
+        ...
+
+    async def score(self, token_ids: IntArray, name: str) -> FloatArray:
+        """[L] -> [L - 1]: log-probabilities at temperature 1 of all tokens but the first, each after those before it.
+        Waits as `generate` does. Raises RuntimeError where the request `name` is aborted."""
         ...
 
     async def abort(self, names: Collection[str] | None) -> list[str]:

@@ -1,24 +1,13 @@
-"""What a run takes, as far as it can be computed before it starts: tokens, epochs, memory by parts."""
+"""What a run trains on and what memory it takes, as far as it can be computed before it starts."""
 
-import shutil
-from collections.abc import Iterator
-from math import prod
-from pathlib import Path
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
-
-from configs.model import LoraServing
-from configs.schema import Config, DType, ModelKind, Staging, Transport
+from configs.schema import Config
 from configs.validate import ConfigError
+from scripts.launch.machine import Machine, listed, refusals, shown, this_machine
+from scripts.launch.memory import in_shared_memory as shared_bytes
+from scripts.launch.memory import kv_tokens, of_rank, of_replica_worker, total
+from scripts.launch.model_shape import ModelShape, model_shape
 from trainer.learning_rate import num_warmup_steps
 from weight_sync.transports.cleanup import DIRECTORY
-
-FLOAT32 = 4
-NUM_BYTES = {DType.float32: 4, DType.bfloat16: 2}
-TINY_VOCABULARY, TINY_HEADS = 448, 2 * (4 + 2) * 32
-"""Of the models made here (trainer/tiny/model.py): about how many tokens, and the rows of a layer's projections."""
 
 
 def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
@@ -40,99 +29,32 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
     return parts
 
 
-def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
-    """Bytes that follow from the number of parameters. Activations and what libraries take are not among them."""
-    if num_parameters is None:
+def memory_parts(config: Config, shape: ModelShape | None, device: str, machine: Machine) -> dict[str, str]:
+    """Of each process, on its device and on the host."""
+    if shape is None:
         return {"memory": "unknown: no safetensors of the model are on this machine"}
-    rollout = config.rollout
-    weights = num_parameters * NUM_BYTES[rollout.dtype]
-    per_worker = weights / rollout.tensor_parallel_size
-    replica = [f"weights {shown(per_worker)}"]
-    serves_adapter = config.model.lora.serve is LoraServing.adapter
-    if config.weight_sync.staging is not Staging.none and not serves_adapter:
-        replica.append(f"staging {shown(per_worker)} ({config.weight_sync.staging.value})")
-    if config.model.lora.rank is not None and not serves_adapter:
-        replica.append(f"what adapters are merged into {shown(weights)} (host)")
-    if rollout.kv_cache_mb is not None:
-        replica.append(f"KV cache {rollout.kv_cache_mb} MiB")
-    else:
-        replica.append(f"KV cache up to {rollout.gpu_memory_utilization:.0%} of the GPU")
-    parts = {
-        "memory": f"{num_parameters / 1e6:,.1f}M parameters; activations and libraries come on top",
-        "per_rank": ", ".join(_of_a_rank(config, num_parameters)),
-        "per_worker": ", ".join(replica),
-    }
-    if config.weight_sync.transport is Transport.shared_memory:
-        parts["shared"] = f"{shown(weights)} in {DIRECTORY}, {shown(shutil.disk_usage(DIRECTORY).free)} free here"
+    rank, worker = of_rank(config, shape, device), of_replica_worker(config, shape, device, machine.gpu)
+    parts = {"memory": f"{shape.num_parameters / 1e6:,.1f}M parameters; libraries come on top, about 1 GB each process"}
+    of_replicas = [("per_worker", worker)] if config.rollout.num_replicas else []
+    for name, memory in [("per_rank", rank), *of_replicas]:
+        if memory.device:
+            of_gpu = "" if machine.gpu is None else f" of {shown(machine.gpu)}"
+            parts[name] = f"GPU {shown(total(memory.device))}{of_gpu}: {listed(memory.device)}"
+        if memory.host:
+            host = f"host {shown(total(memory.host))}: {listed(memory.host)}"
+            parts[name] = f"{parts[name]}; {host}" if name in parts else host
+    if shape.layer is None:
+        parts["per_rank"] += "; activations are not known for this architecture"
+    if of_replicas and (tokens := kv_tokens(config, shape, worker)) is not None:
+        parts["per_worker"] += f"; KV cache for {tokens:,} tokens"
+    if (shared := shared_bytes(config, shape)) > 0:
+        free = "" if machine.shared is None else f", {shown(machine.shared)} free here"
+        parts["shared"] = f"{shown(shared)} in {DIRECTORY}{free}"
     return parts
 
 
-def _of_a_rank(config: Config, num_parameters: int) -> Iterator[str]:
-    ranks, whole, lora = config.trainer.num_ranks, num_parameters * FLOAT32, config.model.lora
-    if lora.rank is not None:
-        yield f"frozen weights {shown(num_parameters * NUM_BYTES[config.trainer.dtype] / ranks)}"
-        yield f"adapter of rank {lora.rank} (16 bytes for each of its parameters, gradients and AdamW included)"
-        if config.algorithm.needs_critic:
-            yield f"critic with all weights: {shown(4 * whole / ranks)}"
-        return
-    yield f"weights {shown(whole / ranks)}"
-    yield f"AdamW {shown(2 * whole / ranks)}"
-    if ranks == 1 or whole > config.trainer.unsharded_gradients_mb * 2**20:
-        yield f"gradients {shown(whole / ranks)}"
-    else:
-        yield f"gradients {shown(whole)} (whole until a step's last batch)"
-    if config.algorithm.needs_reference:
-        yield f"reference {shown(whole / ranks)}"
-    if config.algorithm.needs_critic:
-        yield f"critic as much as the policy: {shown(4 * whole / ranks)}"
-
-
-def memory_problem(config: Config, num_parameters: int | None) -> str | None:
-    """What a plan warns of, and a run ends with before it starts: too little shared memory for the weights."""
-    if num_parameters is None or config.weight_sync.transport is not Transport.shared_memory or config.ray.address:
-        return None
-    if config.model.lora.serve is LoraServing.adapter:  # the weights do not travel
-        return None
-    needed, free = num_parameters * NUM_BYTES[config.rollout.dtype], shutil.disk_usage(DIRECTORY).free
-    if needed <= free:
-        return None
-    return (
-        f"weight_sync.transport=shared_memory: needs {shown(needed)} in {DIRECTORY}, {shown(free)} are free; a "
-        "container gets more with --shm-size, and collective, cuda_ipc and filesystem need none"
-    )
-
-
-def refuse_without_memory(config: Config) -> None:
-    """Raises ConfigError for weights that do not fit into shared memory."""
-    problem = memory_problem(config, num_parameters(config))
-    if problem is not None:
-        raise ConfigError(problem)
-
-
-def num_parameters(config: Config) -> int | None:
-    """From the headers of the model's safetensors files; None where they are not on this machine."""
-    model = config.model
-    if model.kind is ModelKind.tiny:
-        width = model.hidden_size
-        layer = TINY_HEADS * width + 2 * 32 + 12 * width * width + 2 * width
-        return model.num_layers * layer + (TINY_VOCABULARY + 1) * width
-    folder = Path(model.path or "").expanduser()
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(model.path or "", local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
-            return None
-    return sum(map(_parameters_of, folder.glob("model*.safetensors"))) or None  # what transformers loads
-
-
-def _parameters_of(file: Path) -> int:
-    """Raises ConfigError for a file that is damaged, or the pointer of git-lfs to one."""
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"model.path={file.parent}: {file.name} cannot be read: {error}") from error
-
-
-def shown(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+def refuse_without_memory(config: Config, device: str) -> None:
+    """Raises ConfigError for a run that cannot fit into what is known of the memory here."""
+    shape = model_shape(config)
+    if shape is not None and (found := refusals(config, shape, device, this_machine(config))):
+        raise ConfigError("\n".join(found))

@@ -5,7 +5,7 @@ Models are made and exported in Ray tasks, so that the driver needs no torch.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,10 +104,15 @@ async def boot_model(config: Config, run_dir: Path) -> str:
         if not is_checkpoint(Path(config.model.path).expanduser()):
             return config.model.path
         make, path = _exported_model, run_dir / "exported_model"
-    shutil.rmtree(path, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
-    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {path.name}"):
+    return await made(make, config, path)
+
+
+async def made(make: Callable[[Config, Path], str], config: Config, folder: Path) -> str:
+    """What `make` returns, which is called where torch may be loaded and writes into the folder."""
+    shutil.rmtree(folder, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
+    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {folder.name}"):
         task: Any = ray.remote(num_cpus=1)(carries_errors(make))
-        return await as_raised(task.remote(config, path), f"the task that makes {path.name}")
+        return await as_raised(task.remote(config, folder), f"the task that makes {folder.name}")
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:
@@ -141,11 +146,16 @@ def chat_template(config: Config) -> str | None:
 
 
 def _exported_model(config: Config, folder: Path) -> str:
-    """Writes a checkpoint of this project in the form that transformers and vLLM load. Raises ConfigError."""
+    return exported("model.path", config.model.path, folder)
+
+
+def exported(key: str, path: str | None, folder: Path) -> str:
+    """Writes a checkpoint of this project, which `key` names, in the form that transformers and vLLM load. Raises
+    ConfigError."""
     try:
-        export(checkpoint_at(Path(config.model.path or "").expanduser()), folder, "float32")
+        export(checkpoint_at(Path(path or "").expanduser()), folder, "float32")
     except CheckpointError as error:
-        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+        raise ConfigError(f"{key}={path}: {error}") from error
     return str(folder)
 
 

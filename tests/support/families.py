@@ -1,9 +1,12 @@
 """Small random models of the families of causal LMs that transformers ships."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from trainer.worker.loading import allocate, open_causal_lm
 
 VOCAB_SIZE = 64
 SIZES: dict[str, Any] = {
@@ -91,7 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 BY_PLACE_IN_ROW = {"bloom", "gpt_neo", "mpt"}
-"""Attention knows distances in the row only."""
+"""Attention knows places in the row only. For Bloom, it is the same wherever a sequence begins."""
 RECURRENT = {"falcon_h1", "jamba", "lfm2", "mamba", "qwen3_next", "recurrent_gemma"}
 """The state runs through the row, from one response into the next."""
 SHARES_PARAMETERS = "zamba2"
@@ -105,3 +108,11 @@ def random_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def loaded(path: Path) -> Any:
+    """The model of a folder, whole, as a train worker reads its rows."""
+    causal_lm, weights = open_causal_lm(str(path))
+    allocate(causal_lm, torch.device("cpu"))
+    weights.read_into(causal_lm)
+    return causal_lm

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, saved_adapter
 from trainer.checkpoint.store import Checkpoint, CheckpointError
 from trainer.tiny.model import new_directory
-from trainer.worker.lora import base_checksum
+from trainer.worker.checksum import base_checksum
 from trainer.worker.state import base_of, policy_weights
 from weight_sync.adapter import PREFIX, factor_names, merged
 

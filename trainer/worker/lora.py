@@ -5,7 +5,6 @@ the first policy is the model as it was loaded; with the adapters off, it stays 
 """
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,22 +16,24 @@ from torch import Tensor, nn
 
 from configs.model import ALL_LINEAR, LoraConfig
 from configs.validate import ConfigError
+from trainer.worker.rows import local, rows_of
 
 
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter. It takes over the layer's parameters, under the names that they have.
 
-    Example: LoraLinear(linear, torch.zeros(8, linear.in_features), scale=4.0, dropout=0.0)
+    Its factors have no values yet: `draw_factors` gives them their first ones.
+
+    Example: LoraLinear(linear, rank=8, scale=4.0, dropout=0.0)
     """
 
-    def __init__(self, linear: nn.Linear, a: Tensor, scale: float, dropout: float):
-        """`a`: the first A, [rank, in]."""
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, dropout: float):
         nn.Module.__init__(self)  # that of nn.Linear would make another weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
-        self.lora_A = _factor(a.to(device))
-        self.lora_B = _factor(torch.zeros(linear.out_features, len(a), device=device))
+        self.lora_A = _factor(torch.empty(rank, linear.in_features, device=device))
+        self.lora_B = _factor(torch.empty(linear.out_features, rank, device=device))
         self.scale = scale
         self.dropout = dropout
         self.is_on = True
@@ -53,25 +54,39 @@ def _factor(values: Tensor) -> nn.Linear:
     return layer
 
 
-def add_adapters(causal_lm: Any, lora: LoraConfig, seed: int, compute_dtype: torch.dtype) -> None:
+def add_adapters(causal_lm: Any, lora: LoraConfig, compute_dtype: torch.dtype) -> None:
     """Freeze the model in the compute dtype, and put adapters beside its target layers.
-
-    Args:
-        seed: decides every A, whatever the number of ranks.
 
     Raises:
         ConfigError: the targets are none of the model's layers, or one shares its weight with another module.
     """
     assert lora.rank is not None
     layers = target_layers(causal_lm, lora.targets)
-    causal_lm.requires_grad_(False)
-    for parameter in causal_lm.parameters():
-        parameter.data = parameter.data.to(compute_dtype)
-    generator = torch.Generator().manual_seed(seed)
+    freeze(causal_lm, compute_dtype)
     for name, linear in layers.items():
-        a = torch.empty(lora.rank, linear.in_features)
+        causal_lm.set_submodule(name, LoraLinear(linear, lora.rank, lora.alpha / lora.rank, lora.dropout))
+
+
+def freeze(module: nn.Module, dtype: torch.dtype) -> None:
+    """Train nothing of the module, and keep it in `dtype`."""
+    module.requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def draw_factors(module: nn.Module, seed: int) -> None:
+    """Give adapters, sharded or not, their first values. `seed` decides every A, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in _adapted(module):
+        a = torch.empty(layer.lora_A.weight.shape)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # as PEFT does, and nn.Linear
-        causal_lm.set_submodule(name, LoraLinear(linear, a, lora.alpha / lora.rank, lora.dropout))
+        local(layer.lora_A.weight).copy_(a[rows_of(layer.lora_A.weight)])
+        local(layer.lora_B.weight).zero_()
+
+
+def _adapted(module: nn.Module) -> list[LoraLinear]:
+    return [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
 
 
 def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
@@ -104,7 +119,7 @@ def _is_called(name: str, target: str) -> bool:
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Let the module compute as without adapters inside the `with` block, if it has any."""
-    layers = [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
+    layers = _adapted(module)
     for layer in layers:
         layer.is_on = False
     try:
@@ -112,12 +127,3 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
-
-
-def base_checksum(causal_lm: nn.Module) -> int:
-    """32 bits over names and values of a model as it was loaded in float32, before it has adapters."""
-    value = 0
-    for name, parameter in causal_lm.named_parameters():
-        words = parameter.detach().contiguous().view(-1).view(torch.int32)
-        value = zlib.crc32(f"{name} {words.sum(dtype=torch.int64).item()}".encode(), value)
-    return value

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import TrainerConfig
 from trainer.learning_rate import lr_factor
+from trainer.worker.host_adamw import HostAdamW
 
 
 class Optimizer:
@@ -15,7 +16,8 @@ class Optimizer:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._lr = lr
         self._trainer = trainer
-        self.adamw = torch.optim.AdamW(
+        kind = HostAdamW if trainer.optimizer_on_host else torch.optim.AdamW
+        self.adamw = kind(
             self._parameters,
             lr=lr,
             betas=(trainer.adam_beta1, trainer.adam_beta2),

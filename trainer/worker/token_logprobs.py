@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from configs.trainer import CHUNK_LOGITS
+
 COLUMNS = 4096
 """Words of the vocabulary in a chunk of logits."""
-CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
-"""Logits in a chunk, by the kind of device: on a CPU they stay in its cache, on a GPU they keep all of it busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.algorithm import Proximal
 from configs.model import LoraServing
@@ -23,9 +23,13 @@ from trainer.checkpoint.adapter import ADAPTER_FILE, adapter_json
 from trainer.losses.objective import Objective, Share, kl_estimate
 from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics, over_optimizer_steps
 from trainer.tokens import TrainedTokens, join
+from trainer.worker.attention.attention import Attention
+from trainer.worker.attention.ulysses import SequenceGroup
+from trainer.worker.checksum import checksum_of, over_ranks
 from trainer.worker.critic import Critic
-from trainer.worker.lora import adapters_off, add_adapters, base_checksum
-from trainer.worker.model import Policy, gradients_fit, load_causal_lm, local_shards, parameter_specs, shard
+from trainer.worker.loading import allocate, open_causal_lm
+from trainer.worker.lora import adapters_off, add_adapters, draw_factors, freeze
+from trainer.worker.model import Policy, gradients_fit, local_shards, parameter_specs, prepared, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.parity import refuse_other_logprobs
 from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, load, model_files
@@ -79,10 +83,9 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
-        compute_dtype = getattr(torch, trainer.dtype.value)
-        self._policy = self._load_policy(model_path, trainable=True)
+        self._attention = self._make_attention()
+        self._policy = self._load_policy(model_path, mesh, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        shard(self._policy, mesh, compute_dtype)
         refuse_other_logprobs(self._policy, self._config, self._device)
         self._optimizer = Optimizer(self._policy, trainer.lr, trainer)
         self._always_reduces = not gradients_fit(self._policy, trainer.unsharded_gradients_mb)
@@ -91,10 +94,9 @@ class TrainWorker:
         if self._config.algorithm.needs_reference and self._adapter is not None:
             self._reference = self._policy  # with the adapters off
         elif self._config.algorithm.needs_reference:
-            self._reference = self._load_policy(model_path, trainable=False)
-            shard(self._reference, mesh, compute_dtype)
+            self._reference = self._load_policy(model_path, mesh, trainable=False)
         if self._config.algorithm.needs_critic:
-            self._critic = Critic(self._config, model_path, mesh, compute_dtype, self._device)
+            self._critic = Critic(self._config, model_path, mesh, self._device, self._attention)
         return num_parameters
 
     def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
@@ -153,7 +155,7 @@ class TrainWorker:
                 of_tokens.setdefault(index, computed)
             steps.append(merge_metrics([*parts, self.optim_step(place)]))
         self._global_steps = global_steps + 1
-        padded = sum(micro_batches[index].input_ids.size for part in plan for index in part)
+        padded = sum(self._attention.num_tokens(micro_batches[index]) for part in plan for index in part)
         metrics = over_optimizer_steps(steps) | {
             "actor/skipped_steps": Last(sum(step["actor/skipped_steps"].value for step in steps)),
             "trainer/optimizer_steps": Last(float(self._optimizer.num_steps)),
@@ -167,6 +169,13 @@ class TrainWorker:
         """[T] per micro-batch: log pi before the first optimizer step, if another needs it: there it is not at hand."""
         if num_steps == 1 or self._config.algorithm.proximal is Proximal.rollout:
             return [None] * len(micro_batches)
+        return self._logprobs(micro_batches)
+
+    def logprobs(self, micro_batches: tuple[MicroBatch, ...]) -> list[FloatArray]:
+        """Compute log pi, [T] per micro-batch. All ranks must call with equally many micro-batches."""
+        return [logprobs.cpu().numpy() for logprobs in self._logprobs(micro_batches)]
+
+    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         with torch.no_grad():
             logprobs = [self._policy(batch, self._device)[0] for batch in micro_batches]
         self._policy.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
@@ -292,15 +301,34 @@ class TrainWorker:
     def _rollout_dtype(self) -> torch.dtype:
         return getattr(torch, self._config.rollout.dtype.value)
 
-    def _load_policy(self, model_path: str, *, trainable: bool) -> Policy:
-        """Load the first policy: to train it, or to keep it as the reference."""
-        trainer, algorithm = self._config.trainer, self._config.algorithm
-        causal_lm = load_causal_lm(model_path, trainable and trainer.gradient_checkpointing)
-        lora = self._config.model.lora
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self._config.trainer.dtype.value)
+
+    def _load_policy(self, model_path: str, mesh: DeviceMesh, *, trainable: bool) -> Policy:
+        """Load this rank's rows of the first policy: to train it, or to keep it as the reference."""
+        trainer, algorithm, lora = self._config.trainer, self._config.algorithm, self._config.model.lora
+        causal_lm, weights = open_causal_lm(model_path)
+        causal_lm = prepared(causal_lm, model_path, trainer)
         if trainable and lora.rank is not None:
-            self._adapter = Adapter(scale=lora.alpha / lora.rank, base=base_checksum(causal_lm))
-            add_adapters(causal_lm, lora, self._config.seed, getattr(torch, trainer.dtype.value))
-        else:
-            causal_lm.requires_grad_(trainable)
-        policy = Policy(causal_lm, self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0)
-        return policy.to(self._device)
+            add_adapters(causal_lm, lora, self._compute_dtype)
+        elif not trainable:
+            freeze(causal_lm, self._compute_dtype)
+        temperature, has_gradient = self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0
+        policy = Policy(causal_lm, temperature, has_gradient, self._attention)
+        shard(policy, mesh, self._compute_dtype)
+        allocate(policy, self._device)
+        sums = weights.read_into(causal_lm)
+        if trainable and lora.rank is not None:
+            draw_factors(policy, self._config.seed)
+            base = checksum_of(over_ranks(sums, next(policy.parameters())))
+            self._adapter = Adapter(scale=lora.alpha / lora.rank, base=base)
+        return policy
+
+    def _make_attention(self) -> Attention:
+        """With trainer.sequence_parallel, neighbouring ranks share rows. All ranks must call."""
+        trainer, group = self._config.trainer, None
+        if (size := trainer.sequence_parallel) > 1:
+            timeout = timedelta(seconds=trainer.step_timeout_s)
+            group = SequenceGroup(dist.new_subgroups(size, timeout=timeout)[0], self._rank % size, size)
+        return Attention(trainer.attention, self._device_type, group)

@@ -18,9 +18,18 @@ from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
 from rollout.engines.vllm.drafts import DraftCounter
+from rollout.engines.vllm.scoring import score
 from rollout.engines.vllm.stop_strings import continuing
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan, shift_spans
+from rollout.types import (
+    Completion,
+    FloatArray,
+    GenerationRequest,
+    IntArray,
+    SamplingParams,
+    VersionSpan,
+    shift_spans,
+)
 from weight_sync.protocol import Manifest, WeightTag
 
 RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
@@ -61,6 +70,9 @@ class VllmEngine:
             boundaries = self._boundaries.pop(name, [])
         assert final is not None and final.finished
         return self._completion(final, boundaries)
+
+    async def score(self, token_ids: IntArray, name: str) -> FloatArray:
+        return await score(self._llm, token_ids, name)
 
     @property
     def admission(self) -> Admission:

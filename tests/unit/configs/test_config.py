@@ -76,7 +76,7 @@ def test_the_documentation_of_a_choice_names_every_built_in() -> None:
     "argument, hint",
     [
         ("trainer.lrr=1", "trainer.lrr=1: there is no such key; did you mean trainer.lr "),
-        ("max_staleness=1", "did you mean rollout.max_staleness?"),
+        ("max_staleness=1", "did you mean rollout.max_staleness"),
         ("+rollout.replicas=2", "rollout.num_replicas"),
         ("receipe=gsm8k", "did you mean recipe"),
         ("zzz=1", "--help lists the sections"),

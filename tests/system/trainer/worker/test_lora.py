@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.model import LoraConfig, LoraServing
 from configs.schema import AlgorithmConfig, Config, DType, Layout, ModelConfig, RolloutConfig, TrainerConfig
+from configs.trainer import GradientCheckpointing
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches, worker_runs
 from tests.support.fakes import make_order
@@ -25,7 +26,7 @@ from tests.support.worker_runs import SAVED_AT, Inbox, Job, Outcome, one_rank, p
 from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from trainer.tiny.model import build_model, build_tokenizer
 from trainer.worker.export import export_adapter, export_hf
-from trainer.worker.lora import add_adapters
+from trainer.worker.lora import add_adapters, draw_factors
 from trainer.worker.state import policy_weights
 from trainer.worker.worker import TrainWorker
 from weight_sync.adapter import PREFIX, factor_names, merged, published_name
@@ -58,7 +59,7 @@ def scored(steps: Sequence[Sequence[TrajectoryGroup]], num_ranks: int) -> Any:
     """Batches with the logprobs of the first policy, by plain forwards."""
     first = build_model(VOCAB_SIZE, seed=0)
     return [
-        batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
+        batches.pack(groups, Layout.packed, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
         for groups in steps
     ]
 
@@ -93,7 +94,8 @@ def plain_run(steps: Sequence[Sequence[TrajectoryGroup]]) -> tuple[list[float], 
     """(gradient norm of every step, final factors), by torch's own AdamW in float64."""
     first = build_model(VOCAB_SIZE, seed=0)
     model: Any = build_model(VOCAB_SIZE, seed=0)
-    add_adapters(model, LORA, CONFIG.seed, torch.float32)
+    add_adapters(model, LORA, torch.float32)
+    draw_factors(model, CONFIG.seed)
     model.double()
     factors = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trainer, norms = CONFIG.trainer, []
@@ -180,7 +182,9 @@ def test_another_base_is_refused(folder: Path, runs: dict[str, Outcome]) -> None
 def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
     layout: Layout, folder: Path, steps: list[list[TrajectoryGroup]], runs: dict[str, Outcome]
 ) -> None:
-    config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=True))
+    config = replace(
+        CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=GradientCheckpointing.full)
+    )
     config = replace(config, algorithm=AlgorithmConfig(group_size=4))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
+from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig, TrainerConfig
+from configs.trainer import GradientCheckpointing
 from rollout.types import TrajectoryGroup
 from tests.support.batches import learning, pack
+from tests.support.families import loaded
 from tests.support.reference import (
     VOCAB_SIZE,
     advantages_of,
@@ -29,8 +31,7 @@ from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
 from trainer.worker import head, token_logprobs
-from trainer.worker.attention import key_blocks, tree_mask
-from trainer.worker.model import Policy, load_causal_lm, prepared
+from trainer.worker.model import Policy, prepared
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -154,7 +155,7 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
     def logprobs_with(second: list[int]) -> Tensor:
         responses = [[10, 11, 12, 13], second, [30, 31, 32], [40]]
         group = make_group(0, [make_trajectory([5, 6, 7], response) for response in responses])
-        other = make_group(1, [make_trajectory([8], [50])])  # a shorter row, padded
+        other = make_group(1, [make_trajectory([8], [50])])  # another tree, after it
         advantages = [np.ones(4, np.float32), np.ones(1, np.float32)]
         batch = assemble(
             [group, other],
@@ -172,42 +173,19 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
     assert changed == [False] * 4 + [True] * 5 + [False] * 5
 
 
-def test_tree_mask_by_hand() -> None:
-    """Prompt [p q], a response of one token, one of two, and padding."""
-    mask = tree_mask(torch.tensor([[4, 4, 2, 4, 4, 5]]))
-    assert mask.shape == (1, 1, 6, 6)
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
-
-
-def test_attention_in_blocks_is_over_ancestors_only() -> None:
-    """A prompt of 100 tokens with responses of 29 and 171: the first one ends with the first token of the second block,
-    and is not read in the third."""
-    last = torch.tensor([[299] * 100 + [128] * 29 + [299] * 171])
-    blocks = [(list(range(300))[queries], keys.tolist()) for queries, keys in key_blocks(last)]
-    assert blocks == [
-        (list(range(128)), list(range(128))),
-        (list(range(128, 256)), list(range(256))),
-        (list(range(256, 300)), [*range(100), *range(129, 300)]),
-    ]
-
-
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)
 def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
-    causal_lm: Qwen3ForCausalLM, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    causal_lm: Qwen3ForCausalLM, gradient_checkpointing: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(0)
     prompt, responses = random.integers(4, VOCAB_SIZE, 120).tolist(), random.integers(4, VOCAB_SIZE, (4, 90)).tolist()
     trajectories = [make_trajectory(prompt, ids, reward=i % 2) for i, ids in enumerate(responses)]
     groups = [make_group(0, trajectories)]
-    policy = Policy(prepared(copy.deepcopy(causal_lm), "", gradient_checkpointing), TEMPERATURE)
-    tree, padded = (pack(groups, layout) for layout in (Layout.tree, Layout.padded))
+    policy = Policy(
+        prepared(copy.deepcopy(causal_lm), "", TrainerConfig(gradient_checkpointing=gradient_checkpointing)),
+        TEMPERATURE,
+    )
+    tree, packed = (pack(groups, layout) for layout in (Layout.tree, Layout.packed))
     assert tree.micro_batches[0][0].input_ids.shape == (1, 120 + 4 * 89)
     pairs, attend = [], torch.nn.functional.scaled_dot_product_attention
 
@@ -218,10 +196,12 @@ def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
         gradients(policy, tree)
-    passes = policy.causal_lm.config.num_hidden_layers * (2 if gradient_checkpointing else 1)
+    passes = policy.causal_lm.config.num_hidden_layers * (
+        1 if gradient_checkpointing is GradientCheckpointing.none else 2
+    )
     assert sum(pairs) < 0.6 * passes * (120 + 4 * 89) ** 2
-    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, padded)[0], rtol=0, atol=1e-5)
-    assert_same_gradients(gradients(policy, tree), gradients(policy, padded), relative=1e-5)
+    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, packed)[0], rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(policy, tree), gradients(policy, packed), relative=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -231,12 +211,17 @@ def test_a_batch_without_tokens_has_gradients_of_zero(causal_lm: Qwen3ForCausalL
     assert all(not gradient.any() for gradient in found.values())
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)
 def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activations(
-    causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], tmp_path: Path, gradient_checkpointing: bool
+    causal_lm: Qwen3ForCausalLM,
+    groups: list[TrajectoryGroup],
+    tmp_path: Path,
+    gradient_checkpointing: GradientCheckpointing,
 ) -> None:
     copy.deepcopy(causal_lm).bfloat16().save_pretrained(tmp_path)
-    policy = Policy(load_causal_lm(str(tmp_path), gradient_checkpointing), TEMPERATURE)
+    policy = Policy(
+        prepared(loaded(tmp_path), "", TrainerConfig(gradient_checkpointing=gradient_checkpointing)), TEMPERATURE
+    )
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     entries: list[torch.nn.Module] = []
     attention = policy.causal_lm.model.layers[0].self_attn
@@ -246,4 +231,4 @@ def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activation
         parameter.data = parameter.data.to(torch.bfloat16).float()
     batch = pack(groups, Layout.tree)
     assert_same_gradients(gradients(policy, batch), gradients(reference, batch), relative=1e-5)
-    assert len(entries) == (2 if gradient_checkpointing else 1)
+    assert len(entries) == (1 if gradient_checkpointing is GradientCheckpointing.none else 2)

@@ -1,15 +1,16 @@
 """What a dry run says, and what it refuses."""
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
 
 from configs.data import DataConfig
-from configs.schema import Config, DType, ModelKind, Transport
+from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
 from scripts.launch import budget
+from scripts.launch import plan as plan_module
+from scripts.launch.machine import Machine
 from scripts.launch.plan import plan
 from tests.support.chat_models import chat_tokenizer
 from tests.support.compose import changed
@@ -44,57 +45,20 @@ def test_a_plan_reads_the_data_that_is_there(tmp_path: Path) -> None:
         parts_of(config)
 
 
-def test_memory_follows_from_the_headers_of_the_weights(tmp_path: Path) -> None:
-    """One billion parameters in files with a hole in the place of the data."""
-    for number, shape in enumerate(([1000, 1000, 500], [500_000_000])):
-        tensor = {"dtype": "I8", "shape": shape, "data_offsets": [0, 500_000_000]}
-        text = json.dumps({"a": tensor}).encode()
-        for name in (f"model-0000{number}-of-00002", "consolidated"):  # which transformers does not load
-            with (tmp_path / f"{name}.safetensors").open("wb") as file:
-                file.write(struct.pack("<Q", len(text)) + text)
-                file.truncate(file.tell() + 500_000_000)
-    config = changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path), trainer__num_ranks=4)
-    config = changed(config, rollout__dtype=DType.bfloat16, rollout__tensor_parallel_size=2)
-    known = budget.num_parameters(config)
-    assert known == 10**9
-    parts = budget.memory_parts(config, known)
-    assert parts["per_rank"] == "weights 953.7 MiB, AdamW 1.9 GiB, gradients 3.7 GiB (whole until a step's last batch)"
-    assert parts["per_worker"] == "weights 953.7 MiB, staging 953.7 MiB (host), KV cache 256 MiB"
-    assert parts["shared"].startswith(f"1.9 GiB in {budget.DIRECTORY}, ")
-    adapted = budget.memory_parts(changed(config, model__lora__rank=8), known)
-    assert adapted["per_rank"].startswith("frozen weights 953.7 MiB, adapter of rank 8 (16 bytes for each")
-    assert "what adapters are merged into 1.9 GiB (host)" in adapted["per_worker"]
-    large = budget.memory_parts(changed(config, trainer__unsharded_gradients_mb=100), known)
-    assert "gradients 953.7 MiB" in large["per_rank"]
-    assert "shared" not in budget.memory_parts(changed(config, weight_sync__transport=Transport.collective), known)
-    assert budget.num_parameters(changed(config, model__path="no/such-model-here")) is None
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ConfigError, match="model.safetensors cannot be read: "):
-        budget.num_parameters(config)
-
-
-def test_too_little_shared_memory_is_warned_of() -> None:
-    assert budget.memory_problem(Config(), 10**6) is None
-    found = budget.memory_problem(Config(), 10**15)
-    assert found is not None and found.startswith("weight_sync.transport=shared_memory: needs ")
-
-
-def test_a_run_whose_weights_do_not_fit_into_shared_memory_ends_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    budget.refuse_without_memory(Config())
-    monkeypatch.setattr(budget, "num_parameters", lambda config: 10**15)
-    with pytest.raises(ConfigError, match=r"^weight_sync\.transport=shared_memory: needs .*--shm-size"):
-        budget.refuse_without_memory(Config())
-    budget.refuse_without_memory(changed(Config(), weight_sync__transport=Transport.collective))
-
-
-@pytest.mark.parametrize(("hidden_size", "num_layers", "millions"), [(64, 2, 0.2), (192, 4, 2.2)])
-def test_the_models_made_here_have_the_size_that_the_pages_say(
-    hidden_size: int, num_layers: int, millions: float
-) -> None:
-    known = budget.num_parameters(changed(Config(), model__hidden_size=hidden_size, model__num_layers=num_layers))
-    assert known is not None and round(known / 1e6, 1) == millions
+def test_a_plan_says_what_each_process_takes_and_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine(gpu=None, host=2.0**33, shared=2.0**30)
+    monkeypatch.setattr(plan_module, "this_machine", lambda config: here)
+    monkeypatch.setattr(budget, "this_machine", lambda config: here)
+    parts = parts_of(Config())
+    assert parts["memory"].startswith("0.2M parameters; ")
+    assert parts["per rank"].startswith("host 58.4 MiB: weights 0.7 MiB") and "activations" in parts["per rank"]
+    assert parts["per worker"].endswith("KV cache for 262,144 tokens")
+    assert parts["shared"] == "0.7 MiB in /dev/shm, 1.0 GiB free here"
+    too_much = changed(Config(), trainer__tokens_per_micro_batch=10**7)
+    with pytest.raises(ConfigError, match=r"^trainer\.gradient_checkpointing: 1 train worker\(s\) and 1 of replicas"):
+        parts_of(too_much)
+    with pytest.raises(ConfigError, match="there are 8.0 GiB; most is activations$"):
+        budget.refuse_without_memory(too_much, "cpu")
 
 
 def test_an_agent_loop_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from configs.model import LoraConfig
 from configs.validate import ConfigError
 from tests.support.families import random_model
-from trainer.worker.lora import LoraLinear, adapters_off, add_adapters, base_checksum
+from trainer.worker.checksum import base_checksum
+from trainer.worker.lora import LoraLinear, adapters_off, add_adapters, draw_factors
 from trainer.worker.model import Policy, parameter_specs
 from weight_sync.adapter import factor_names, merged, published_name
 
@@ -32,7 +33,8 @@ QWEN2_5_HALF_B: dict[str, Any] = {
 def adapted(causal_lm: Any, lora: LoraConfig = LORA, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A copy with adapters."""
     adapted = copy.deepcopy(causal_lm)
-    add_adapters(adapted, lora, seed, dtype)
+    add_adapters(adapted, lora, dtype)
+    draw_factors(adapted, seed)
     return adapted
 
 
@@ -52,9 +54,8 @@ def random_layer(**given: Any) -> tuple[LoraLinear, nn.Linear]:
     """With a B that is not 0, in float64, and the linear layer of the same function."""
     torch.manual_seed(0)
     plain = nn.Linear(5, 4, dtype=torch.float64)
-    layer = LoraLinear(
-        plain, torch.randn(3, 5, dtype=torch.float64), **{"scale": 2.0, "dropout": 0.0, **given}
-    ).double()
+    layer = LoraLinear(plain, rank=3, **{"scale": 2.0, "dropout": 0.0, **given}).double()
+    layer.lora_A.weight.data.normal_()
     layer.lora_B.weight.data.normal_()
     dense = copy.deepcopy(plain)
     dense.weight.data += 2.0 * layer.lora_B.weight.data @ layer.lora_A.weight.data
@@ -149,7 +150,7 @@ def test_layers_are_named_by_their_ends() -> None:
 @pytest.mark.parametrize("target", ["v_prj", "proj", "embed_tokens", "input_layernorm"])
 def test_a_target_that_is_no_linear_layer_is_refused_with_those_that_there_are(target: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        add_adapters(random_model("qwen2"), LoraConfig(rank=2, targets=["q_proj", target]), 0, torch.float32)
+        add_adapters(random_model("qwen2"), LoraConfig(rank=2, targets=["q_proj", target]), torch.float32)
     assert str(caught.value) == (
         f"model.lora.targets=[q_proj,{target}]: Qwen2ForCausalLM has no linear layer {target}; "
         "there are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
@@ -159,7 +160,7 @@ def test_a_target_that_is_no_linear_layer_is_refused_with_those_that_there_are(t
 def test_a_tied_head_is_refused_and_a_head_of_its_own_is_not() -> None:
     lora = LoraConfig(rank=2, targets=["lm_head"])
     with pytest.raises(ConfigError, match=r"targets=\[lm_head\]: lm_head of Qwen2ForCausalLM shares its weight"):
-        add_adapters(random_model("qwen2", tie_word_embeddings=True), lora, 0, torch.float32)
+        add_adapters(random_model("qwen2", tie_word_embeddings=True), lora, torch.float32)
     assert layers_of(adapted(random_model("qwen2", tie_word_embeddings=False), lora)).keys() == {"lm_head"}
 
 

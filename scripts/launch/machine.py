@@ -1,0 +1,115 @@
+"""The memory that this machine has, and what of a run does not fit into it."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from configs.schema import Config
+from scripts.launch.memory import Part, in_shared_memory, of_rank, of_replica_worker, total
+from scripts.launch.model_shape import ModelShape
+from weight_sync.transports.cleanup import DIRECTORY
+
+TOLERANCE = 1.15
+"""What is computed is right within so much; a run that takes more than this is refused."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """In bytes; None where it is not known."""
+
+    gpu: float | None
+    host: float | None
+    shared: float | None
+    """Free in shared memory."""
+
+
+def this_machine(config: Config) -> Machine:
+    """Of a cluster that runs already, only what config.ray.gpu_memory_gb says is known."""
+    given = None if config.ray.gpu_memory_gb is None else config.ray.gpu_memory_gb * 2**30
+    if config.ray.address is not None:
+        return Machine(gpu=given, host=None, shared=None)
+    shared = shutil.disk_usage(DIRECTORY).free
+    return Machine(gpu=given or smallest_gpu(), host=host_memory(), shared=shared)
+
+
+def smallest_gpu() -> float | None:
+    """Memory of the smallest GPU that nvidia-smi lists."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    sizes = [line.strip() for line in listed.stdout.splitlines()]
+    if listed.returncode or not sizes or not all(size.isdecimal() for size in sizes):
+        return None
+    return min(map(float, sizes)) * 2**20
+
+
+def host_memory() -> float:
+    """Of the container, or of the machine."""
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
+    whole = float(psutil.virtual_memory().total)
+    return min(whole, float(limit)) if limit.isdecimal() else whole
+
+
+def refusals(config: Config, shape: ModelShape, device: str, machine: Machine) -> list[str]:
+    """Why the run cannot fit, each with the key to change."""
+    found = [
+        f"{_largest(need.parts).advice}: {need.what} {shown(total(need.parts))} ({listed(need.parts)}), and there are "
+        f"{shown(need.room)}; most is {_largest(need.parts).name}"
+        for need in _needs(config, shape, device, machine)
+        if total(need.parts) > need.room * TOLERANCE
+    ]
+    shared = in_shared_memory(config, shape)
+    if machine.shared is not None and shared > machine.shared:
+        found.append(
+            f"weight_sync.transport=shared_memory: needs {shown(shared)} in {DIRECTORY}, {shown(machine.shared)} are "
+            "free; a container gets more with --shm-size, and collective, cuda_ipc and filesystem need none"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    what: str
+    parts: Sequence[Part]
+    room: float
+
+
+def _needs(config: Config, shape: ModelShape, device: str, machine: Machine) -> Iterator[_Need]:
+    rollout, num_ranks = config.rollout, config.trainer.num_ranks
+    rank, worker = of_rank(config, shape, device), of_replica_worker(config, shape, device, machine.gpu)
+    num_workers = rollout.num_replicas * rollout.tensor_parallel_size * rollout.data_parallel_size
+    if machine.gpu is not None and device == "cuda":
+        if config.gpu_share < 1:
+            yield _Need("a GPU of a rank and a replica needs", (*rank.device, *worker.device), machine.gpu)
+        else:
+            yield _Need("a train worker's GPU needs", rank.device, machine.gpu)
+            if num_workers:
+                yield _Need("a replica's GPU needs", worker.device, machine.gpu)
+    if machine.host is not None:
+        shared = Part("weights in shared memory", in_shared_memory(config, shape), "weight_sync.transport")
+        on_host = [*_times(num_ranks, rank.host), *_times(num_workers, worker.host), shared]
+        yield _Need(
+            f"{num_ranks} train worker(s) and {num_workers} of replicas need host memory of", on_host, machine.host
+        )
+
+
+def _times(count: int, parts: Sequence[Part]) -> list[Part]:
+    return [replace(part, num_bytes=count * part.num_bytes) for part in parts]
+
+
+def _largest(parts: Sequence[Part]) -> Part:
+    return max(parts, key=lambda part: part.num_bytes)
+
+
+def listed(parts: Sequence[Part]) -> str:
+    return ", ".join(f"{part.name} {shown(part.num_bytes)}" for part in parts if part.num_bytes)
+
+
+def shown(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

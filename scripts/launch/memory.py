@@ -1,0 +1,205 @@
+"""How much memory a run takes, part by part, as far as it follows from the config and the sizes of the model.
+
+What Python and the libraries take comes on top: about 0.5 GB of host memory and 1 GB of a GPU for each process.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from configs.model import LoraServing
+from configs.schema import Config, DType, Staging, Transport
+from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
+from scripts.launch.model_shape import LayerShape, ModelShape
+
+FLOAT32 = 4
+NUM_BYTES = {DType.float32: 4, DType.bfloat16: 2}
+COPIES_OF_LOGITS = 3
+"""Of a chunk: logits, their powers, and the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    num_bytes: float
+    advice: str
+    """The key that makes it smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one process."""
+
+    device: tuple[Part, ...]
+    host: tuple[Part, ...]
+
+    def on(self, kind: str) -> "Memory":
+        """With device=cpu, all of it is host memory."""
+        return self if kind == "cuda" else Memory((), (*self.device, *self.host))
+
+
+def total(parts: Sequence[Part]) -> float:
+    return sum(part.num_bytes for part in parts)
+
+
+def of_rank(config: Config, shape: ModelShape, device: str) -> Memory:
+    """Of a train worker, at its highest: in the backward pass of a micro-batch that is not the step's first."""
+    return Memory(
+        (*_of_policy(config, shape), *_of_a_pass(config, shape, device), *_of_others(config, shape)),
+        tuple(_of_rank_on_host(config, shape)),
+    ).on(device)
+
+
+def of_replica_worker(config: Config, shape: ModelShape, device: str, gpu_bytes: float | None = None) -> Memory:
+    """Of one of the workers of a vLLM engine. `gpu_bytes`: of a GPU, for what vLLM takes of it."""
+    rollout, staging, is_merged = config.rollout, config.weight_sync.staging, _travels_whole(config)
+    weights = shape.num_parameters * NUM_BYTES[rollout.dtype]
+    of_worker = Part("weights", weights / rollout.tensor_parallel_size, "rollout.tensor_parallel_size")
+    on_device, on_host = [of_worker], []
+    copy = Part("staging", of_worker.num_bytes, "weight_sync.staging")
+    if staging is not Staging.none and is_merged:
+        (on_device if staging is Staging.device else on_host).append(copy)
+    if config.model.lora.rank is not None and is_merged:
+        on_host.append(Part("what adapters are merged into", weights, "model.lora.rank"))
+    if config.weight_sync.delta:
+        on_host.append(Part("the version before", weights, "weight_sync.delta"))
+    if rollout.kv_cache_mb is not None:
+        on_device.append(Part("KV cache", rollout.kv_cache_mb * 2**20, "rollout.kv_cache_mb"))
+    elif gpu_bytes is not None:
+        rest = rollout.gpu_memory_utilization * gpu_bytes - of_worker.num_bytes
+        on_device.append(Part("KV cache and vLLM's own", max(0.0, rest), "rollout.gpu_memory_utilization"))
+    return Memory(tuple(on_device), tuple(on_host)).on(device)
+
+
+def in_shared_memory(config: Config, shape: ModelShape) -> float:
+    """Of the machine, once."""
+    if config.weight_sync.transport is not Transport.shared_memory or not _travels_whole(config):
+        return 0
+    return shape.num_parameters * NUM_BYTES[config.rollout.dtype]
+
+
+def _travels_whole(config: Config) -> bool:
+    """Whether replicas get all weights, at least once: not where there are none, or they load them themselves and are
+    sent an adapter only."""
+    return config.rollout.num_replicas > 0 and config.model.lora.serve is LoraServing.merged
+
+
+def kv_tokens(config: Config, shape: ModelShape, memory: Memory) -> int | None:
+    """That the KV cache of a worker has room for; None where it is not known."""
+    if shape.kv_values is None:
+        return None
+    of_token = shape.kv_values * NUM_BYTES[config.rollout.dtype] / config.rollout.tensor_parallel_size
+    caches = [part.num_bytes for part in (*memory.device, *memory.host) if part.name.startswith("KV cache")]
+    return int(caches[0] / of_token) if caches else None
+
+
+def _trained(config: Config, shape: ModelShape) -> int:
+    lora = config.model.lora
+    return shape.num_parameters if lora.rank is None else shape.adapter_parameters(lora.rank, lora.targets)
+
+
+def _of_policy(config: Config, shape: ModelShape) -> Iterator[Part]:
+    trainer, trained, ranks = config.trainer, _trained(config, shape), config.trainer.num_ranks
+    if config.model.lora.rank is not None:
+        frozen = shape.num_parameters * NUM_BYTES[trainer.dtype] / ranks
+        yield Part("frozen weights", frozen, "trainer.num_ranks")
+    yield Part("weights", trained * FLOAT32 / ranks, "trainer.num_ranks")
+    if not trainer.optimizer_on_host:
+        yield Part("moments", 2 * trained * FLOAT32 / ranks, "trainer.optimizer_on_host")
+    yield _gradients(config, trained)
+
+
+def _gradients(config: Config, trained: int) -> Part:
+    whole, ranks, most = trained * FLOAT32, config.trainer.num_ranks, config.trainer.unsharded_gradients_mb
+    if ranks == 1 or whole > most * 2**20:
+        return Part("gradients", whole / ranks, "trainer.num_ranks")
+    return Part("gradients, whole", whole, "trainer.unsharded_gradients_mb")
+
+
+def _of_a_pass(config: Config, shape: ModelShape, device: str) -> Iterator[Part]:
+    """Of forward and backward. FSDP gathers the layer at work, the next one, and what is in no layer."""
+    width = NUM_BYTES[config.trainer.dtype]
+    yield Part("gathered weights", (shape.of_rest + 2 * shape.of_layer) * width, "trainer.dtype")
+    if config.trainer.num_ranks > 1 and _gradients(config, _trained(config, shape)).name == "gradients":
+        reduced = shape.of_rest + shape.of_layer if config.model.lora.rank is None else 0
+        yield Part("gathered gradients", reduced * (width + FLOAT32), "trainer.dtype")
+    if (activations := activation_bytes(config, shape)) is not None:
+        yield Part("activations", activations, _advice_for_activations(config))
+    yield Part("logits", COPIES_OF_LOGITS * CHUNK_LOGITS[device] * FLOAT32, "trainer.tokens_per_micro_batch")
+
+
+def _advice_for_activations(config: Config) -> str:
+    trainer = config.trainer
+    if trainer.gradient_checkpointing is not GradientCheckpointing.full:
+        return "trainer.gradient_checkpointing"
+    if _row(config) > trainer.tokens_per_micro_batch:
+        return "rollout.max_response_tokens"
+    return "trainer.tokens_per_micro_batch"
+
+
+def _row(config: Config) -> int:
+    """Tokens of the longest sequence."""
+    sampled = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return max(sampled, config.sft.max_tokens or 0) if config.algorithm.ce_coef else sampled
+
+
+def activation_bytes(config: Config, shape: ModelShape) -> float | None:
+    """Of a micro-batch of trainer.tokens_per_micro_batch, or of the longest row. Attention masks are not among them."""
+    if shape.layer is None:
+        return None
+    trainer, layer, width = config.trainer, shape.layer, NUM_BYTES[config.trainer.dtype]
+    whole, of_input = layer_bytes(layer, width), layer.hidden * width
+    match trainer.gradient_checkpointing:
+        case GradientCheckpointing.none:
+            of_layers = shape.num_layers * whole
+        case GradientCheckpointing.selective:
+            of_layers = shape.num_layers * (of_input + costly_bytes(layer, width)) + whole - costly_bytes(layer, width)
+        case GradientCheckpointing.full:
+            of_layers = whole + (2 if trainer.activation_offload else shape.num_layers) * of_input
+    flowing = (2 * layer.feed_forward + 3 * layer.hidden) * width  # the gradients in the layer at work
+    last = layer.hidden * (width + 2 * FLOAT32)  # what the final norm keeps, and the gradient of the states
+    return max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel * (of_layers + flowing + last)
+
+
+def layer_bytes(layer: LayerShape, width: int) -> float:
+    """What autograd saves of a layer for each token: inputs of matrices, of attention, activation and norms. A norm
+    keeps its input in float32, and its result before the weight."""
+    of_feed_forward = (4 if layer.is_gated else 2) * layer.feed_forward
+    inputs = 2 * layer.hidden + layer.query  # of the first matrices, and of the one after attention
+    dispatched = 2 * layer.experts * layer.hidden
+    in_attention = layer.query + 2 * layer.key
+    return width * (inputs + in_attention + of_feed_forward + dispatched) + (FLOAT32 + width) * layer.norms
+
+
+def costly_bytes(layer: LayerShape, width: int) -> float:
+    """The results of matrices and attention of a layer, for each token."""
+    of_feed_forward = (2 if layer.is_gated else 1) * layer.feed_forward + max(1, layer.experts) * layer.hidden
+    return width * (2 * layer.query + 2 * layer.key + layer.hidden + of_feed_forward)
+
+
+def _of_others(config: Config, shape: ModelShape) -> Iterator[Part]:
+    """Of reference and critic, and of what an update keeps."""
+    ranks, algorithm, sync = config.trainer.num_ranks, config.algorithm, config.weight_sync
+    if algorithm.needs_reference and config.model.lora.rank is None:
+        size = shape.num_parameters * NUM_BYTES[config.trainer.dtype] / ranks
+        yield Part("reference", size, "algorithm.kl_loss_coef")
+    if algorithm.needs_critic:
+        size = shape.num_parameters * FLOAT32 / ranks * (1 if config.trainer.optimizer_on_host else 3)
+        gradients = _gradients(config, shape.num_parameters).num_bytes
+        yield Part("critic", size + gradients, "algorithm.advantage")
+    if sync.delta or sync.transport is Transport.cuda_ipc:
+        size = _trained(config, shape) * NUM_BYTES[config.rollout.dtype] / ranks
+        yield Part("published weights", size, "weight_sync.delta" if sync.delta else "weight_sync.transport")
+
+
+def _of_rank_on_host(config: Config, shape: ModelShape) -> Iterator[Part]:
+    trainer, trained = config.trainer, _trained(config, shape)
+    num_trained = trained + (shape.num_parameters if config.algorithm.needs_critic else 0)
+    if trainer.optimizer_on_host:
+        yield Part("moments", 2 * num_trained * FLOAT32 / trainer.num_ranks, "trainer.num_ranks")
+    if trainer.activation_offload and shape.layer is not None:
+        tokens = max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel
+        inputs = shape.num_layers * shape.layer.hidden * NUM_BYTES[trainer.dtype]
+        yield Part("offloaded activations", tokens * inputs, "trainer.tokens_per_micro_batch")
+    if config.checkpoint.every > 0:
+        staged = 3 * num_trained * FLOAT32 / trainer.num_ranks
+        yield Part("a checkpoint while it is written", staged, "checkpoint.every")

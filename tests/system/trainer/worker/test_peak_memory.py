@@ -1,0 +1,49 @@
+"""What a dry run says of a rank's memory is what real steps take, within 15%."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema import Config, ModelKind
+from scripts.launch.machine import listed, shown
+from scripts.launch.memory import of_rank, total
+from scripts.launch.model_shape import model_shape
+from tests.support.compose import changed
+from tests.support.peak_memory import peak_bytes, trainer_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+TIMEOUT_S = 600.0
+MANY_WEIGHTS: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+MANY_TOKENS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
+
+
+def saved(folder: Path, **sizes: Any) -> Path:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = Qwen3Config(vocab_size=8192, tie_word_embeddings=True, pad_token_id=0, **heads, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys"),
+    [
+        (MANY_WEIGHTS, {"num_ranks": 1, "tokens_per_micro_batch": 256}),
+        (MANY_WEIGHTS, {"num_ranks": 2, "tokens_per_micro_batch": 256, "unsharded_gradients_mb": 10}),
+        (MANY_TOKENS, {"num_ranks": 1}),
+        (MANY_TOKENS, {"num_ranks": 2, "gradient_checkpointing": "selective"}),
+        (MANY_TOKENS, {"num_ranks": 1, "gradient_checkpointing": "full"}),
+    ],
+)
+def test_a_rank_takes_what_the_plan_says(sizes: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:
+    tiny = saved(tmp_path / "tiny", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    model = saved(tmp_path / "model", **sizes)
+    config = changed(Config(trainer=trainer_config({"tokens_per_micro_batch": 2048, **keys})), checkpoint__every=0)
+    config = changed(config, data__max_prompt_tokens=128, rollout__max_response_tokens=128)
+    shape = model_shape(changed(config, model__kind=ModelKind.hf, model__path=str(model)))
+    assert shape is not None
+    parts = of_rank(config, shape, "cpu").host
+    found = peak_bytes(tmp_path, (tiny, model), {"tokens_per_micro_batch": 2048, **keys}, TIMEOUT_S)
+    print(f"{keys}: measured {shown(found)}, computed {shown(total(parts))} ({listed(parts)})")
+    assert found == pytest.approx(total(parts), rel=0.15)

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.checks.sections import missing_data
-from configs.schema import Config
+from configs.schema import Config, Layout
 from scripts.launch import budget
 from scripts.launch.cluster import has_gpu, needed_resources
 from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows
 
+ROWS = {Layout.tree: "rows of trees", Layout.packed: "packed rows", Layout.rows: "a row per sequence"}
 PARTS = {
     "train": "model prompts held_out cluster claims replicas trainer agents sessions advantage loss optimizer training "
     "step epochs staleness memory per_rank per_worker shared run_folder",
@@ -66,7 +67,8 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
         "prompts": data.train_files or f"{data.num_train} {data.generated.value} problems made here",
         "cluster": config.ray.address or "started on this machine",
         "claims": ", ".join(f"{count} {name}" for name, count in claims if count),
-        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows",
+        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {ROWS[trainer.layout]}"
+        + (f", each shared by {trainer.sequence_parallel} ranks" if trainer.sequence_parallel > 1 else ""),
         "agents": f"{rollout.num_agent_workers} worker(s), {agent}, reward {rollout.reward}",
         "advantage": algorithm.advantage + (", groups of equal rewards replaced" if algorithm.filter_groups else ""),
         "training": f"{steps}, update of the replicas every {config.weight_sync.interval}",

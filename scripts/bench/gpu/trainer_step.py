@@ -69,7 +69,8 @@ class RandomWorker(TrainWorker):
         config = self._config
         causal_lm = build(self._shape, self._device_type, torch.float32)
         causal_lm = prepared(causal_lm, model_path, config.trainer.gradient_checkpointing)
-        return Policy(causal_lm, config.rollout.temperature).requires_grad_(trainable)
+        policy = Policy(causal_lm, config.rollout.temperature, attention=self._attention)
+        return policy.requires_grad_(trainable)
 
 
 def trainer_config(tokens: int, dtype: DType) -> Config:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs.algorithm import DISTILLATION
 from configs.checks.sections import missing_data
-from configs.schema import Config
+from configs.schema import Config, Layout
 from scripts.launch import budget
 from scripts.launch.cluster import has_gpu, needed_resources
 from scripts.launch.conversations import conversations_sentence
@@ -13,6 +13,7 @@ from scripts.launch.machine import this_machine
 from scripts.launch.model_shape import model_shape
 from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows, teacher_tokenizer
 
+ROWS = {Layout.tree: "rows of trees", Layout.packed: "packed rows", Layout.rows: "a row per sequence"}
 PARTS = {
     "train": "model prompts conversations held_out cluster claims replicas trainer teacher agents sessions advantage "
     "loss optimizer training step epochs staleness memory per_rank per_worker shared run_folder",
@@ -81,7 +82,8 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
         "prompts": data.train_files or f"{data.num_train} {data.generated.value} problems made here",
         "cluster": config.ray.address or "started on this machine",
         "claims": ", ".join(f"{count} {name}" for name, count in claims if count),
-        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows",
+        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {ROWS[trainer.layout]}"
+        + (f", each shared by {trainer.sequence_parallel} ranks" if trainer.sequence_parallel > 1 else ""),
         "agents": f"{rollout.num_agent_workers} worker(s), {agent}, reward {rollout.reward}",
         "advantage": learned,
         "training": f"{steps}, update of the replicas every {config.weight_sync.interval}",

@@ -330,5 +330,7 @@ class TrainWorker:
         trainer, group = self._config.trainer, None
         if (size := trainer.sequence_parallel) > 1:
             timeout = timedelta(seconds=trainer.step_timeout_s)
-            group = SequenceGroup(dist.new_subgroups(size, timeout=timeout)[0], self._rank % size, size)
+            own, _ = dist.new_subgroups(size, timeout=timeout)
+            assert isinstance(own, dist.ProcessGroup)
+            group = SequenceGroup(own, self._rank % size, size)
         return Attention(trainer.attention, self._device_type, group)

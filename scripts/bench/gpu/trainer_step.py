@@ -71,7 +71,7 @@ class RandomWorker(TrainWorker):
         config = self._config
         causal_lm = build(self._shape, self._device_type, torch.float32)
         causal_lm = prepared(causal_lm, model_path, config.trainer)
-        policy = Policy(causal_lm, config.rollout.temperature).requires_grad_(trainable)
+        policy = Policy(causal_lm, config.rollout.temperature, attention=self._attention).requires_grad_(trainable)
         shard(policy, mesh, getattr(torch, config.trainer.dtype.value))
         return policy
 

@@ -18,7 +18,7 @@ from configs.model import LoraServing
 from configs.rewards import BUILT_IN_REWARDS
 from configs.rollout import Speculation
 from configs.schema import Config, Device, ModelKind, PauseMode, SinkName, Transport
-from configs.trainer import LearningRateSchedule
+from configs.trainer import AttentionKind, LearningRateSchedule
 from configs.validate import ConfigError, check
 from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
@@ -245,6 +245,20 @@ def test_an_adapter_that_cannot_be_is_refused(values: dict[str, object], line: s
 @pytest.mark.parametrize(
     "values, line",
     [
+        ({"trainer__sequence_parallel": 2}, "trainer.sequence_parallel=2: must divide trainer.num_ranks=1"),
+        (
+            {"trainer__sequence_parallel": 3, "trainer__num_ranks": 3},
+            "trainer.sequence_parallel=3: must divide the 4 attention heads of the model",
+        ),
+        (
+            {"trainer__sequence_parallel": 2, "trainer__num_ranks": 34},
+            "trainer.num_ranks=34: at most trainer.prompts_per_step=16 x sequence_parallel=2",
+        ),
+        (
+            {"trainer__attention": AttentionKind.flex, "device": Device.cpu},
+            "trainer.attention=flex: device=cpu needs dense or varlen: flex has no gradients on CPUs",
+        ),
+        ({"trainer__attention": AttentionKind.varlen}, "trainer.attention=varlen: varlen is for trainer.layout=packed"),
         ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16"),
         (
             {"trainer__mini_batches": 9, "trainer__num_ranks": 2},

@@ -3,7 +3,7 @@
 The blocks of pairs that are computed come from the ends of subtrees, so that no pair outside of them is looked at.
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def attend(
         query,
         key,
         value,
-        score_mod=None if softcap is None else partial(_capped, softcap),
+        score_mod=None if softcap is None else _capped_at(softcap),
         block_mask=mask.made["block_mask"],
         scale=given.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -43,8 +43,11 @@ def attend(
     return attended.transpose(1, 2).contiguous(), None
 
 
-def _capped(softcap: float, score: Tensor, *places: Tensor) -> Tensor:
-    return softcap * torch.tanh(score / softcap)
+def _capped_at(softcap: float) -> Any:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 @cache

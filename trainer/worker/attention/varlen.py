@@ -112,11 +112,10 @@ def _by_loop(
 
     if not mask.is_causal:
         return dense.attend(module, query, key, value, mask, **given)
-    strings = [_as_string(one).transpose(0, 1)[None] for one in (query, key, value)]  # [1, H, N * L, D]
+    q, k, v = (_as_string(one).transpose(0, 1)[None] for one in (query, key, value))  # [1, H, N * L, D]
     bounds = [*mask.rows.starts.tolist(), mask.rows.input_ids.numel()]
-    parts = [
-        whole(module, *(one[:, :, begin:end] for one in strings), None, **given)[0] for begin, end in pairwise(bounds)
-    ]
+    places = [slice(begin, end) for begin, end in pairwise(bounds)]
+    parts = [whole(module, q[:, :, one], k[:, :, one], v[:, :, one], None, **given)[0] for one in places]
     return torch.cat(parts, dim=1).view(len(query), -1, *parts[0].shape[2:]), None
 
 

@@ -41,9 +41,8 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
 
 def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
     """Bytes that follow from the number of parameters. Activations and what libraries take are not among them."""
-    parts = memory_of_ranks(config, num_parameters)
     if num_parameters is None:
-        return parts
+        return {"memory": "unknown: no safetensors of the model are on this machine"}
     rollout = config.rollout
     weights = num_parameters * NUM_BYTES[rollout.dtype]
     per_worker = weights / rollout.tensor_parallel_size
@@ -56,20 +55,14 @@ def memory_parts(config: Config, num_parameters: int | None) -> dict[str, str]:
         replica.append(f"KV cache {rollout.kv_cache_mb} MiB")
     else:
         replica.append(f"KV cache up to {rollout.gpu_memory_utilization:.0%} of the GPU")
-    parts["per_worker"] = ", ".join(replica)
+    parts = {
+        "memory": f"{num_parameters / 1e6:,.1f}M parameters; activations and libraries come on top",
+        "per_rank": ", ".join(_of_a_rank(config, num_parameters)),
+        "per_worker": ", ".join(replica),
+    }
     if config.weight_sync.transport is Transport.shared_memory:
         parts["shared"] = f"{shown(weights)} in {DIRECTORY}, {shown(shutil.disk_usage(DIRECTORY).free)} free here"
     return parts
-
-
-def memory_of_ranks(config: Config, num_parameters: int | None) -> dict[str, str]:
-    """The same of the trainer alone."""
-    if num_parameters is None:
-        return {"memory": "unknown: no safetensors of the model are on this machine"}
-    return {
-        "memory": f"{num_parameters / 1e6:,.1f}M parameters; activations and libraries come on top",
-        "per_rank": ", ".join(_of_a_rank(config, num_parameters)),
-    }
 
 
 def _of_a_rank(config: Config, num_parameters: int) -> Iterator[str]:

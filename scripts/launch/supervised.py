@@ -40,6 +40,7 @@ def supervised(config: Config) -> Config:
 def supervised_plan(config: Config, device: str, run_dir: Path) -> str:
     """What the run would start and learn, in words. Raises ConfigError for conversations that cannot be learned."""
     trainer, model = config.trainer, config.model
+    memory = budget.memory_parts(config, budget.num_parameters(config))
     learned = conversations_here(config)
     claims = ", ".join(f"{count} {name}" for name, count in needed_resources(config, device).items() if count)
     parts = {
@@ -50,10 +51,10 @@ def supervised_plan(config: Config, device: str, run_dir: Path) -> str:
         "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, then "
         f"{trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch",
         **_shown(config, learned),
-        **budget.memory_of_ranks(config, budget.num_parameters(config)),
+        **{name: memory[name] for name in ("memory", "per_rank") if name in memory},
         "run folder": str(run_dir),
     }
-    return "".join(f"{name:>13}: {text}\n" for name, text in parts.items())
+    return "".join(f"{name.replace('_', ' '):>13}: {text}\n" for name, text in parts.items())
 
 
 def _shown(config: Config, learned: Learned | str) -> dict[str, str]:

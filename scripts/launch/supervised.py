@@ -54,10 +54,10 @@ def supervised_plan(config: Config, device: str, run_dir: Path) -> str:
         "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, then "
         f"{trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch",
         **_shown(config, learned),
-        **{name.replace("_", " "): text for name, text in memory.items()},
+        **memory,
         "run folder": str(run_dir),
     }
-    return "".join(f"{name:>13}: {text}\n" for name, text in parts.items())
+    return "".join(f"{name.replace('_', ' '):>13}: {text}\n" for name, text in parts.items())
 
 
 def _shown(config: Config, learned: Learned | str) -> dict[str, str]:

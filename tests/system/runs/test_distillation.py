@@ -35,7 +35,7 @@ from trainer.tracking.sinks import read_metrics
 pytestmark = pytest.mark.slow
 
 BATCH = 16
-STUDENT_STEPS, TEACHER_STEPS = 250, 1000
+STUDENT_STEPS, TEACHER_STEPS = 200, 1000
 """Of a supervised warm-up: the teacher goes on from the student."""
 STEPS = 12
 
@@ -99,7 +99,7 @@ def test_a_teacher_that_dies_is_replaced_and_what_it_was_to_score_is_scored(
     tmp_path: Path, tiny_model: Path, another_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its only replica, while groups of several turns are scored; the run waits for the replacement."""
-    num_steps = 4
+    num_steps = 30
     with started(
         tmp_path,
         *small(tiny_model),
@@ -110,7 +110,7 @@ def test_a_teacher_that_dies_is_replaced_and_what_it_was_to_score_is_scored(
         ),
         *(f"trainer.total_steps={num_steps}", "trainer.eval_every=0", "rollout.max_staleness=1"),
     ) as run:
-        run.wait_for("step  1")
+        run.wait_for("step  1/")
         os.kill(logging_to(run, "teacher-0.log").pid, signal.SIGKILL)
         run.wait_for("teacher-0 is given up: ")
         assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()

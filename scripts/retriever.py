@@ -28,6 +28,9 @@ DEFAULTS = {"kind": "fts5", "host": "127.0.0.1", "port": 8000, "topk": 3}
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.stdout.write(__doc__ or "")
+        return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         run_async(serve_retriever(arguments(sys.argv[1:])))
@@ -55,14 +58,14 @@ async def serve_retriever(given: Mapping[str, Any]) -> None:
     """Serves until it is cancelled. Raises ValueError, which names the key."""
     from rollout.http.access import Access
     from rollout.http.server import listen, served, url_of
+    from rollout.search.checks import check_whole
     from rollout.search.retrievers import make_retriever, what_is_searched
     from rollout.search.server import PATH, retriever_app
     from rollout.search.wire import MAX_TOPK
 
     host, port, topk = str(given["host"]), given["port"], given["topk"]
-    for name, value, least, most in (("port", port, 0, 65535), ("topk", topk, 1, MAX_TOPK)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ConfigError(f"{name}={value}: must be a whole number from {least} to {most}")
+    check_whole("port", port, 0, 65535)
+    check_whole("topk", topk, 1, MAX_TOPK)
     spec = {key: value for key, value in given.items() if key not in ("host", "port", "topk")}
     retriever = make_retriever(spec)
     try:

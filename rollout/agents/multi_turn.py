@@ -97,9 +97,11 @@ class MultiTurn:
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+            value, may_be_none = getattr(self, name), name != "max_turns"
+            if not (value is None and may_be_none) and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name}={value}: must be a whole number, at least 1")
+        if not (isinstance(self.step_timeout_s, int | float) and self.step_timeout_s > 0):
+            raise ValueError(f"step_timeout_s={self.step_timeout_s}: must be a number above 0")
         self._encode = text_encoder(self.tokenizer)
 
     @property

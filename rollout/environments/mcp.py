@@ -16,7 +16,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import ToolEnvironment, ToolResult, capped, no_tool
 from rollout.environments.mcp_connection import Connection, Server
 from rollout.environments.optional import optional
-from rollout.environments.turns import STEP_TIMEOUT_S, ToolTurnOptions, check_call_timeout, tool_turns
+from rollout.environments.turns import STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, tool_turns
 from rollout.rewards.outcome import described
 from rollout.sessions.chat_turns import ChatTurns
 from rollout.sessions.messages import ToolCall, ToolSpec
@@ -181,7 +181,7 @@ def agent_loop(
         ValueError: An argument is wrong, or the server does not answer, or has no such tools.
     """
     optional("mcp.client.client", "'mcp>=2'")
-    check_call_timeout(call_timeout_s, options)
+    check_tool_limits(call_timeout_s, max_output_chars, options)
     open_timeout_s = options.get("step_timeout_s", STEP_TIMEOUT_S)
     found = _server(server)
     specs = _chosen(_listed(found, open_timeout_s), tools)

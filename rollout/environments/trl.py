@@ -16,7 +16,7 @@ from rollout.agents.environment import Closable, Observation, Resettable, Step, 
 from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.threads import called
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment
-from rollout.environments.turns import MAX_TURNS, STEP_TIMEOUT_S, ToolTurnOptions, check_call_timeout, tool_turns
+from rollout.environments.turns import MAX_TURNS, STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, tool_turns
 from rollout.sessions.chat_turns import ChatTurns
 from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
@@ -155,7 +155,7 @@ def agent_loop(
     Raises:
         ValueError: An argument is wrong, or the class has no `reset`, no tools, or one that no schema describes.
     """
-    check_call_timeout(call_timeout_s, options)
+    check_tool_limits(call_timeout_s, max_output_chars, options)
     args = dict(args or {})
     make = find(f"{KEY}.factory", factory, (), named=args)
     kind = make if isinstance(make, type) else type(make(**args))

@@ -61,11 +61,12 @@ def _loop(
     return MultiTurn(make_environment, tokenizer, **{**defaults, **options, "stop": tuple(stop), "chat": chat})
 
 
-def check_call_timeout(call_timeout_s: float, options: ToolTurnOptions) -> None:
-    """Raises ValueError where a tool's deadline is no earlier than that of the step which it is a part of: the policy
-    would never read that a call took too long."""
+def check_tool_limits(call_timeout_s: object, max_output_chars: object, options: ToolTurnOptions) -> None:
+    """Raises ValueError where no call can succeed, and where a tool's deadline is no earlier than that of the step that
+    it is a part of: the policy would never read that a call took too long."""
     step_timeout_s = options.get("step_timeout_s", STEP_TIMEOUT_S)
-    if call_timeout_s >= step_timeout_s:
-        raise ValueError(
-            f"rollout.agent_args.call_timeout_s={call_timeout_s}: must be below step_timeout_s={step_timeout_s}"
-        )
+    if not isinstance(call_timeout_s, int | float) or not 0 < call_timeout_s < step_timeout_s:
+        allowed = f"must be a number above 0, and below step_timeout_s={step_timeout_s}"
+        raise ValueError(f"rollout.agent_args.call_timeout_s={call_timeout_s}: {allowed}")
+    if not isinstance(max_output_chars, int) or max_output_chars < 1:
+        raise ValueError(f"rollout.agent_args.max_output_chars={max_output_chars}: must be a whole number, at least 1")

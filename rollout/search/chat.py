@@ -14,7 +14,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.rewards.tagged import tagged_answer
 from rollout.search.answers import Asked, gold_answers, scores
 from rollout.search.documents import Retriever
-from rollout.search.episodes import SearchLoop
+from rollout.search.episodes import SearchLoop, check_arguments, check_patience
 from rollout.search.escape import breaker, tags
 from rollout.search.lookup import STEP_TIMEOUT_S, Lookup
 from rollout.search.retrievers import make_retriever
@@ -133,7 +133,9 @@ def agent_loop(
 ) -> MultiTurn:
     """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. Calls are read as Hermes
     and Qwen write them. Raises ValueError."""
+    check_arguments(topk, format_score)
     found = make_retriever(retriever)
+    check_patience(found, step_timeout_s)
     shorten = in_tokens(tokenizer, max_document_tokens, breaker(MARKERS))
     return SearchLoop(
         lambda prompt: ChatEnvironment(prompt, Lookup(found, topk, shorten), format_score),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 MAX_CHARS, MAX_TITLE_CHARS = 100_000, 300
 """Of a document, wherever it comes from; the rest is cut off. A policy reads some hundred."""
@@ -33,6 +33,7 @@ class Found:
     """Why this query has no answer, such as one that came too late or could not be read. The episode goes on."""
 
 
+@runtime_checkable
 class Retriever(Protocol):
     """Finds documents. Safe to call from many episodes at once.
 

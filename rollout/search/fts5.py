@@ -6,7 +6,6 @@ import math
 import os
 import sqlite3
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ QUICK_MATCHES = 150
 """With so few a query takes less than half a millisecond, and is not worth a thread, whose turn may come late."""
 THREADS = 2
 NICENESS = 10
-"""Of these threads."""
+"""Of these threads, beside that of the process."""
 BATCH = 4
 _SEARCH = """
 select json_group_array(json(found)) from (select (
@@ -124,7 +123,7 @@ def _look(operator: str, terms: Sequence[str], size: int, *, matches: float, top
 def _give_way() -> None:
     """Let this thread have a core after the event loop, for which all episodes wait."""
     if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        os.nice(NICENESS)
 
 
 def _build(path: Path, documents: Sequence[Document]) -> Counter[str]:

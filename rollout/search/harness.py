@@ -10,7 +10,7 @@ from typing import Any
 from rollout.rewards.base import RewardResult
 from rollout.search.chat import HINT, MARKERS, SPEC, Dialogue
 from rollout.search.documents import Retriever
-from rollout.search.episodes import NOTHING_YET
+from rollout.search.episodes import NOTHING_YET, check_arguments
 from rollout.search.escape import breaker
 from rollout.search.lookup import Lookup
 from rollout.search.shared import shared_retriever
@@ -31,11 +31,13 @@ async def agent(
     format_score: float = 0.0,
 ) -> RewardResult:
     """Ask, search what the policy calls for, and ask again, until it answers. An episode without an answer within
-    `max_turns`, or whose answer a limit has cut off, has reward 0. Raises RetrievalError, for which it has none.
+    `max_turns`, or whose answer a limit has cut off, has reward 0. Raises RetrievalError, for which it has none, and
+    ValueError for an argument that is wrong.
 
     `client`: an openai.AsyncOpenAI of this episode. The other arguments are those of rollout.agent_args; a `retriever`
     is made once for all episodes.
     """
+    check_arguments(topk, format_score)
     shorten = in_characters(max_document_chars, breaker(MARKERS))
     dialogue = Dialogue.of(task, Lookup(await shared_retriever(retriever), topk, shorten))
     messages: list[Any] = [{"role": "user", "content": task.prompt}]

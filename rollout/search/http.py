@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rollout.search.batches import Batches
+from rollout.search.checks import check_number, check_whole
 from rollout.search.documents import Found
 from rollout.search.outages import Outages
 from rollout.search.wire import Form, read_answer, request_body
@@ -65,11 +66,10 @@ class HttpRetriever:
         if self.form not in [*Form]:
             raise ValueError(f"retriever.form={self.form}: must be one of {', '.join(Form)}")
         for name in ("timeout_s", "max_answer_mb", "down_timeout_s"):
-            _check_more(name, getattr(self, name), 0, (int, float))
-        for name in ("max_batch", "max_in_flight", "max_failures"):
-            _check_more(name, getattr(self, name), 0, (int,))
-        _check_more("batch_s", self.batch_s, -1e-9, (int, float))
-        _check_more("cache_size", self.cache_size, -1, (int,))
+            check_number(f"retriever.{name}", getattr(self, name), above=0)
+        check_number("retriever.batch_s", self.batch_s, least=0)
+        for name, least in (("max_batch", 1), ("max_in_flight", 1), ("max_failures", 1), ("cache_size", 0)):
+            check_whole(f"retriever.{name}", getattr(self, name), least)
         limits = httpx.Limits(max_connections=self.max_in_flight, keepalive_expiry=IDLE_S)
         self._client = httpx.AsyncClient(
             transport=self.transport,
@@ -162,11 +162,3 @@ class HttpRetriever:
             text = f"{response.status_code} {ascii(answer[:200].decode(errors='replace'))}"
             raise httpx.HTTPStatusError(text, request=response.request, response=response)
         return bytes(answer)
-
-
-def _check_more(name: str, value: object, bound: float, types: tuple[type, ...]) -> None:
-    """Raises ValueError unless the value is a number above the bound."""
-    if not isinstance(value, types) or isinstance(value, bool) or not value > bound:  # pyright: ignore[reportOperatorIssue]
-        kind = "a number" if float in types else "a whole number"
-        least = "of at least 0" if bound < 0 else "above 0"
-        raise ValueError(f"retriever.{name}={value}: must be {kind} {least}")

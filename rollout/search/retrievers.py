@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from rollout.search.bm25s import Bm25sRetriever
+from rollout.search.checks import check_whole
 from rollout.search.corpus import Corpus
 from rollout.search.documents import RetrievalError, Retriever
 from rollout.search.fts5 import Fts5Retriever
 from rollout.search.http import HttpRetriever
-from rollout.search.world import NUM_DOCUMENTS, SEED, World
+from rollout.search.world import MIN_DOCUMENTS, NUM_DOCUMENTS, SEED, World
 
 
 def world(*, seed: int = SEED, documents: int = NUM_DOCUMENTS) -> Retriever:
     """FTS5 over the articles of a generated world: by default that of data.generated=search_world."""
+    check_whole("retriever.seed", seed, 0)
+    check_whole("retriever.documents", documents, MIN_DOCUMENTS)
     return Fts5Retriever(World(seed, documents).articles)
 
 
@@ -46,11 +49,13 @@ def what_is_searched(spec: Mapping[str, Any]) -> dict[str, Any]:
 def make_retriever(spec: Mapping[str, Any] | Retriever) -> Retriever:
     """`spec`: a `kind` and its arguments, such as {"kind": "world", "seed": 0}; a retriever stays as it is. Raises
     ValueError, which names what is wrong in it."""
-    if not isinstance(spec, Mapping):
+    if isinstance(spec, Retriever):
         return spec
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"retriever={spec}: must have a kind and its keys, such as {{kind: world}}")
     arguments = dict(spec)
     kind = arguments.pop("kind", None)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"retriever.kind={kind}: must be one of {', '.join(KINDS)}")
     parameters = inspect.signature(KINDS[kind]).parameters
     allowed = [name for name in parameters if name not in NOT_IN_A_CONFIG]

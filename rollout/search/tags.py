@@ -13,7 +13,7 @@ from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.search.answers import gold_answers, scores
 from rollout.search.documents import Retriever
-from rollout.search.episodes import SearchLoop
+from rollout.search.episodes import SearchLoop, check_arguments, check_patience
 from rollout.search.escape import breaker, special_tokens, tags
 from rollout.search.lookup import STEP_TIMEOUT_S, Lookup, Shorten
 from rollout.search.retrievers import make_retriever
@@ -90,7 +90,9 @@ def agent_loop(
 ) -> MultiTurn:
     """Arguments are those of rollout.agent_args. `retriever`: as `make_retriever` takes it. `step_timeout_s`: of each
     step, which includes the wait for a retriever that is down. Raises ValueError."""
+    check_arguments(topk, format_score)
     found = make_retriever(retriever)
+    check_patience(found, step_timeout_s)
     shorten: Shorten = in_tokens(tokenizer, max_document_tokens, breaker((*TAGS, *special_tokens(tokenizer))))
     return SearchLoop(
         lambda prompt: TagEnvironment(prompt, Lookup(found, topk, shorten), format_score),

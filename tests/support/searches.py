@@ -1,10 +1,10 @@
 """Episodes of search, without an engine: a policy that samples given tokens, and prompts with right answers."""
 
-import json
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from rollout.search.documents import Document
 from rollout.search.fts5 import Fts5Retriever
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
 from tests.support.fakes import spans_of
+from tests.support.paths import ROOT
 
 DOCUMENTS = (
     Document(title="Paris", text="Paris is the capital of France."),
@@ -60,28 +61,19 @@ async def played(loop: MultiTurn, prompt: Prompt, policy: Any, max_tokens: int =
     return await loop.run_episode(task, policy.generate)
 
 
-class _Retrieves(BaseHTTPRequestHandler):
-    """Answers every query with the first documents, in the form of Search-R1's server."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        found = [
-            {"document": {"contents": f'"{one.title}"\n{one.text}'}, "score": 1.0} for one in DOCUMENTS[: asked["topk"]]
-        ]
-        answer = json.dumps({"result": [found for _ in asked["queries"]]}).encode()
-        self.send_response(200)
-        self.send_header("content-length", f"{len(answer)}")
-        self.end_headers()
-        self.wfile.write(answer)
-
-
 @contextmanager
-def serves_documents() -> Iterator[str]:
-    """The URL of a retriever on this machine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Retrieves)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/retrieve"
-    finally:
-        server.shutdown()
-        server.server_close()
+def serves_the_world(port: int) -> Iterator[subprocess.Popen[str]]:
+    """`make retriever` over the generated world, as a process that listens."""
+    command = [sys.executable, "-m", "scripts.retriever", "kind=world", f"port={port}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline().startswith("retriever.url=")
+            yield process
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

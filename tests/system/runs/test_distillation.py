@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 BATCH = 16
 STUDENT_STEPS, TEACHER_STEPS = 200, 1000
 """Of a supervised warm-up: the teacher goes on from the student."""
-STEPS = 12
+STEPS = 120
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_policy_learns_what_the_teacher_knows(tmp_path: Path, models: tuple[
     check_tokens(run.run_dir)
     distances = [record["teacher/kl"] for record in steps_of(run)]
     assert len(distances) == STEPS
-    assert np.mean(distances[-3:]) < 0.5 * distances[0], distances
+    assert np.mean(distances[-10:]) < 0.5 * np.mean(distances[:3]), distances
     evaluated = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "eval/accuracy" in m]
     before, after = (record["eval/accuracy"] for record in evaluated)
     assert after > before + 0.1, (before, after)

@@ -2,23 +2,29 @@
 with the published columns."""
 
 import json
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout.search.world import World
 from scripts.prepare_data import prepare
 from tests.support.paths import GSM8K, ROOT
 from tests.support.published import dapo_record, search_r1_record, write_jsonl, write_parquet
-from tests.support.searches import serves_documents
+from tests.support.searches import free_port, serves_the_world
 from tests.support.whole_runs import START_DEADLINE_S, Run, started
 from trainer.tracking.sinks import read_metrics
 
 pytestmark = pytest.mark.slow
 
 NUM_QUESTIONS = 12
+STEPS = 40
+"""Of the run whose retriever dies: enough for it to be still under way when that is back."""
+OUTAGE_DEADLINE_S = 120
 SMALL = [
     "model=tiny",
     "device=cpu",
@@ -38,7 +44,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_jsonl(folder / "gsm8k" / f"{split}.jsonl", gsm8k)
     dapo = [dapo_record(f"{n % NUM_QUESTIONS} + 1?", f"{n % NUM_QUESTIONS + 1}", f"uuid-{n}") for n in range(99)]
     aime = [{"ID": f"2024-I-{n}", "Problem": f"{n} + 2?", "Solution": "", "Answer": n + 2} for n in range(3)]
-    asked = [search_r1_record(f"who is {n}", [f"{n}", "he"], "hotpotqa" if n % 2 else "nq", n) for n in range(12)]
+    questions = [World().draw(1, random.Random(n)) for n in range(NUM_QUESTIONS)]
+    asked = [
+        search_r1_record(one.text, [one.answer, "he"], "hotpotqa" if n % 2 else "nq", n)
+        for n, one in enumerate(questions)
+    ]
     for split, num in (("train", NUM_QUESTIONS), ("test", 4)):
         write_parquet(folder / "search_r1" / f"{split}.parquet", asked[:num])
     sources = {
@@ -91,31 +101,47 @@ def test_dapo_math(tmp_path: Path, data: Path) -> None:
         assert summary["evaluation_requests"] == 2 * 3 * 32
 
 
-def test_search_r1(tmp_path: Path, data: Path) -> None:
-    """Over a retriever at the recipe's own kind of URL. Untrained, the model asks it nothing, and answers nothing."""
+def test_search_r1_outlasts_a_retriever_that_dies(tmp_path: Path, data: Path) -> None:
+    """Over `make retriever`, which is killed and started again during the run, by a model that was warmed up to search.
+    Episodes wait for it: none fails, and none is trained on a search that failed."""
+    port = free_port()
     with (
-        serves_documents() as url,
+        serves_the_world(port) as retriever,
         started(
             tmp_path,
             *SMALL,
-            f"rollout.agent_args.retriever.url={url}",
+            *("data.generated=search_world", "data.prompt_key=question", "rollout.max_response_tokens=160"),
+            *("model.warmup_steps=80", f"model.cache_dir={tmp_path}/cache", f"trainer.total_steps={STEPS}"),
+            f"rollout.agent_args.retriever.url=http://127.0.0.1:{port}/retrieve",
+            *("rollout.agent_args.retriever.max_failures=1", "rollout.agent_args.retriever.cache_size=0"),
             "rollout.max_staleness=1",
             **recipe("search_r1", data),
         ) as run,
     ):
-        metrics = steps_of(run)
+        run.wait_for("step  ")
+        retriever.kill()
+        log = run.run_dir / "logs/agent-worker-0.log"
+        deadline = time.monotonic() + OUTAGE_DEADLINE_S
+        while "is down after 1 failures in a row" not in log.read_text():
+            assert time.monotonic() < deadline and run.process.poll() is None, run.output.read_text()
+            time.sleep(0.1)
+        with serves_the_world(port):
+            metrics = steps_of(run)
+        assert f"the retriever at http://127.0.0.1:{port}/retrieve is back after" in log.read_text()
         assert f"train: {NUM_QUESTIONS} prompts, 0 left out" in run.output.read_text()
         evaluations = [record for record in metrics if "eval/accuracy" in record]
-        assert [(record["step"], record["eval/num_prompts"]) for record in evaluations] == [(0, 4), (2, 4)]
+        assert [(record["step"], record["eval/num_prompts"]) for record in evaluations] == [(0, 4), (STEPS, 4)]
         for record in evaluations:
-            assert record["val/nq/avg@1"] == record["val/hotpotqa/avg@1"] == record["eval/agent/exact_match"] == 0
+            assert record["eval/accuracy"] == (record["val/nq/avg@1"] + record["val/hotpotqa/avg@1"]) / 2
         steps = [record for record in metrics if "critic/rewards/mean" in record]
-        assert len(steps) == 2
+        assert len(steps) == STEPS
         for record in steps:
-            assert record["agent/searches"] == record["agent/answered"] == record["critic/rewards/mean"] == 0
-            assert record["agent/turns"] >= 1 and "actor/kl_loss" in record
+            assert record["agent/searches"] > 0 and record["agent/turns"] > 1 and "actor/kl_loss" in record
+            assert record["agent/failed_searches"] == 0
+            assert record["critic/rewards/mean"] == record["agent/exact_match"]
+        assert steps[-1]["rollout/failed_rewards"] == 0
         summary = json.loads((run.run_dir / "summary.json").read_text())
-        assert summary["trajectories"] == 2 * 4 * 5
+        assert summary["trajectories"] == STEPS * 4 * 5
 
 
 def test_gsm8k_with_a_sum_of_rewards_and_math_verify(tmp_path: Path, data: Path) -> None:

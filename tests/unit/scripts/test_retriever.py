@@ -38,6 +38,11 @@ def test_it_serves_a_folder_until_it_is_stopped(tmp_path: Path) -> None:
             process.kill()
 
 
+def test_help_says_what_there_is() -> None:
+    done = subprocess.run([*COMMAND, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "corpus=FOLDER" in done.stdout and "port=8000" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [("corpus=nowhere", "corpus=nowhere: no such file"), ("port=x", "port=x: must be a whole number from 0 to 65535")],

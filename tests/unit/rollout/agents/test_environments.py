@@ -316,9 +316,16 @@ def test_a_loop_adds_its_own_stop_strings() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_turns", "max_turn_tokens", "max_observation_tokens"])
-def test_a_limit_below_one_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
-        loop_of(None, **{name: 0})
+@pytest.mark.parametrize("value", [0, "ten"])
+def test_a_limit_below_one_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}: must be a whole number, at least 1"):
+        loop_of(None, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1.5, "ten", None])
+def test_a_step_has_a_deadline_above_0(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"step_timeout_s={value}: must be a number above 0"):
+        loop_of(None, step_timeout_s=value)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=3))

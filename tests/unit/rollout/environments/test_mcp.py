@@ -19,6 +19,7 @@ from rollout.environments.mcp_connection import Connection, Server
 from rollout.sessions.messages import ToolCall
 from tests.support.environments import TOKENIZER, call, episode_of, heard, play
 from tests.support.paths import ROOT
+from tests.support.searches import free_port
 
 COMMAND = [sys.executable, "-m", "tests.support.mcp_server"]
 SMALL = [sys.executable, str(ROOT / "tests/support/small_mcp_server.py")]
@@ -34,12 +35,6 @@ def start(port: int) -> "subprocess.Popen[bytes]":
                 return process
         time.sleep(0.05)
     raise TimeoutError("the MCP server does not listen")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +224,9 @@ def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
             {"server": {"command": SMALL}, "tools": ["add"]},
             r"agent_args.tools=\['add'\]: there is no add; the server",
         ),
-        ({"server": {"command": SMALL}, "call_timeout_s": 99}, "call_timeout_s=99: must be below step_timeout_s=60"),
+        ({"server": {"command": SMALL}, "call_timeout_s": 99}, "=99: must be a number above 0, and below step_t"),
+        ({"server": {"command": SMALL}, "call_timeout_s": 0}, "call_timeout_s=0: must be a number above 0, and below"),
+        ({"server": {"command": SMALL}, "max_output_chars": "all"}, "max_output_chars=all: must be a whole number"),
     ],
 )
 def test_what_is_wrong_is_said_before_there_are_episodes(args: dict[str, Any], error: str) -> None:

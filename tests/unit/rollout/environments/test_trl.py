@@ -221,7 +221,8 @@ def test_results_and_observations_are_capped() -> None:
         (NoReset, {}, "agent_args.factory=classes_of_mine:NoReset: NoReset needs a method reset"),
         (NoType, {}, "tool guess: parameter number has no type"),
         (Guess, {"args": {"least": 1}}, r"agent_args.factory=classes_of_mine:Guess: must be callable with \(least="),
-        (Guess, {"call_timeout_s": 60.0}, "agent_args.call_timeout_s=60.0: must be below step_timeout_s=60.0"),
+        (Guess, {"call_timeout_s": 60.0}, "call_timeout_s=60.0: must be a number above 0, and below step_timeout_s=60"),
+        (Guess, {"max_output_chars": 0}, "agent_args.max_output_chars=0: must be a whole number, at least 1"),
     ],
 )
 def test_what_is_wrong_is_said_before_there_are_episodes(kind: type, args: dict[str, Any], error: str) -> None:

@@ -169,6 +169,13 @@ def test_a_harness_without_an_answer_has_reward_0() -> None:
     assert (cut.result.reward, cut.result.metrics["answered"]) == (0, 0), "half an answer is none"
 
 
+def test_a_wrong_answer_of_a_harness_has_the_format_score_and_a_wrong_argument_no_reward() -> None:
+    wrong = run(saying("41"), small_corpus(ANSWERS), format_score=0.1).result
+    assert (wrong.reward, wrong.accuracy, wrong.metrics["answered"]) == (0.1, 0, 1)
+    refused = run(saying("42"), small_corpus(ANSWERS), topk=0).result
+    assert "topk=0: must be a whole number from 1 to 100" in refused.error
+
+
 def test_a_harness_whose_retriever_is_down_has_no_reward() -> None:
     episode = run(saying(call("everything")), Down())
     assert "RetrievalError: nobody is there" in episode.result.error

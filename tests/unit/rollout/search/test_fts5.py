@@ -2,13 +2,18 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
+import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.search.documents import Document, Found, RetrievalError
-from rollout.search.fts5 import MAX_MATCHES, Fts5Retriever
+from rollout.search.fts5 import MAX_MATCHES, QUICK_MATCHES, Fts5Retriever
+from tests.support.paths import ROOT
 
 TOWNS = [
     Document(title="Marjol", text="Marjol is a city on the river Tord."),
@@ -99,12 +104,45 @@ def test_common_words_neither_cost_time_nor_hide_the_rare_one() -> None:
     assert asyncio.run(main()) == [f"the the the thing {size - 9}", "the the the thing 0"]
 
 
+def test_only_a_quick_search_is_done_on_the_event_loop() -> None:
+    """One that ranks hundreds of documents takes milliseconds, in which no other episode could go on."""
+    ran: list[str] = []
+
+    class Watched(Fts5Retriever):
+        def _found(self, looks: Any) -> list[Found]:
+            ran.append(threading.current_thread().name)
+            return super()._found(looks)
+
+    texts = [f"a {'red' if number < QUICK_MATCHES else 'blue'} house" for number in range(3 * QUICK_MATCHES)]
+    retriever = Watched(Document(text=text) for text in texts)
+    assert search(retriever, "red") and search(retriever, "blue")
+    assert len(ran) == 2 and ran[0] == threading.main_thread().name and ran[1].startswith("fts5")
+
+
 def test_of_common_words_only_a_document_with_all_of_them_comes_first_wherever_it_is() -> None:
     size = 6 * MAX_MATCHES
     texts = [f"a {('red', 'wide', 'odd')[number % 3]} thing" for number in range(size)]
     texts[-1] = "a red and wide thing"
     retriever = Fts5Retriever(Document(title=f"{number}", text=text) for number, text in enumerate(texts))
     assert search(retriever, "wide, red", topk=3) == [[str(size - 1), "1", "4"]], "then those with the rarer word"
+
+
+def test_threads_that_search_come_after_the_event_loop_whatever_the_priority_of_the_process() -> None:
+    """A priority may not be raised: with a fixed one, no search would run in a process that has less."""
+    script = """
+import asyncio, os, threading
+from rollout.search.documents import Document
+from rollout.search.fts5 import Fts5Retriever
+
+os.setresuid(65534, 65534, 65534) if os.getuid() == 0 else None
+os.nice(15)
+retriever = Fts5Retriever(Document(text=f"a village, number {number}") for number in range(400))
+[found] = asyncio.run(retriever.search(["village"], 3))
+threads = [one for one in threading.enumerate() if one.name.startswith("fts5")]
+print(len(found.documents), {os.getpriority(os.PRIO_PROCESS, one.native_id) for one in threads})
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "3 {19}\n", done.stderr
 
 
 def test_without_fts5_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

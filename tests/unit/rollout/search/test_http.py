@@ -59,6 +59,17 @@ def test_searches_of_concurrent_episodes_are_one_request_in_the_form_of_search_r
     run_virtual(main())
 
 
+def test_of_searches_that_are_one_request_each_gets_as_many_documents_as_it_wants() -> None:
+    async def main() -> None:
+        many = httpx.Response(200, json={"result": [[hit("a"), hit("b"), hit("c")]] * 2})
+        retriever = retriever_at(server := Server(lambda _: many))
+        one, three = await asyncio.gather(texts(retriever, "x", topk=1), texts(retriever, "y", topk=3))
+        assert (one, three) == ([["a"]], [["a", "b", "c"]])
+        assert [asked["topk"] for asked in server.asked] == [3]
+
+    run_virtual(main())
+
+
 def test_a_server_that_reads_one_query_gets_one_and_so_many_at_once() -> None:
     async def main() -> None:
         retriever = retriever_at(server := Server(), form="query", max_in_flight=2)

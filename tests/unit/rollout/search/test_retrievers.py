@@ -1,4 +1,4 @@
-"""What rollout.agent_args.retriever may say."""
+"""What rollout.agent_args may say of a search and its retriever."""
 
 import asyncio
 from pathlib import Path
@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
+from rollout.agents.loop import load_agent_loop
+from rollout.search.documents import Document
+from rollout.search.fts5 import Fts5Retriever
 from rollout.search.http import HttpRetriever
 from rollout.search.retrievers import make_retriever
+from tests.support.chat_models import chat_tokenizer
 
 URL = "http://localhost:8000/retrieve"
+TOKENIZER = chat_tokenizer("qwen2.5")
 
 
 @pytest.mark.parametrize(
@@ -21,7 +26,7 @@ URL = "http://localhost:8000/retrieve"
         ({"kind": "http", "url": "localhost:8000"}, r"retriever\.url=localhost:8000: must be such as http://"),
         ({"kind": "http", "url": URL, "form": "both"}, r"retriever\.form=both: must be one of queries, query"),
         ({"kind": "http", "url": URL, "timeout_s": "5"}, r"retriever\.timeout_s=5: must be a number above 0"),
-        ({"kind": "http", "url": URL, "max_batch": 0.5}, r"retriever\.max_batch=0.5: must be a whole number above 0"),
+        ({"kind": "http", "url": URL, "max_batch": 0.5}, r"\.max_batch=0.5: must be a whole number of at least 1"),
         (
             {"kind": "http", "url": URL, "cache_size": -1},
             r"retriever\.cache_size=-1: must be a whole number of at least 0",
@@ -30,11 +35,36 @@ URL = "http://localhost:8000/retrieve"
         ({"kind": "http", "url": URL, "transport": 3}, r"retriever\.transport: is no key"),
         ({"kind": "fts5"}, r"retriever\.corpus: must be set with kind=fts5"),
         ({"kind": "fts5", "corpus": "nowhere"}, "corpus=nowhere: no such file or folder"),
+        ({"kind": ["world"]}, r"retriever\.kind=\['world'\]: must be one of"),
+        ({"kind": "world", "documents": 3}, r"retriever\.documents=3: must be a whole number of at least 8"),
+        ({"kind": "world", "seed": "x"}, r"retriever\.seed=x: must be a whole number of at least 0"),
+        (None, r"retriever=None: must have a kind and its keys, such as \{kind: world\}"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_allowed(spec: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_named_with_what_is_allowed(spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_retriever(spec)
+
+
+@pytest.mark.parametrize("form", ["tags", "conversation", "chat"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topk": 0}, "topk=0: must be a whole number from 1 to 100"),
+        ({"topk": "3"}, "topk=3: must be a whole number from 1 to 100"),
+        ({"format_score": "half"}, "format_score=half: must be a number"),
+        ({"max_document_tokens": 0}, "max_document_tokens=0: must be at least 1"),
+        ({"max_turns": 0}, "max_turns=0: must be a whole number, at least 1"),
+        ({"step_timeout_s": 0}, "step_timeout_s=0: must be a number above 0"),
+        ({"retriever": {"kind": "http", "url": URL, "down_timeout_s": 660}}, "down_timeout_s=660: must be below"),
+    ],
+)
+def test_a_wrong_argument_of_a_form_is_said_before_there_are_episodes(
+    form: str, arguments: dict[str, Any], message: str
+) -> None:
+    given = {"retriever": Fts5Retriever([Document(text="a")]), **arguments}
+    with pytest.raises(ValueError, match=message):
+        load_agent_loop(f"rollout.search.{form}:agent_loop", TOKENIZER, given)
 
 
 def test_a_config_names_a_corpus_or_a_server(tmp_path: Path) -> None:

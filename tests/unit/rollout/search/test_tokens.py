@@ -105,3 +105,24 @@ def test_repeated_and_empty_searches_are_counted() -> None:
     counted = {name: episode.metrics[name] for name in ("searches", "repeated_queries", "empty_results", "answered")}
     assert counted == {"searches": 3, "repeated_queries": 1, "empty_results": 2, "answered": 1}
     assert episode.metrics["exact_match"] == episode.metrics["f1"] == 1
+
+
+def test_a_long_document_is_cut_to_its_tokens_and_counted() -> None:
+    tokenizer = chat_tokenizer("qwen2.5")
+    long = Document(title="Long", text="zebra " * 1000)
+    loop = tags.agent_loop(tokenizer, retriever=small_corpus(long), topk=1, max_document_tokens=20, max_turns=2)
+    texts = ["<search>zebra</search>", "<answer>zebra</answer>"]
+    policy = Sampled(*(tokenizer.encode(text) for text in texts))
+    episode = asyncio.run(played(loop, asked(loop, tokenizer, "zebra"), policy))
+    sequence = only(episode)
+    read = tokenizer.decode(sequence.response_ids[~sequence.loss_mask])
+    assert 0 < read.count("zebra") <= 20 and episode.metrics["cut_documents"] == 1
+
+
+def test_a_wrong_answer_in_the_right_form_has_the_format_score() -> None:
+    tokenizer = chat_tokenizer("qwen2.5")
+    loop = tags.agent_loop(tokenizer, retriever=small_corpus(), format_score=0.1)
+    policy = Sampled(tokenizer.encode("<answer>Lyon in France</answer>"))
+    episode = asyncio.run(played(loop, asked(loop, tokenizer, "Paris in France"), policy))
+    assert episode.result is not None and (episode.result.reward, episode.metrics["exact_match"]) == (0.1, 0)
+    assert episode.metrics["f1"] == 2 / 3

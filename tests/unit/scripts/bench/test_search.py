@@ -3,7 +3,7 @@
 import asyncio
 
 from rollout.search.fts5 import Fts5Retriever
-from scripts.bench.search import Job, made_up, run
+from scripts.bench.search import Job, idle_stalls, made_up, run
 
 
 def test_every_episode_finds_the_articles_that_it_asks_for() -> None:
@@ -12,3 +12,9 @@ def test_every_episode_finds_the_articles_that_it_asks_for() -> None:
     figures = asyncio.run(run(job, Fts5Retriever(articles)))
     assert figures["found"] == 1 and figures["searches_per_s"] > 16
     assert 0 < figures["search_ms_p50"] <= figures["search_ms_p95"] <= figures["search_ms_worst"]
+    assert 0 < figures["stall_ms_p999"] <= figures["stall_ms_worst"]
+
+
+def test_a_loop_without_work_is_watched_in_the_same_way() -> None:
+    figures = idle_stalls(0.2)
+    assert 0 < figures["idle_stall_ms_p999"] <= figures["idle_stall_ms_worst"]

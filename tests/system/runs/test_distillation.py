@@ -35,9 +35,9 @@ from trainer.tracking.sinks import read_metrics
 pytestmark = pytest.mark.slow
 
 BATCH = 16
-STUDENT_STEPS, TEACHER_STEPS = 250, 1000
+STUDENT_STEPS, TEACHER_STEPS = 200, 1000
 """Of a supervised warm-up: the teacher goes on from the student."""
-STEPS = 12
+STEPS = 120
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_policy_learns_what_the_teacher_knows(tmp_path: Path, models: tuple[
     check_tokens(run.run_dir)
     distances = [record["teacher/kl"] for record in steps_of(run)]
     assert len(distances) == STEPS
-    assert np.mean(distances[-3:]) < 0.5 * distances[0], distances
+    assert np.mean(distances[-10:]) < 0.5 * np.mean(distances[:3]), distances
     evaluated = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "eval/accuracy" in m]
     before, after = (record["eval/accuracy"] for record in evaluated)
     assert after > before + 0.1, (before, after)
@@ -99,7 +99,7 @@ def test_a_teacher_that_dies_is_replaced_and_what_it_was_to_score_is_scored(
     tmp_path: Path, tiny_model: Path, another_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its only replica, while groups of several turns are scored; the run waits for the replacement."""
-    num_steps = 4
+    num_steps = 30
     with started(
         tmp_path,
         *small(tiny_model),
@@ -110,7 +110,7 @@ def test_a_teacher_that_dies_is_replaced_and_what_it_was_to_score_is_scored(
         ),
         *(f"trainer.total_steps={num_steps}", "trainer.eval_every=0", "rollout.max_staleness=1"),
     ) as run:
-        run.wait_for("step  1")
+        run.wait_for("step  1/")
         os.kill(logging_to(run, "teacher-0.log").pid, signal.SIGKILL)
         run.wait_for("teacher-0 is given up: ")
         assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()

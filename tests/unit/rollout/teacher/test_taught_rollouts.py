@@ -8,7 +8,7 @@ import pytest
 from rollout.errors import TooFewReplicasError
 from rollout.failures import FailureBudget
 from rollout.types import TrajectoryGroup
-from tests.support.fakes import run_virtual
+from tests.support.fakes import now, run_virtual
 from tests.support.rollouts import GROUP_SIZE, RolloutSetup
 
 
@@ -50,6 +50,24 @@ def test_a_group_is_scored_once_and_holds_its_slot_and_no_room_meanwhile() -> No
     run_virtual(main())
     assert sorted(teacher.scored) == list(range(6)) and sorted(setup.ordinals("start")) == list(range(6))
     assert min(teacher.reserved) <= GROUP_SIZE, "at most the next group's, which waits for a slot"
+
+
+@pytest.mark.parametrize(("max_staleness", "waits"), [(0, 6), (2, 1)])
+def test_scoring_hides_inside_the_staleness_window(max_staleness: int, waits: int) -> None:
+    """Generating, scoring and a step take a second each. The synchronous run waits for the teacher in each of its six
+    steps, the asynchronous one for its first batch only."""
+
+    def seconds_of(teacher_s: float) -> float:
+        setup = RolloutSetup(seconds=[1.0], num_steps=6, max_staleness=max_staleness)
+        taught(setup, seconds=teacher_s)
+
+        async def main() -> float:
+            await asyncio.gather(setup.rollouter.run(), setup.train())
+            return now()
+
+        return run_virtual(main())
+
+    assert seconds_of(1.0) - seconds_of(0.0) == waits
 
 
 def test_a_group_whose_scoring_fails_is_tried_again_within_its_budget() -> None:

@@ -29,6 +29,12 @@ def updates(shape: str, setting: Setting) -> Figures:
     return measure_updates(shape, setting)
 
 
+def adapter(shape: str, setting: Setting) -> Figures:
+    from scripts.bench.gpu.updates import measure_updates  # torch
+
+    return measure_updates(shape, setting, with_adapter=True)
+
+
 def trainer(shape: str, setting: Setting) -> Figures:
     from scripts.bench.gpu.trainer_step import measure_trainer  # torch
 
@@ -84,6 +90,7 @@ PARTS: Mapping[str, Part] = {
     "updates_0.5b": Part(what="updates of 0.5B parameters", run=partial(updates, "0.5b"), deadline_s=100),
     "updates_1.5b": Part(what="updates of 1.5B parameters", run=partial(updates, "1.5b"), deadline_s=120),
     "updates_7b": Part(what="updates of 7B parameters", run=partial(updates, "7b"), deadline_s=180),
+    "adapter_1.5b": Part(what="an adapter of 1.5B parameters", run=partial(adapter, "1.5b"), deadline_s=100),
     "trainer_0.5b": Part(what="training of 0.5B parameters", run=partial(trainer, "0.5b"), deadline_s=60),
     "trainer_1.5b": Part(what="training of 1.5B parameters", run=partial(trainer, "1.5b"), deadline_s=75),
     "trainer_7b": Part(what="forward and backward of 7B parameters", run=partial(trainer, "7b"), deadline_s=100),

@@ -55,8 +55,8 @@ class Host:
     size: "Size"
     nbytes: int
     publishers: "dict[Transport, Publisher]"
-    adapter: "Publisher"
-    """Of factors, over shared memory."""
+    adapter: "Publisher | None"
+    """Of factors, in the host's first transport."""
     floor: "Memcpy"
     """Host memory to the device that computes."""
     memcpy: "Memcpy"

@@ -52,6 +52,7 @@ class PauseResults:
 async def measure_pauses(host: Host, repeats: int) -> PauseResults:
     results = PauseResults(nbytes=host.nbytes)
     arms = {name: Arm(host, *arm) for name, arm in ARMS.items()}
+    assert host.adapter is not None
     arms[ADAPTER] = Arm(host, *ARMS[STAGED], publisher=host.adapter)
     for arm in arms.values():  # the first update of an arm allocates memory, or connects
         await arm.update()

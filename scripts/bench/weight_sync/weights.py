@@ -128,8 +128,8 @@ class AdapterWeights:
         for name, weight in whole.tensors.items():
             if name.endswith("_proj.weight"):
                 a, b = factor_names(name)
-                self.tensors[a] = torch.randn(rank, weight.shape[1]).to(weight.dtype)
-                self.tensors[b] = 1e-3 * torch.randn(weight.shape[0], rank).to(weight.dtype)
+                self.tensors[a] = torch.randn(rank, weight.shape[1]).to(weight)
+                self.tensors[b] = 1e-3 * torch.randn(weight.shape[0], rank).to(weight)
 
     def change(self, version: int) -> None:
         """Change one value, so that each version has a checksum of its own."""

@@ -154,8 +154,8 @@ def test_workers_train_on_the_groups_advantages(algorithm: AlgorithmConfig, adva
     assert batch.num_tokens == 2 * 4 * 3
     weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
     assert weights == pytest.approx([1 / 24] * 24)
-    # Eight rows of four tokens, two to a micro-batch, on two ranks.
-    assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(2, 4)] * 2] * 2
+    # Eight sequences of four tokens, two to a row, on two ranks.
+    assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(1, 8)] * 2] * 2
     trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
     assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))
 

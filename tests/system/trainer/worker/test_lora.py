@@ -210,7 +210,7 @@ def test_the_base_travels_to_new_replicas_only(folder: Path) -> None:
     run_worker(CONFIG, str(folder / "model"), use)
 
 
-def test_the_base_travels_to_nobody_who_serves_the_adapter_beside_weights_of_its_own(folder: Path) -> None:
+def test_the_base_travels_to_nobody_who_has_weights_of_its_own(folder: Path, runs: dict[str, Outcome]) -> None:
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         worker.publish(make_order(0))
         assert inbox.weights and all(name.startswith(PREFIX) for name in inbox.weights)

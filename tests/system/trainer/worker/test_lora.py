@@ -196,7 +196,7 @@ def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
     run_worker(config, str(folder / "model"), use)
 
 
-def test_the_base_travels_to_new_replicas_only(folder: Path) -> None:
+def test_the_base_travels_to_new_replicas_only(folder: Path, runs: dict[str, Outcome]) -> None:
     def use(worker: TrainWorker, inbox: Inbox) -> None:
         first = worker.publish(make_order(0))
         names = set(inbox.weights)

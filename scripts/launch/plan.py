@@ -11,7 +11,7 @@ from scripts.launch.conversations import conversations_sentence
 from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows
 
 PARTS = {
-    "train": "model prompts conversations held_out cluster claims replicas trainer agents sessions advantage loss "
+    "train": "model prompts sft held_out cluster claims replicas trainer agents sessions advantage loss "
     "optimizer training step epochs staleness memory per_rank per_worker shared run_folder",
     "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
@@ -31,14 +31,14 @@ def plan(command: str, config: Config, device: str, run_dir: Path, needed_files:
         parts |= budget.work_parts(config, num_rows) | budget.memory_parts(config, known)
         warnings.append(budget.memory_problem(config, known))
         if config.algorithm.ce_coef and not any(missing_data(config, needed_files)):
-            parts["conversations"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
+            parts["sft"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
-    lines = [f"{name.replace('_', ' '):>13}: {parts[name]}" for name in PARTS[command].split() if name in parts]
+    lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
     missing = [problem.line(config) for problem in missing_data(config, needed_files)]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")
     missing += [warning for warning in warnings if warning is not None]
-    return "\n".join([*lines, *(f"      warning: {line}" for line in missing)]) + "\n"
+    return "\n".join([*lines, *(f"    warning: {line}" for line in missing)]) + "\n"
 
 
 def served_parts(config: Config, device: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, 
 
 ROWS = {Layout.tree: "rows of trees", Layout.packed: "packed rows", Layout.rows: "a row per sequence"}
 PARTS = {
-    "train": "model prompts conversations held_out cluster claims replicas trainer teacher agents sessions advantage "
+    "train": "model prompts sft held_out cluster claims replicas trainer teacher agents sessions advantage "
     "loss optimizer training step epochs staleness memory per_rank per_worker shared run_folder",
     "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
@@ -38,14 +38,14 @@ def plan(command: str, config: Config, device: str, run_dir: Path, needed_files:
         memory = budget.memory_parts(config, model_shape(config), device, this_machine(config))
         parts |= budget.work_parts(config, num_rows) | memory
         if config.algorithm.ce_coef and not any(missing_data(config, needed_files)):
-            parts["conversations"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
+            parts["sft"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
-    lines = [f"{name.replace('_', ' '):>13}: {parts[name]}" for name in PARTS[command].split() if name in parts]
+    lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
     missing = [problem.line(config) for problem in missing_data(config, needed_files)]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")
     missing += [warning for warning in warnings if warning is not None]
-    return "\n".join([*lines, *(f"      warning: {line}" for line in missing)]) + "\n"
+    return "\n".join([*lines, *(f"    warning: {line}" for line in missing)]) + "\n"
 
 
 def served_parts(config: Config, device: str) -> dict[str, str]:

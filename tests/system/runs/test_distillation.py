@@ -35,25 +35,26 @@ from trainer.tracking.sinks import read_metrics
 pytestmark = pytest.mark.slow
 
 BATCH = 16
-STUDENT_STEPS, TEACHER_STEPS = 200, 1000
-"""Of a supervised warm-up: the teacher goes on from the student."""
-STEPS = 120
+CLEAN_STEPS, SLOPPY_STEPS = 900, 150
+"""Of a supervised warm-up on worked answers. The teacher has seen right ones; the student has then seen sloppy ones, as
+the models that runs begin with."""
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A student that is seldom right about the default word problems, and a teacher that is more often."""
+    """A student, and the teacher that it was before it became sloppy about the default word problems."""
     folder = tmp_path_factory.mktemp("distillation")
     problems, _ = generated_problems(Config())
-    pairs = arithmetic.demonstrations(problems, num_clean=BATCH * TEACHER_STEPS, num_sloppy=0, seed=0)
+    counts = {"num_clean": BATCH * CLEAN_STEPS, "num_sloppy": BATCH * SLOPPY_STEPS}
+    pairs = arithmetic.demonstrations(problems, **counts, seed=0)
     template = Config().data.prompt_template
     texts = [(template.replace("{question}", question), answer) for question, answer in pairs]
     spec = WarmupSpec(seed=0)
     tokenizer = spec.tokenizer(texts)
     model = build_model(len(tokenizer), spec.seed, spec.size)
     examples = tokenized_examples(tokenizer, texts)
-    first = BATCH * STUDENT_STEPS
-    for name, part in (("student", examples[:first]), ("teacher", examples[first:])):
+    for name, part in (("teacher", examples[: counts["num_clean"]]), ("student", examples[counts["num_clean"] :])):
         for _ in warm_up(model, part, batch_size=BATCH, lr=spec.lr):
             pass
         write_model_directory(folder / name, model, tokenizer)

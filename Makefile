@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install train evaluate serve dashboard retriever predict test test-slow unit gpu-check lint docs clean distclean FORCE
+.PHONY: help install train sft evaluate serve dashboard retriever predict test test-slow unit gpu-check lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EX
 
 train: $(STAMP)  ## train: one command, one machine
 	@$(PY) -m scripts.train $(ARGS)
+
+sft: $(STAMP)  ## train a model on conversations, by supervised fine-tuning: make sft ARGS="sft.train_files=FILE"
+	@$(PY) -m scripts.sft $(ARGS)
 
 evaluate: $(STAMP)  ## evaluate a model: make evaluate ARGS="runs/latest"
 	@$(PY) -m scripts.evaluate $(ARGS)

@@ -137,7 +137,9 @@ GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_
 """The functions of trainer.advantages.estimators: one advantage per trajectory, from the rewards of its group."""
 RETURN_ADVANTAGES = ("reinforce_plus_plus", "remax")
 """Those of trainer.advantages.returns: from the return of each token, without the others of the group."""
-ADVANTAGES = (*GROUP_ADVANTAGES, *RETURN_ADVANTAGES, "gae")
+DISTILLATION = "opd"
+"""On-policy distillation: the advantage of a token comes from the teacher alone."""
+ADVANTAGES = (*GROUP_ADVANTAGES, *RETURN_ADVANTAGES, "gae", DISTILLATION)
 ADVANTAGE_PARAMETERS = ("groups", "algorithm")
 """What a user's own advantage is called with."""
 
@@ -164,8 +166,10 @@ class AlgorithmConfig:
     group_size: int = 8
     """Trajectories per prompt."""
     advantage: str = "grpo"
-    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus_baseline, reinforce_plus_plus, remax, gae, or
-    `package.module:function` taking (groups, algorithm)."""
+    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus_baseline, reinforce_plus_plus, remax, gae, opd (the teacher
+    alone, whatever the reward), or `package.module:function` taking (groups, algorithm)."""
+    teacher_coef: float = 1.0
+    """With teacher.path: every token's advantage has this times log p_teacher - log mu besides, the reverse KL."""
     gamma: float = 1.0
     """With gae: discount per token."""
     gae_lambda: float = 1.0
@@ -214,6 +218,8 @@ class AlgorithmConfig:
     """With kl_cov: weight of |log ratio| on the penalised tokens."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    ce_coef: float = 0.0
+    """Weight of the cross-entropy of conversations beside the rollouts, sft.per_step of them in each batch; 0: none."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference, which is the frozen initial policy, in the loss."""
     kl_loss_estimator: KLEstimator = KLEstimator.k3
@@ -258,7 +264,7 @@ class AlgorithmConfig:
     @property
     def min_group_size(self) -> int:
         """The smallest group from which there is something to learn."""
-        return 1 if self.needs_critic or self.advantage in RETURN_ADVANTAGES else 2
+        return 1 if self.needs_critic or self.advantage in (*RETURN_ADVANTAGES, DISTILLATION) else 2
 
     @property
     def needs_critic(self) -> bool:

@@ -62,6 +62,24 @@ class DataConfig:
     """What happens to longer prompts: filter (leave them out, and count them) or refuse (the run does not start)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Used by `make sft`, and by training runs with algorithm.ce_coef."""
+
+    train_files: str | None = None
+    """Conversations to learn, in the forms of data.train_files: rows with `messages`, and `tools` if there are any, as
+    OpenAI's API has them. null: the right answers to generated problems (data.generated=arithmetic or calculator)."""
+    val_files: str | None = None
+    """Conversations whose loss is measured every trainer.eval_every steps. null: none, or with train_files=null those
+    of held-out problems."""
+    max_tokens: int | None = None
+    """Longest conversation. Longer ones are treated as data.overlong_prompts says. null: data.max_prompt_tokens +
+    rollout.max_response_tokens."""
+    per_step: int = 16
+    """With algorithm.ce_coef: conversations beside the rollouts of each step. `make sft` itself takes
+    trainer.prompts_per_step."""
+
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WITH_SPLIT = re.compile(r"(?P<name>.+?)(?::(?P<subset>[\w.-]+))?@(?P<split>\w+)")
 FILE_TYPES = (".jsonl", ".json", ".parquet")

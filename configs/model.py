@@ -29,6 +29,19 @@ ALL_LINEAR = "all_linear"
 """In model.lora.targets: every linear layer but the head."""
 
 
+class LoraServing(Enum):
+    """How replicas compute a layer with an adapter."""
+
+    merged = "merged"
+    """With the weights W + (alpha / rank) B A, as fast as any weights."""
+    adapter = "adapter"
+    """With W as they loaded it, and A and B beside it, which is slower. W may be quantized."""
+
+
+SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM has kernels for; a smaller adapter takes the next one. (It has 1 in new versions, too.)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     rank: int | None = None
@@ -40,6 +53,12 @@ class LoraConfig:
     dropout: float = 0.0
     """Share of x that is dropped before A, in forward passes with a gradient only. Above 0, the probabilities that are
     trained are not quite those that sampled."""
+    serve: LoraServing = LoraServing.merged
+    """How replicas serve it: merged (into their weights), or adapter (beside weights that they load themselves, be they
+    quantized; slower)."""
+    served_path: str | None = None
+    """With serve=adapter: folder or hub name of the weights that replicas load, a quantized copy of model.path; null
+    loads model.path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Keys of the rollouts (engines, agents, rewards, failures), of the sessions of harnesses, and of the evaluation, which
-runs on the same replicas."""
+"""Keys of the rollouts (engines, agents, rewards, failures), of the sessions of harnesses, of the evaluation, which
+runs on the same replicas, and of the teacher, which has replicas of its own."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,6 +29,39 @@ class RewardPlace(Enum):
     """In threads of the agent worker. One that hangs is abandoned; one that holds the GIL costs the worker."""
     loop = "loop"
     """On the event loop of the agent worker: for what takes microseconds. One that hangs costs the worker."""
+
+
+class Speculation(Enum):
+    """Who drafts the tokens that the model then accepts or replaces, several in a step. What is sampled, and its
+    logprobs, are the model's. All but `none` are vLLM's methods, by vLLM's names."""
+
+    none = "none"
+    """Nobody: a token per step."""
+    ngram = "ngram"
+    """What followed the last tokens where they were before, in the prompt or the response."""
+    suffix = "suffix"
+    """The same, with counts over all responses so far. Needs the package arctic-inference."""
+    draft_model = "draft_model"
+    """A smaller model."""
+    eagle = "eagle"
+    eagle3 = "eagle3"
+    mtp = "mtp"
+    """Layers of the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    method: Speculation = Speculation.none
+    """Drafts tokens, of which the model accepts or replaces several in a step, as likely as without: none, ngram,
+    suffix, draft_model, eagle, eagle3 or mtp. Only ngram has been run."""
+    num_tokens: int = 4
+    """Tokens drafted per step."""
+    min_match: int = 2
+    """With method=ngram: so many of the last tokens, at least, must have been there before."""
+    max_match: int = 4
+    """With method=ngram: so many are looked for first."""
+    model: str | None = None
+    """With method=draft_model, eagle and eagle3: folder or hub name of what drafts. Updates leave it as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +107,9 @@ class RolloutConfig:
     """Texts that end a response, or a turn of one, in training and evaluation; they stay in it."""
     seeded_sampling: bool = False
     """Give every trajectory its own sampling seed (from seed, ordinal and index): repeatable, a little slower."""
+
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    """Speculative decoding."""
 
     # -- staleness --
     max_staleness: int = 2
@@ -218,3 +254,37 @@ class EvaluationConfig:
     training. With 0, or a single replica, evaluation and training share the replicas, and updates continue."""
     timeout_s: float = 1200.0
     """Deadline in seconds for one evaluation; past it the run ends. Pauses count, so it must be longer than any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """The model that a distillation learns from. Its health is watched as that of the other replicas, by rollout.*."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name, run folder (its newest checkpoint) or checkpoint folder of the model that scores
+    every sampled token; null: there is no teacher."""
+    max_position_embeddings: int | None = None
+    """As model.max_position_embeddings. It must be above data.max_prompt_tokens + rollout.max_response_tokens, because
+    vLLM samples a token after what it scores; null takes that of the teacher's config."""
+    num_replicas: int = 1
+    """Number of vLLM engines that score."""
+    tensor_parallel_size: int = 1
+    """GPUs over which each is split."""
+    max_num_seqs: int = 64
+    """Sequences that each scores at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens that each reads at once, a whole distribution of each. The distributions lie beside weights and KV cache:
+    6 bytes per token and word of the vocabulary in bfloat16, 8 in float32."""
+    dtype: DType = DType.float32
+    """Number format of its weights and activations."""
+    kv_cache_mb: int | None = 256
+    """MiB of KV cache on each GPU, or on CPU of each engine; null takes what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = 0.85
+    """Share of the GPU's memory that vLLM takes when kv_cache_mb is null."""
+    min_replicas: int = 1
+    """The run ends when fewer than this can score and no replacement is starting."""
+    max_replacements: int = 8
+    """Lost ones that are replaced by new ones, over the whole run; 0 replaces none."""
+    timeout_s: float = 600.0
+    """Deadline in seconds for scoring a group, waiting for a replacement included; then rollout.max_group_retries
+    applies. Less than rollout.group_timeout_s, which contains it."""

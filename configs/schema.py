@@ -10,13 +10,14 @@ from enum import Enum
 
 from configs.algorithm import AlgorithmConfig, CriticConfig
 from configs.checkpoint import CheckpointConfig
-from configs.data import DataConfig
+from configs.data import DataConfig, SftConfig
 from configs.model import Device, ModelConfig
 from configs.model import DType as DType
 from configs.model import ModelKind as ModelKind
-from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig
+from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig, TeacherConfig
 from configs.rollout import StalePolicy as StalePolicy
 from configs.serve import ServeConfig
+from configs.trainer import AttentionKind as AttentionKind
 from configs.trainer import Layout as Layout
 from configs.trainer import TrainerConfig
 from configs.weight_sync import InFlightKv as InFlightKv
@@ -100,6 +101,8 @@ class Config:
     """What is trained, evaluated or served."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and reference answers, and how they become text."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Conversations that are learned as they are."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantage, loss, KL, and corrections for stale rollouts."""
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -108,6 +111,8 @@ class Config:
     """Replicas, engines, staleness, sampling, agents, rewards."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     """Conversations of harnesses over HTTP."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """A model that scores what the policy samples, for distillation."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Steps, batches, optimizer, ranks and their memory."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -16,8 +16,23 @@ class Layout(Enum):
     tree = "tree"
     """Rows are prefix trees: what sequences of a group share (prompt, turns, any equal beginning) is computed once. A
     sequence that shares less than a quarter of its tokens has a row of its own."""
-    padded = "padded"
-    """One row per sequence, sorted by length."""
+    packed = "packed"
+    """Sequences end to end, without padding: rows of as many tokens as the budget allows."""
+    rows = "rows"
+    """One row per sequence, sorted by length and padded: for models whose state runs through a row."""
+
+
+class AttentionKind(Enum):
+    """What computes attention within rows. The arithmetic is the same."""
+
+    auto = "auto"
+    """varlen where rows are sequences end to end; else flex on GPUs, dense on CPUs."""
+    dense = "dense"
+    """SDPA over masks in tensors, made block by block of queries."""
+    flex = "flex"
+    """torch's flex_attention, over the blocks of pairs that a tree has. Without gradients on CPUs."""
+    varlen = "varlen"
+    """Flash attention over sequences of any lengths, for rows without branches; on CPUs SDPA, one by one."""
 
 
 class GradientCheckpointing(Enum):
@@ -74,9 +89,16 @@ class TrainerConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     layout: Layout = Layout.tree
-    """Rows of a micro-batch: tree (what a group's sequences share is computed once) or padded (one per sequence)."""
+    """Rows of a micro-batch: tree (what a group's sequences share is computed once), packed (sequences end to end) or
+    rows (one per sequence, with padding, for recurrent models)."""
+    attention: AttentionKind = AttentionKind.auto
+    """What computes attention: auto (by device and layout), dense, flex (GPUs) or varlen (layout=packed)."""
+    sequence_parallel: int = 1
+    """Ranks that share each row (Ulysses): a rank has a part of its tokens, and in attention a part of the heads. It
+    divides num_ranks and the model's attention heads."""
     tokens_per_micro_batch: int = 2048
-    """Padded tokens of one forward and backward pass, per rank. A longer single row still runs, alone."""
+    """Tokens of one forward and backward pass, padding included, by sequence_parallel ranks together. A longer single
+    sequence still runs, alone."""
     unsharded_gradients_mb: int = 8192
     """A model (policy, critic) whose float32 gradients take more MiB reduces them over the ranks after every
     micro-batch; a smaller one keeps them whole on each rank until the step's last. Without effect on the result."""
@@ -112,6 +134,11 @@ class TrainerConfig:
     """After a failed call, a train worker that does not answer for so many seconds counts as lost."""
     max_restarts: int = 3
     """How often the train workers may restart from the newest checkpoint after one died or hung."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of them that share rows, with micro-batches of their own."""
+        return self.num_ranks // self.sequence_parallel
 
     @property
     def optimizer_steps_per_batch(self) -> int:

@@ -9,6 +9,7 @@ from configs.checks.problem import null_bytes
 from configs.checks.ranges import out_of_range
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import TRAIN_AND_VAL
+from configs.checks.teacher import teacher_problems
 from configs.checks.tracking import tracking_problems
 from configs.schema import Config
 
@@ -27,16 +28,19 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *sections.model_problems(config),
             *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
+            *sections.sft_problems(config, needed_files),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),
             *sections.serve_problems(config),
             *sections.rollout_problems(config),
+            *sections.speculative_problems(config),
             *engine_args_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
             *sections.evaluation_problems(config),
             *algorithm_problems(config),
+            *teacher_problems(config),
             *sections.trainer_problems(config),
             *sections.weight_sync_problems(config),
             *sections.sharing_problems(config),
-            *tracking_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
+            *tracking_problems(config, trains=tuple(needed_files) in (TRAIN_AND_VAL, sections.CONVERSATIONS)),
         ]
     )
     if problems:

@@ -1,7 +1,7 @@
 """What the groups of Ray actors share: the environment of their processes, placement, and calls to a replica."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest
+from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
 
 A = TypeVar("A")
 PLACEMENTS = 3
@@ -46,6 +46,13 @@ class ReplicaClient:
             raise ReplicaLostError(f"{self.name} died while it generated: {error}") from error
 
     __call__ = generate_group
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Raises ReplicaLostError."""
+        try:
+            return await as_raised(cancelled_with_us(self.actor.score.remote(sequences)), self.name)
+        except (RayActorError, EngineDiedError) as error:
+            raise ReplicaLostError(f"{self.name} died while it scored: {error}") from error
 
     async def abort(self, request_ids: Collection[RequestId]) -> bool:
         names = {str(one) for one in request_ids}

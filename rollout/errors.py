@@ -35,4 +35,5 @@ class FleetPauseError(RuntimeError):
 
 
 class TooFewReplicasError(RuntimeError):
-    """Fewer replicas are left than rollout.min_replicas. The message names the loss that was one too many."""
+    """Fewer replicas are left than rollout.min_replicas, or teacher.min_replicas. The message names the loss that was
+    one too many."""

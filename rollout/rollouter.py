@@ -8,7 +8,7 @@ from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
-from rollout.errors import AgentWorkerLostError, EpisodesLostError, ReplicaLostError
+from rollout.errors import AgentWorkerLostError, EpisodesLostError, ReplicaLostError, TooFewReplicasError
 from rollout.events.kinds import Emit, GroupClaimed, GroupMoved, nobody
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, PartialCompletion
@@ -16,6 +16,7 @@ from rollout.prompts import PromptStream
 from rollout.request_ids import InGroup
 from rollout.router import ReplicaRouter
 from rollout.staleness import Slot
+from rollout.teacher.teacher import Teacher
 from rollout.types import DiscardedGroup, DiscardReason, Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Rollouter:
     Example of the events of one prompt:
         router.acquire -> buffer.claim -> stream.next -> runner.run_group, which raises ReplicaLostError
         -> fleet.lose -> router.acquire -> runner.run_group of attempt 1, which begins with the tokens that attempt 0
-        had sampled -> buffer.put
+        had sampled -> teacher.score, if there is a teacher -> buffer.put
     """
 
     stream: PromptStream
@@ -91,6 +92,8 @@ class Rollouter:
     sampling: SamplingParams
     group_size: int
     group_timeout_s: float
+    teacher: Teacher | None = None
+    """Scores every group before the buffer gets it."""
     emit: Emit = nobody
     replayable: bool = True
     """Whether episodes that run again from their beginning hear what was sampled for them before. With false they get
@@ -166,6 +169,8 @@ class Rollouter:
                 logger.warning("prompt %d begins anew: %s", ordinal, error)
                 await self._take_back(group, replica)
                 self._tell_moved(group, error)
+            except TooFewReplicasError:  # of the teacher: no other attempt would have one
+                raise
             except Exception as error:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group, replica)
@@ -238,9 +243,13 @@ class Rollouter:
         self._progress.begin(prompt.ordinal, attempt, replica)
         try:
             async with within(self.group_timeout_s, "rollout.group_timeout_s", f"prompt {prompt.ordinal} on {replica}"):
-                return await self.runner.run_group(
+                done = await self.runner.run_group(
                     prompt, replica, self.sampling, self.group_size, attempt, on_open=room.keep
                 )
+                if self.teacher is None or done.is_aborted:
+                    return done
+                room.keep(0)
+                return await self.teacher.score(done)
         finally:
             room.keep(0)
             if attempt.alone:

@@ -89,8 +89,8 @@ def capture(rollouter: Rollouter) -> RolloutState:
 def restore(state: RolloutState, rollouter: Rollouter) -> int:
     """Put the state into the new rollouter of a run that resumes after the checkpoint's steps.
 
-    Returns how many groups do not fit, because rollout.max_staleness or algorithm.group_size has changed; the stream
-    gives their prompts first. Raises OtherPromptsError.
+    Returns how many groups do not fit, because rollout.max_staleness or algorithm.group_size has changed, or no teacher
+    has scored them; the stream gives their prompts first. Raises OtherPromptsError.
     """
     stream, buffer = rollouter.stream, rollouter.buffer
     if stream.checksum != state.prompts_checksum:
@@ -99,7 +99,8 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     given_back: list[int] = []
     for ready in state.ready:
         group = TrajectoryGroup(prompt=stream.at(ready.ordinal), trajectories=ready.trajectories, greedy=ready.greedy)
-        if not (same_groups and buffer.adopt(group)):
+        is_whole = same_groups and (rollouter.teacher is None or group.is_taught)
+        if not (is_whole and buffer.adopt(group)):
             given_back.append(ready.ordinal)
     for under_way in state.under_way:
         slot = buffer.ledger.adopt(under_way.claimed_version) if same_groups else None

@@ -191,10 +191,12 @@ class TokenSequence:
 
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [R] sampled tokens, and between them tokens of the other side
-    loss_mask: BoolArray  # [R] true where the policy sampled the token
+    loss_mask: BoolArray  # [R] true where the policy sampled the token, or is given it to learn
     rollout_logprobs: FloatArray  # [R] behaviour logprobs, 0 where the policy did not sample the token
     spans: tuple[VersionSpan, ...]
     """Version spans over the sampled tokens of [0, R)."""
+    teacher_logprobs: FloatArray | None = None
+    """[R] the teacher's logprobs at temperature 1, 0 where the policy did not sample the token; None: not scored."""
     turn_rewards: tuple[TurnReward, ...] = ()
     """By `end`, ascending, for an episode that is rewarded by turns. The trajectory's reward contains them. A turn that
     got none is one of 0, or belongs to the next."""
@@ -252,6 +254,8 @@ class Trajectory:
     """How long its episode took in that attempt, and `reward_s` its reward; where the episodes of the group ran in one
     call, how long all of them took."""
     reward_s: float = 0.0
+    score_s: float = 0.0
+    """How long the teacher took for its group, waiting included; 0 without one."""
 
     @property
     def shaped_reward(self) -> float:
@@ -304,6 +308,15 @@ class TrajectoryGroup:
     def is_aborted(self) -> bool:
         """Whether a client aborted every trajectory, so that nothing is left to learn from."""
         return all(trajectory.finish_reason == "abort" for trajectory in self.trajectories)
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether a teacher has scored every trajectory."""
+        return all(
+            sequence.teacher_logprobs is not None
+            for trajectory in self.trajectories
+            for sequence in trajectory.sequences
+        )
 
     @property
     def min_version(self) -> int:

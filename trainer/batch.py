@@ -1,4 +1,4 @@
-"""Micro-batches from trajectory groups: laid out in rows, balanced over ranks, packed by a token budget.
+"""Micro-batches from trajectory groups: laid out in rows, balanced over ranks, filled up to a token budget.
 
 Pure numpy: the driver builds batches, the train workers only turn them into tensors. Layout, budget and number of ranks
 do not change loss or gradient, because each token carries everything it needs, its loss weight included, and no
@@ -6,8 +6,8 @@ sequence is split.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One row of a micro-batch: the prefix tree of one or more sequences (`PrefixTree`), in the order of its tokens.
+    """One row of a micro-batch: prefix trees of one or more sequences (`PrefixTree`), end to end.
 
     Example, prompt [p q] with responses [a b] and [x y z]; the last token of a response is a target only:
         input_ids    p q a x y
@@ -43,20 +43,32 @@ class Row:
         return len(self.input_ids)
 
     @property
-    def branches(self) -> bool:
-        """Whether it is more than one sequence and prefixes of it."""
-        return bool((self.last != len(self) - 1).any())
+    def is_chain(self) -> bool:
+        """Whether it is one sequence and prefixes of it."""
+        return bool((self.last == len(self) - 1).all())
+
+    @classmethod
+    def joined(cls, rows: Sequence[Self]) -> Self:
+        """The trees of all rows in one."""
+        starts = np.cumsum([0, *(len(row) for row in rows[:-1])], dtype=np.int32)
+        return cls(
+            input_ids=np.concatenate([row.input_ids for row in rows]),
+            position_ids=np.concatenate([row.position_ids for row in rows]),
+            last=np.concatenate([row.last + start for row, start in zip(rows, starts, strict=True)]),
+            sources=np.concatenate([row.sources + start for row, start in zip(rows, starts, strict=True)]),
+            index=np.concatenate([row.index for row in rows]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """The rows of one forward and backward pass, padded on the right to the longest."""
+    """The row of one forward and backward pass; with Layout.rows several, padded on the right to the longest."""
 
     input_ids: Int64Array  # [N, L]
     position_ids: Int64Array  # [N, L]
     last: Int64Array | None
-    """[N, L] where each token's subtree ends: token i attends to j iff j <= i <= last[j]. Padding is a subtree of its
-    own, token by token. None: no row branches, plain causal attention."""
+    """[N, L] where each token's subtree ends: token i attends to j iff j <= i <= last[j]. None: each row is one
+    sequence, plain causal attention."""
     rows: Int64Array  # [T] row of each loss token
     sources: Int64Array  # [T] position whose output predicts it
     index: Int64Array  # [T] place among the step's loss tokens
@@ -64,7 +76,7 @@ class MicroBatch:
 
     @property
     def num_sequences(self) -> int:
-        return int(self.tokens.sequences.max(initial=-1)) + 1
+        return self.tokens.num_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,12 +156,13 @@ def assemble(
 
     Args:
         tokens: the loss tokens of `groups`.
-        keep_idle: include trajectories whose advantages are all 0, because entropy, KL or critic give them a gradient.
+        keep_idle: include trajectories of which nothing is learned otherwise, because entropy, KL or critic give them a
+            gradient.
         parts: the places of the groups of each mini-batch; None: all in one. A part without anything to compute is
             left out, unless it is the only one.
     """
     is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
-    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.advantages != 0]] = True
+    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]] = True
     rows: list[list[Row]] = []  # by group
     number, first_token = 0, 0
     for group in groups:
@@ -161,20 +174,21 @@ def assemble(
                     learning.append(Placed(sequence, first_token))
                 first_token += num_tokens
             number += 1
-        if layout is Layout.padded:
-            rows.append([_row([one], [one.input_ids]) for one in learning])
-        else:
+        if layout is Layout.tree:
             rows.append(list(_trees(learning, tokens_per_micro_batch)))
+        else:
+            rows.append([_row([one], [one.input_ids]) for one in learning])
     if first_token != len(tokens.targets):
         raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     of_parts = [[row for place in part for row in rows[place]] for part in parts or [range(len(groups))]]
+    fill = _padded if layout is Layout.rows else _joined
     per_rank: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
     optimizer_steps: list[range] = []
     for part_rows in [rows for rows in of_parts if rows] or [[]]:
-        packed = [_pack(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(part_rows, num_ranks)]
-        most = max(1, *(len(batches) for batches in packed))
+        filled = [fill(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(part_rows, num_ranks)]
+        most = max(1, *(len(batches) for batches in filled))
         optimizer_steps.append(range(len(per_rank[0]), len(per_rank[0]) + most))
-        for batches, added in zip(per_rank, packed, strict=True):
+        for batches, added in zip(per_rank, filled, strict=True):
             batches += [*added, *[[]] * (most - len(added))]
     return StepBatch(
         micro_batches=tuple(tuple(_collate(batch, tokens) for batch in batches) for batches in per_rank),
@@ -217,8 +231,25 @@ def _balance(rows: list[Row], num_ranks: int) -> list[list[Row]]:
     return per_rank
 
 
-def _pack(rows: list[Row], budget: int) -> list[list[Row]]:
-    """Pack rows of similar length, as many as fit the budget of padded tokens. A row beyond the budget is alone."""
+def _joined(rows: list[Row], budget: int) -> list[list[Row]]:
+    """Put rows end to end, the longest first, each where the least room is left (best fit). One beyond the budget is
+    alone."""
+    filled: list[list[Row]] = []
+    rooms: list[int] = []
+    for row in sorted(rows, key=len, reverse=True):
+        fits = [(room, place) for place, room in enumerate(rooms) if room >= len(row)]
+        if fits:
+            place = min(fits)[1]
+            filled[place].append(row)
+            rooms[place] -= len(row)
+        else:
+            filled.append([row])
+            rooms.append(budget - len(row))
+    return [[Row.joined(together)] for together in filled]
+
+
+def _padded(rows: list[Row], budget: int) -> list[list[Row]]:
+    """Put rows of similar length together, as many as fit the budget with padding. One beyond the budget is alone."""
     batches: list[list[Row]] = []
     for row in sorted(rows, key=len, reverse=True):
         if batches and len(batches[-1][0]) * (len(batches[-1]) + 1) <= budget:
@@ -232,24 +263,20 @@ def _collate(rows: list[Row], tokens: TokenSignals) -> MicroBatch:
     """Build a micro-batch. No rows give one padding token and no loss: an idle rank still joins the collectives."""
     length = max((len(row) for row in rows), default=1)
     shape = (max(len(rows), 1), length)
-    branches = any(row.branches for row in rows)
-    places = np.broadcast_to(np.arange(length), shape)
-    input_ids, last = np.zeros(shape, np.int64), places.copy()
-    # Padding too stays within the positions that the model has: rows that branch are longer than sequences. Models take
-    # positions that do not just count up for packed sequences, unless they are told what attends to what.
-    position_ids = np.zeros(shape, np.int64) if branches else places.copy()
+    is_plain = all(row.is_chain for row in rows)
+    input_ids = np.zeros(shape, np.int64)
+    # Padding too stays within the positions that the model has.
+    position_ids = np.broadcast_to(np.arange(length), shape).copy()
     for number, row in enumerate(rows):
         input_ids[number, : len(row)] = row.input_ids
         position_ids[number, : len(row)] = row.position_ids
-        last[number, : len(row)] = row.last
     index = join([row.index for row in rows], np.int64)
-    mine = tokens.take(index)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        last=last if branches else None,
+        last=None if is_plain else rows[0].last[None].astype(np.int64),
         rows=join([np.full(len(row.index), number) for number, row in enumerate(rows)], np.int64),
         sources=join([row.sources for row in rows], np.int64),
         index=index,
-        tokens=replace(mine, sequences=np.unique(mine.sequences, return_inverse=True)[1].astype(np.int32)),
+        tokens=tokens.take(index).renumbered(),
     )

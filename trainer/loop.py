@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from configs.schema import Config
 from rollout.events.kinds import (
     BatchAssembled,
@@ -23,11 +21,12 @@ from rollout.events.kinds import (
     nobody,
 )
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
-from trainer.advantages.credit import assign_credit, needs_scores, trainable
+from trainer.advantages.credit import Credit, assign_credit, needs_scores, no_credit, trainable
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
 from trainer.metrics import timed, to_floats
 from trainer.mini_batches import mini_batched
+from trainer.supervised.demonstrations import DemonstrationStream, beside
 from trainer.tokens import TokenSignals, TrainedTokens, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
 from trainer.tracking.recorder import RunRecorder
@@ -105,6 +104,8 @@ class TrainLoop:
     checkpointer: Checkpointer
     emit: Emit = nobody
     """Takes the events of the training."""
+    demonstrations: DemonstrationStream | None = None
+    """With algorithm.ce_coef: what is learned beside the groups."""
     _settling: asyncio.Task[None] | None = field(default=None, init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     _skipped_evaluations: int = field(default=0, init=False)
@@ -133,10 +134,10 @@ class TrainLoop:
             self._tell_batch(done, batch.groups)
             broken = broken_rollouts(batch.groups)
             if broken is None:
-                step_batch, advantages, of_credit = await self._assemble(batch.groups, global_steps, timings)
+                step_batch, credit = await self._assemble(batch.groups, global_steps, timings)
             else:
-                step_batch, of_credit = None, {}
-                advantages = [np.zeros(len(group.trajectories), np.float32) for group in batch.groups]
+                step_batch, credit = None, no_credit(batch.groups)
+            advantages = credit.advantages
             (actor, tokens), fleet = await asyncio.gather(
                 self._train(step_batch, global_steps, timings), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
@@ -151,7 +152,7 @@ class TrainLoop:
         trained = step_batch.num_trained if step_batch is not None and has_learned else 0
         metrics = {
             **of_groups,
-            **of_credit,
+            **credit.metrics,
             **actor,
             **timings,
             **fleet,
@@ -161,6 +162,7 @@ class TrainLoop:
             "perf/groups_per_second": len(batch.groups) / seconds,
             "perf/trainer_idle": 1 - actor["perf/trainer_busy_s"] / seconds,
         }
+        tokens = None if tokens is None else tokens.first(len(credit.tokens.targets))  # demonstrations follow
         step = TakenStep(done, batch.groups, advantages, metrics, tokens)
         self._settling = tasks.create_task(self._settle(step, update, tasks), name=f"settle-{done}")
 
@@ -242,8 +244,8 @@ class TrainLoop:
 
     async def _assemble(
         self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, float]
-    ) -> tuple[StepBatch, list[FloatArray], dict[str, float]]:
-        """Return the micro-batches with what every token learns, and advantages [G] per group with their metrics."""
+    ) -> tuple[StepBatch, Credit]:
+        """Return the micro-batches with what every token learns, and the credit of the groups' own."""
         algorithm, done = self.config.algorithm, global_steps + 1
         with self._part(done, StepPart.assemble, timings):
             tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
@@ -253,9 +255,12 @@ class TrainLoop:
                     scores = await self.workers.score(self._whole(groups, tokens))
         with self._part(done, StepPart.assemble, timings):
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
-            trained = trainable(groups, algorithm.mask_truncated)
-            step_batch = mini_batched(trained, credit.tokens, self.config, global_steps)
-        return step_batch, credit.advantages, credit.metrics
+            trained, tokens = trainable(groups, algorithm.mask_truncated), credit.tokens
+            if self.demonstrations is not None:
+                given = self.demonstrations.batch(global_steps, self.config.sft.per_step)
+                trained, tokens = beside(trained, tokens, given)
+            step_batch = mini_batched(trained, tokens, self.config, global_steps)
+        return step_batch, credit
 
     def _whole(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> StepBatch:
         """The micro-batches of all the tokens, to score them."""
@@ -264,7 +269,7 @@ class TrainLoop:
             groups,
             tokens,
             layout=trainer.layout,
-            num_ranks=trainer.num_ranks,
+            num_ranks=trainer.data_parallel,
             tokens_per_micro_batch=trainer.tokens_per_micro_batch,
             keep_idle=True,
         )

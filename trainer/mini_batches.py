@@ -28,20 +28,12 @@ def mini_batched(
     """
     trainer, keep_idle = config.trainer, keeps_idle(config.algorithm)
     owners = owning_groups(groups, tokens)
-    parts = split(
-        np.bincount(owners, minlength=len(groups)),
-        np.bincount(owners, keep_idle | (tokens.advantages != 0), minlength=len(groups)) > 0,
-        trainer.mini_batches,
-    )
-    weights = np.zeros_like(tokens.loss_weights)
-    for part in parts:
-        mine = np.flatnonzero(np.isin(owners, part))
-        weights[mine] = loss_weights(tokens.trajectories[mine], config)
+    parts = _parts(groups, tokens, owners, keep_idle, trainer.mini_batches)
     batch = assemble(
         groups,
-        replace(tokens, loss_weights=weights),
+        _weighted(tokens, [np.flatnonzero(np.isin(owners, part)) for part in parts], config),
         layout=trainer.layout,
-        num_ranks=trainer.num_ranks,
+        num_ranks=trainer.data_parallel,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
         keep_idle=keep_idle,
         parts=parts,
@@ -50,6 +42,38 @@ def mini_batched(
     epochs = [np.random.default_rng((config.seed, global_steps, epoch)) for epoch in range(trainer.epochs)]
     shuffled = [in_order[place] for random in epochs for place in random.permutation(len(in_order))]
     return replace(batch, optimizer_steps=tuple(shuffled))
+
+
+def _parts(
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, owners: IntArray, keep_idle: bool, num_parts: int
+) -> list[list[int]]:
+    """The groups of each part. Groups of demonstrations are split by themselves, so that every part has some."""
+    lengths = np.bincount(owners, minlength=len(groups))
+    learns = np.bincount(owners, keep_idle | tokens.is_learning, minlength=len(groups)) > 0
+    of_given = np.zeros(len(tokens.targets), np.bool_) if tokens.ce_weights is None else tokens.ce_weights != 0
+    is_given = np.bincount(owners, of_given, minlength=len(groups)) > 0
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for some in (np.flatnonzero(~is_given), np.flatnonzero(is_given)):
+        for part, mine in zip(parts, split(lengths[some], learns[some], num_parts), strict=True):
+            part += some[mine].tolist()
+    return parts
+
+
+def _weighted(tokens: TokenSignals, of_parts: Sequence[NDArray[np.integer]], config: Config) -> TokenSignals:
+    """Divide the weights of each component by what it counts of each part: those of sampled tokens as
+    algorithm.loss_aggregation says, those of the cross-entropy by the number of its tokens.
+
+    Args:
+        of_parts: the places of the tokens of each part.
+    """
+    weights = np.zeros_like(tokens.loss_weights)
+    ce_weights = None if tokens.ce_weights is None else np.zeros_like(tokens.ce_weights)
+    for part in of_parts:
+        sampled = part[tokens.loss_weights[part] != 0]
+        weights[sampled] = loss_weights(tokens.trajectories[sampled], config)
+        if ce_weights is not None and tokens.ce_weights is not None:
+            ce_weights[part] = tokens.ce_weights[part] / max(1, np.count_nonzero(tokens.ce_weights[part]))
+    return replace(tokens, loss_weights=weights, ce_weights=ce_weights)
 
 
 def owning_groups(groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> IntArray:

@@ -40,9 +40,14 @@ class TokenSignals:
     """log mu, by the policy that sampled."""
     advantages: FloatArray
     loss_weights: FloatArray
-    """An optimizer step's loss is the sum of loss_weights * loss over its tokens (`aggregation_weights`)."""
+    """An optimizer step's loss is the sum of loss_weights * loss over its tokens (`aggregation_weights`). Above 0 for a
+    token that the policy sampled, 0 for one that it was only given."""
+    ce_weights: FloatArray | None = None
+    """The same of the cross-entropy: above 0 for a token that the policy was given to learn. None: there is none."""
     selected: BoolArray | None = None
     """clip_cov and kl_cov: the tokens whose covariance stands out."""
+    teacher_logprobs: FloatArray | None = None
+    """log p_teacher at temperature 1, if a teacher has scored the tokens."""
     reference_logprobs: FloatArray | None = None
     """log pi_ref, if the algorithm needs a reference policy."""
     values: FloatArray | None = None
@@ -50,10 +55,44 @@ class TokenSignals:
     returns: FloatArray | None = None
     """The critic's targets."""
 
+    @property
+    def num_sequences(self) -> int:
+        """Of a micro-batch, in which sequences are numbered without a gap."""
+        return int(self.sequences.max(initial=-1)) + 1
+
+    @property
+    def is_learning(self) -> BoolArray:
+        """[T]: whether the token has a gradient without entropy, KL and critic."""
+        learns = self.advantages != 0
+        return learns if self.ce_weights is None else learns | (self.ce_weights != 0)
+
     def take(self, index: NDArray[np.integer]) -> Self:
         """Return the tokens at `index`."""
+        return replace(self, **{name: array[index] for name, array in self._arrays().items()})
+
+    def renumbered(self) -> Self:
+        """Number the sequences 0 .. K - 1, in their order."""
+        return replace(self, sequences=np.unique(self.sequences, return_inverse=True)[1].astype(np.int32))
+
+    def followed_by(self, others: Self, num_trajectories: int) -> Self:
+        """Return these tokens and then `others`, as one step. A signal that only one side has is 0 on the other.
+
+        Args:
+            num_trajectories: of these groups, those without a token included.
+        """
+        offsets = {"trajectories": num_trajectories, "sequences": self.sequences.max(initial=-1) + 1}
+        mine, theirs = self._arrays(), others._arrays()
+        both: dict[str, NDArray] = {}
+        for name, like in (theirs | mine).items():
+            before = mine.get(name, np.zeros(len(self.targets), like.dtype))
+            after = theirs.get(name, np.zeros(len(others.targets), like.dtype)) + offsets.get(name, 0)
+            both[name] = join([before, after], like.dtype.type)
+        return replace(self, **both)
+
+    def _arrays(self) -> dict[str, NDArray]:
+        """Those that there are, by name."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +112,10 @@ class TrainedTokens:
     def arrays(self) -> dict[str, NDArray]:
         """The fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def first(self, num_tokens: int) -> Self:
+        """Return the first tokens."""
+        return replace(self, **{name: array[:num_tokens] for name, array in self.arrays().items()})
 
     @classmethod
     def none(cls, num_tokens: int) -> Self:
@@ -94,6 +137,7 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    scores = [s.teacher_logprobs[s.loss_mask] for s in sequences if s.teacher_logprobs is not None]
     masks = [sequence.loss_mask for sequence in sequences]
     versions = join([s.token_versions()[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
     targets = join([s.response_ids[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
@@ -104,9 +148,17 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
         staleness=staleness(versions, global_steps, interval),
         steps_behind=staleness(versions, global_steps, interval=1),
         rollout_logprobs=join([s.rollout_logprobs[m] for s, m in zip(sequences, masks, strict=True)], np.float32),
+        teacher_logprobs=join(scores, np.float32) if scores and len(scores) == len(sequences) else None,
         advantages=np.zeros(len(targets), np.float32),
         loss_weights=np.zeros(len(targets), np.float32),
     )
+
+
+def given_tokens(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
+    """Return the tokens of `groups` of demonstrations, which nobody sampled, with cross-entropy weights of 1."""
+    tokens = sampled_tokens(groups, global_steps=0)
+    fresh, ones = np.zeros_like(tokens.staleness), np.ones(len(tokens.targets), np.float32)
+    return replace(tokens, staleness=fresh, steps_behind=fresh, ce_weights=ones)
 
 
 def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, horizon: int) -> FloatArray:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from configs.checks.problem import Problem
+from configs.model import LoraServing
 from configs.schema import Config
 
 SECTION = "rollout.engine_args"
@@ -43,25 +44,30 @@ OURS = {
     "nnodes": ON_ONE_MACHINE,
     "node_rank": ON_ONE_MACHINE,
     "logprobs_mode": SAMPLED,
+    "speculative_config": "set rollout.speculative",
     "logits_processors": SAMPLED,
     "worker_extension_cls": "ours receives the weight updates",
     "weight_transfer_config": "set weight_sync.transport",
     "disable_log_stats": "only `make serve` needs the statistics, and has them",
 }
 """Argument -> the key that says it, or why it cannot be given."""
-QUANTIZED = "the weights of a quantized engine cannot be updated; only serving and evaluating can have it"
-ONLY_WITHOUT_TRAINING = {"quantization": QUANTIZED, "quantization_config": QUANTIZED}
+QUANTIZED = "the weights of a quantized engine cannot be updated; training needs model.lora.serve=adapter for it"
+QUANTIZING = {"quantization": QUANTIZED, "quantization_config": QUANTIZED}
+ADAPTERS = "a run that trains says what adapters its replicas have: set model.lora"
+LORA_ARGUMENTS = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules")
+SERVING_ADAPTERS = dict.fromkeys(LORA_ARGUMENTS, ADAPTERS)
 
 
 def engine_args_problems(config: Config, trains: bool) -> Iterator[Problem]:
     """Arguments that vLLM does not have, that contradict a key of ours, or that training cannot have."""
     given = config.rollout.engine_args
     known = known_arguments() if given else frozenset[str]()
+    refused = SERVING_ADAPTERS | ({} if config.model.lora.serve is LoraServing.adapter else QUANTIZING)
     for name, value in given.items():
         if name in OURS:
             allowed = OURS[name]
-        elif trains and name in ONLY_WITHOUT_TRAINING:
-            allowed = ONLY_WITHOUT_TRAINING[name]
+        elif trains and name in refused:
+            allowed = refused[name]
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else "its documentation of EngineArgs lists them"

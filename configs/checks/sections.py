@@ -1,24 +1,33 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
 import ipaddress
+import json
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
-from configs.data import parse_sources
-from configs.model import ALL_LINEAR, LoraConfig
+from configs.data import Generated, parse_sources
+from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
-from configs.schema import Config, Device, ModelKind, PauseMode, Transport
+from configs.rollout import Speculation, SpeculativeConfig
+from configs.schema import Config, Device, DType, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
-from configs.trainer import GradientCheckpointing, LearningRateSchedule, TrainerConfig
+from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
 
 TRAIN_AND_VAL = ("train_files", "val_files")
+CONVERSATIONS = ("conversations",)
+"""What supervised fine-tuning reads: the files of sft.*."""
+MODEL_DRAFTS = (Speculation.draft_model, Speculation.eagle, Speculation.eagle3)
+TEXT_DRAFTS = (Speculation.none, Speculation.ngram, Speculation.suffix)
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
 """A copy of names in `rollout.agents.loop`: a config is checked before anything of rollout is imported."""
+TINY_HEADS = 4
+"""Of the models that `trainer.tiny.model` makes: a copy, for the same reason."""
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -39,7 +48,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
 def lora_problems(config: Config) -> Iterator[Problem]:
     lora = config.model.lora
     if lora.rank is None:
-        for key in ("alpha", "targets", "dropout"):
+        for key in ("alpha", "targets", "dropout", "serve", "served_path"):
             if getattr(lora, key) != getattr(LoraConfig(), key):
                 yield Problem(f"model.lora.{key}", "needs model.lora.rank: without it, all weights are trained")
         return
@@ -51,6 +60,15 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.lora.targets", f"{ALL_LINEAR} stands for every linear layer but the head: leave out the rest"
         )
+    if lora.serve is LoraServing.adapter:
+        if lora.rank > max(SERVED_RANKS):
+            yield Problem("model.lora.rank", f"at most {max(SERVED_RANKS)} with model.lora.serve=adapter, as in vLLM")
+        if config.device is Device.cuda and config.rollout.dtype is DType.float32:
+            allowed = "must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have no float32"
+            yield Problem("rollout.dtype", allowed)
+    elif lora.served_path is not None:
+        allowed = "needs model.lora.serve=adapter: an adapter is merged into the weights that it was trained on"
+        yield Problem("model.lora.served_path", allowed)
     if config.weight_sync.delta:
         yield Problem("weight_sync.delta", f"with model.lora.rank={lora.rank}, must be false: only the adapter travels")
 
@@ -77,12 +95,33 @@ def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Probl
 def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:
     """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
     hint = f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes"
-    for key in needed_files:
-        entries = getattr(config.data, key)
-        if entries is not None and config.data.loader is None:
-            for source in parse_sources(entries):
-                if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
-                    yield Problem(f"data.{key}", hint, str(source))
+    given = {f"data.{key}": getattr(config.data, key) for key in needed_files if key in TRAIN_AND_VAL}
+    if config.data.loader is not None:
+        given = {}
+    if learns_conversations(config, needed_files):
+        given |= {"sft.train_files": config.sft.train_files, "sft.val_files": config.sft.val_files}
+    for key, entries in given.items():
+        for source in parse_sources(entries) if entries is not None else ():
+            if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
+                yield Problem(key, hint, str(source))
+
+
+def learns_conversations(config: Config, needed_files: Sequence[str]) -> bool:
+    """Whether the command reads the files of sft.*."""
+    is_mixed = tuple(needed_files) == TRAIN_AND_VAL and config.algorithm.ce_coef != 0
+    return tuple(needed_files) == CONVERSATIONS or is_mixed
+
+
+def sft_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
+    sft, generated = config.sft, config.data.generated
+    if not learns_conversations(config, needed_files):
+        return
+    if sft.train_files is None and sft.val_files is not None:
+        yield Problem("sft.val_files", "needs sft.train_files")
+    if sft.train_files is None and generated is Generated.search_world:
+        yield Problem("sft.train_files", f"data.generated={generated.value} makes no conversations: name files")
+    if sft.train_files is None and config.data.train_files is not None:
+        yield Problem("sft.train_files", "with data.train_files, must name files: nothing is generated")
 
 
 def _harness_problems(config: Config) -> Iterator[Problem]:
@@ -133,6 +172,25 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.kv_cache_mb", "device=cpu needs a size in MiB (null is for GPUs)")
 
 
+def speculative_problems(config: Config) -> Iterator[Problem]:
+    chosen, method = config.rollout.speculative, config.rollout.speculative.method
+    if method is not Speculation.ngram:
+        for key in ("min_match", "max_match"):
+            if getattr(chosen, key) != getattr(SpeculativeConfig(), key):
+                yield Problem(f"rollout.speculative.{key}", "needs rollout.speculative.method=ngram")
+    elif chosen.min_match > chosen.max_match:
+        allowed = f"at most rollout.speculative.max_match={chosen.max_match}"
+        yield Problem("rollout.speculative.min_match", allowed)
+    if method is Speculation.none and chosen.num_tokens != SpeculativeConfig().num_tokens:
+        yield Problem("rollout.speculative.num_tokens", "needs a rollout.speculative.method")
+    if (method in MODEL_DRAFTS) != (chosen.model is not None):
+        names = ", ".join(one.value for one in MODEL_DRAFTS)
+        yield Problem("rollout.speculative.model", f"set with rollout.speculative.method={names}, and only then")
+    if config.model.lora.serve is LoraServing.adapter and method not in TEXT_DRAFTS:
+        allowed = "none, ngram or suffix with model.lora.serve=adapter: vLLM's other drafters share layers with it"
+        yield Problem("rollout.speculative.method", allowed)
+
+
 def evaluation_problems(config: Config) -> Iterator[Problem]:
     evaluation, num_replicas = config.evaluation, config.rollout.num_replicas
     if evaluation.samples > 1 and evaluation.temperature == 0:
@@ -143,12 +201,19 @@ def evaluation_problems(config: Config) -> Iterator[Problem]:
 
 def trainer_problems(config: Config) -> Iterator[Problem]:
     trainer, checkpoint, interval = config.trainer, config.checkpoint, config.weight_sync.interval
-    if trainer.prompts_per_step < trainer.num_ranks:
-        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}")
-    elif trainer.mini_batches * trainer.num_ranks > trainer.prompts_per_step:
-        most = trainer.prompts_per_step // trainer.num_ranks
+    yield from _attention_problems(config)
+    if trainer.sequence_parallel < 1 or trainer.num_ranks % trainer.sequence_parallel:
+        yield Problem("trainer.sequence_parallel", f"must divide trainer.num_ranks={trainer.num_ranks}")
+    elif trainer.prompts_per_step < trainer.data_parallel:
+        shared = "" if trainer.sequence_parallel == 1 else f" x sequence_parallel={trainer.sequence_parallel}"
+        yield Problem("trainer.num_ranks", f"at most trainer.prompts_per_step={trainer.prompts_per_step}{shared}")
+    elif trainer.mini_batches * trainer.data_parallel > trainer.prompts_per_step:
+        most = trainer.prompts_per_step // trainer.data_parallel
         groups = f"of trainer.prompts_per_step={trainer.prompts_per_step}, each has a group for every rank"
-        yield Problem("trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks})")
+        shared = "" if trainer.sequence_parallel == 1 else f", sequence_parallel={trainer.sequence_parallel}"
+        yield Problem(
+            "trainer.mini_batches", f"at most {most}: {groups} (trainer.num_ranks={trainer.num_ranks}{shared})"
+        )
     if trainer.activation_offload and trainer.gradient_checkpointing is not GradientCheckpointing.full:
         allowed = "needs trainer.gradient_checkpointing=full: the inputs of recomputed layers are what it moves"
         yield Problem("trainer.activation_offload", allowed)
@@ -160,6 +225,30 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
         if checkpoint.keep_every % checkpoint.every:
             allowed = f"must be a multiple of checkpoint.every={checkpoint.every}: no other step has a checkpoint"
             yield Problem("checkpoint.keep_every", allowed)
+
+
+def _attention_problems(config: Config) -> Iterator[Problem]:
+    trainer, num_heads = config.trainer, attention_heads(config)
+    if num_heads is not None and num_heads % max(1, trainer.sequence_parallel):
+        yield Problem("trainer.sequence_parallel", f"must divide the {num_heads} attention heads of the model")
+    if trainer.attention is AttentionKind.flex and config.device is Device.cpu:
+        yield Problem("trainer.attention", "device=cpu needs dense or varlen: flex has no gradients on CPUs")
+    if trainer.attention is AttentionKind.varlen and trainer.layout is Layout.tree:
+        yield Problem("trainer.attention", "varlen is for trainer.layout=packed or rows: trees have branches")
+
+
+def attention_heads(config: Config) -> int | None:
+    """Of queries, as the folder of the model says; None where there is none on this machine."""
+    if config.model.kind is ModelKind.tiny:
+        return TINY_HEADS
+    file = Path(config.model.path or "").expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    with suppress(ValueError):
+        model = json.loads(file.read_text(encoding="utf-8"))
+        found = model.get("text_config", model).get("num_attention_heads")
+        return found if isinstance(found, int) else None
+    return None
 
 
 def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from configs.validate import ConfigError
 WIDTH = 80
 COMMANDS = {
     "train": ("[KEY=VALUE ...]", "Trains a model by fully-async reinforcement learning."),
+    "sft": ("[KEY=VALUE ...]", "Trains a model on conversations, by supervised fine-tuning."),
     "evaluate": ("[FOLDER] [KEY=VALUE ...]", "Evaluates a model, or that of a run in FOLDER, on held-out data."),
     "serve": ("[KEY=VALUE ...]", "Serves a model over HTTP until Ctrl-C."),
 }
@@ -27,6 +28,7 @@ GROUPS = {
     "recipe": "what is learned: data, reward, algorithm, steps",
     "model": "the model; --help model lists its keys, too",
     "sizes": "what suits the machine; follows model=NAME, overrides the recipe",
+    "sft": "what suits supervised fine-tuning; follows model=NAME, too",
 }
 """Choices of many keys at once; their options are the files in configs/GROUP/."""
 RUN = "run"
@@ -61,7 +63,8 @@ class Help:
             "Groups: GROUP=OPTION sets many keys at once (* is what this line chooses)",
         ]
         for group in GROUPS:
-            lines += ["", *self._group(group)]
+            if group != "sft" or self.command == "sft":
+                lines += ["", *self._group(group)]
         lines += ["", "Sections: SECTION.KEY=VALUE sets one key (run: KEY=VALUE)", ""]
         lines += [f"  {name:<12} {about}" for name, about in sections().items()]
         return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from configs.cli.arguments import parsed
 from configs.cli.peers import Equivalent, equivalents
 from configs.validate import ConfigError
 
-RENAMED_VALUES = {("trainer.layout", "shared_prompt"): "tree"}
+RENAMED_VALUES = {("trainer.layout", "shared_prompt"): "tree", ("trainer.layout", "padded"): "packed"}
 """(key, former value) -> what it is called now."""
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest
+from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
 from weight_sync.protocol import Manifest, WeightTag
 
 
@@ -32,8 +32,20 @@ class EngineSpec:
     prefill_grace_s: float = 5.0
     max_position_embeddings: int | None = None
     """Replaces the value in the model's config, which bounds max_model_len; None keeps it."""
+    adapter: "ServedAdapter | None" = None
+    """Updates bring an adapter, which the engine computes beside the weights that it loaded."""
+    speculative: Mapping[str, Any] | None = None
+    """What vLLM takes for `speculative_config`. With it, `gauges` count drafted and accepted tokens."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's own arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapter:
+    max_rank: int
+    """Of those that the engine has kernels for."""
+    layers: tuple[str, ...] | None
+    """Ends of the names of the layers that may have one; None: any."""
 
 
 class EngineDiedError(RuntimeError):
@@ -59,6 +71,11 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Waits while the engine is held or full. Cancelling the call aborts the request. An aborted request answers
         with the tokens it has, none if it never ran, and finish_reason "abort"."""
+        ...
+
+    async def score(self, token_ids: IntArray, name: str) -> FloatArray:
+        """[L] -> [L - 1]: log-probabilities at temperature 1 of all tokens but the first, each after those before it.
+        Waits as `generate` does. Raises RuntimeError where the request `name` is aborted."""
         ...
 
     async def abort(self, names: Collection[str] | None) -> list[str]:
@@ -119,7 +136,8 @@ class Engine(Protocol):
 
     def gauges(self) -> dict[str, float]:
         """At least `engine_requests` (requests that began in the engine; one that began twice counts twice),
-        `running_requests`, `waiting_requests`, and `restarted_requests` where a request can begin twice."""
+        `running_requests`, `waiting_requests`, `restarted_requests` where a request can begin twice, and
+        `drafted_tokens` and `accepted_tokens` of speculative decoding where there is some."""
         ...
 
     def shutdown(self) -> None: ...

@@ -139,6 +139,27 @@ class GroupMoved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringStarted(Event):
+    """The group is complete, and the teacher is asked for its logprobs."""
+
+    is_frequent: ClassVar[bool] = True
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringEnded(Event):
+    """The teacher has scored the group, or failed."""
+
+    is_frequent: ClassVar[bool] = True
+    ordinal: int
+    replica: str | None
+    """The teacher's that scored it; None where none did."""
+    num_tokens: int
+    """That it read, prompts included."""
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReady(Event):
     """The group is in the buffer, complete, and waits for the trainer."""
 

@@ -175,7 +175,11 @@ class FleetControl:
         idle = 1 - (totals["busy_s"] - self._last_busy_s) / (seconds * max(1, len(self._fleet.running)))
         tokens = totals["tokens"] - self._last_tokens
         self._last_time, self._last_busy_s, self._last_tokens = read_at, totals["busy_s"], totals["tokens"]
+        speculation = {}
+        if drafted := totals["drafted_tokens"]:
+            speculation["rollout/spec_acceptance"] = totals["accepted_tokens"] / drafted
         return {
+            **speculation,
             **self._fleet.router.gauges(),
             **self._fleet.gauges(),
             **{f"rollout/{name}": totals[name] for name in ("engine_requests", "aborted", "continued")},

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from configs.runtime.deadline import within
 from rollout.errors import TooFewReplicasError
@@ -22,6 +23,20 @@ CAN_SERVE = (ReplicaState.SYNCING, ReplicaState.READY, ReplicaState.STALE)
 
 class NoProgressError(RuntimeError):
     """A replica could not report its progress. The message names it, the cause says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetKind:
+    """What the replicas of a fleet are called, and the section of the config that has its limits.
+
+    Example: FleetKind("teacher", "teacher") has teacher-0, teacher-1 and teacher.min_replicas.
+    """
+
+    name: str = "replica"
+    section: str = "rollout"
+
+
+POLICY = FleetKind()
 
 
 class ReplicaFleet:
@@ -43,13 +58,14 @@ class ReplicaFleet:
         *,
         serving: int | None = None,
         max_replacements: int = 0,
+        kind: FleetKind = POLICY,
         progress: Progress | None = None,
         answer_timeout_s: float = 5.0,
         events: DriverEvents = NO_EVENTS,
     ):
         """`report`: called whenever a replica leaves or comes. `serving`: version that the replicas
         serve already; None routes nothing to them before their first update. `events`: takes those of the replicas,
-        which come with their progress."""
+        which come with their progress. `kind`: whose replicas they are."""
         self.router = router
         self.progress = progress or Progress()
         self.answer_timeout_s = answer_timeout_s
@@ -59,6 +75,7 @@ class ReplicaFleet:
         self._events = events
         self.report = report
         self._max_replacements = self._replacements_left = max_replacements
+        self._kind = kind
         self.lives: dict[str, Lifecycle] = {}
         """State of every replica by name, dead ones included."""
         self.reasons: dict[str, str] = {}
@@ -111,7 +128,7 @@ class ReplicaFleet:
 
     def want(self) -> str:
         """Ask for one more replica. Returns the name under which it is to be started."""
-        name = f"replica-{self._next_number}"
+        name = f"{self._kind.name}-{self._next_number}"
         self._next_number += 1
         self.lives[name] = Lifecycle(name)
         self.router.expect(name, RuntimeError("starting"))
@@ -216,9 +233,10 @@ class ReplicaFleet:
         states = [life.state for life in self.lives.values()]
         coming = states.count(ReplicaState.STARTING) + states.count(ReplicaState.SYNCING)
         if in_service + coming < self._min_replicas:
-            left = f"{in_service} replicas are left in service, rollout.min_replicas={self._min_replicas}"
+            section = self._kind.section
+            left = f"{in_service} replicas are left in service, {section}.min_replicas={self._min_replicas}"
             if self._max_replacements:
-                left += f", and rollout.max_replacements={self._max_replacements} are used up"
+                left += f", and {section}.max_replacements={self._max_replacements} are used up"
             raise TooFewReplicasError(f"{left}: {cause}") from cause
 
     def _require_spare(self, name: str) -> None:

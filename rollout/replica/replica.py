@@ -1,11 +1,12 @@
 """A rollout replica: one engine, its state, and its counters. `replica_group.py` puts it into Ray."""
 
 import asyncio
+import itertools
 import math
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from rollout.replica.pause import PauseControl
 from rollout.replica.progress_log import ProgressLog
 from rollout.replica.sampled_log import SampledLog
 from rollout.request_ids import RequestId
-from rollout.types import EMPTY, Completion, GenerationRequest
+from rollout.types import EMPTY, Completion, FloatArray, GenerationRequest, IntArray
 from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
 Swap = Callable[[], Awaitable[list[WeightTag]]]
@@ -72,6 +73,7 @@ class RolloutReplica:
         self._sampled = sampled
         self._events = events
         self._load_told = -math.inf
+        self._scored = itertools.count()
         self._commit_task: asyncio.Task[CommitReport] | None = None
         self.global_steps = -1
         """Tag of the weights it serves; -1 before the first update, which must come before any request."""
@@ -86,9 +88,23 @@ class RolloutReplica:
             for task in tasks:  # nobody waits for the others after an error or a cancellation
                 task.cancel()
 
-    async def _generate(self, request: GenerationRequest) -> Completion:
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Of each sequence [L], the log-probabilities [L - 1] of its tokens but the first, at temperature 1."""
+        self._require_weights()
+        names = [f"score-{next(self._scored)}" for _ in sequences]
+        tasks = [asyncio.create_task(self._engine.score(*one)) for one in zip(sequences, names, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _require_weights(self) -> None:
         if self.global_steps < 0:
             raise RuntimeError(f"replica {self.name} has no weights yet: update_weights comes first")
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        self._require_weights()
         self._counters["trajectories"] += 1
         self._log.begin(request)
         began = self._turn_starts(request)

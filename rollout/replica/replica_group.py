@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache, wraps
 from pathlib import Path
 from types import CoroutineType
@@ -26,7 +26,7 @@ from rollout.replica.processes import end_descendants_with_this, is_stopped, kil
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
 from rollout.sampled import new_record
-from rollout.types import Completion, GenerationRequest
+from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
 from weight_sync.protocol import Manifest
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ LOOPBACK = "127.0.0.1"
 CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # which drafts n-grams, and sets the number of OpenMP's threads to its own
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 # Saves seconds at the first request with logprobs, where nothing else is compiled.
@@ -105,6 +106,11 @@ class ReplicaActor:
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Callers use `ReplicaClient.generate_group`."""
         return await self._replica.generate_group(requests)
+
+    @carries_errors
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Callers use `ReplicaClient.score`."""
+        return await self._replica.score(sequences)
 
     @ray.method(concurrency_group="control")
     async def control(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any, **kwargs: Any) -> R:

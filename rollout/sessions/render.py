@@ -94,6 +94,34 @@ class Renderer:
         rendered = self._template.render(messages, tools, options, generation_prompt=True)
         return self._control_tokens.encode(rendered.text, rendered.mark)
 
+    def answer(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids with which the model would say the last of the messages, an assistant's, after a prompt of those
+        before it: what the template writes of it, up to the token that ends its turn, or with the one that would.
+
+        Raises:
+            TemplateRefusalError: the template does not write the message after its generation prompt, leaves out its
+                calls, or writes nothing that would end it.
+            ValueError: as `ChatTemplate.render` does.
+        """
+        *before, message = messages
+        asked = self._template.render(before, tools, options, generation_prompt=True)
+        told = self._template.render(messages, tools, options, generation_prompt=False)
+        prompt = asked.text.replace(asked.mark, told.mark) if asked.mark else asked.text
+        if not told.text.startswith(prompt):
+            raise TemplateRefusalError(
+                "the chat template does not write the assistant's message after its generation prompt"
+            )
+        said = told.text[len(prompt) :]
+        if any(call.name not in said for call in message.tool_calls):
+            raise TemplateRefusalError("the chat template does not write the calls of the assistant's message")
+        following = Message(role=Role.tool, call_id=message.tool_calls[0].call_id) if message.tool_calls else _USER
+        if (end := self._end_before(following, message.tool_calls) or self._control_tokens.last(said)) is None:
+            raise TemplateRefusalError("the chat template writes no token that ends the assistant's message")
+        said = said[: said.rindex(end)] if end in said else said
+        return self._control_tokens.encode_after(end, said, told.mark) + [self._control_tokens.ids[end]]
+
     def bridge(
         self,
         parent: Parent,
@@ -246,13 +274,17 @@ class Renderer:
         """The control tokens that end an answer before a user's turn and before a tool's."""
         for role in (Role.user, Role.tool):
             message = Message(role=role, content="What comes next.", call_id="call" if role is Role.tool else None)
-            neighbours = self._neighbours((), [message])
-            if neighbours is None or neighbours.end_depends:
-                continue
-            written, following = neighbours.turn_end, neighbours.next_turn
-            end = self._control_tokens.last(written) or self._control_tokens.at_start(following)
+            end = self._end_before(message)
             if end is not None:
                 yield end
+
+    def _end_before(self, message: Message, calls: Sequence[ToolCall] = ()) -> str | None:
+        """The control token that ends an answer, with these calls, before the message; None where that depends."""
+        neighbours = self._neighbours(calls, [message])
+        if neighbours is None or neighbours.end_depends:
+            return None
+        written, following = neighbours.turn_end, neighbours.next_turn
+        return self._control_tokens.last(written) or self._control_tokens.at_start(following)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError
 from rollout.engines.usage import Usage
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, VersionSpan
+from rollout.types import Completion, FloatArray, GenerationRequest, IntArray, VersionSpan
 from weight_sync.protocol import Manifest, WeightTag
 
 
@@ -98,6 +98,26 @@ class SimulatedEngine:
         finally:
             self._running.pop(name, None)
             self.admission.leave(name)
+
+    async def score(self, token_ids: IntArray, name: str) -> FloatArray:
+        """Takes as long as one token, and is as certain of all of them as it is of its own."""
+        self.usage.change(+1)
+        try:
+            if not await self.admission.enter(name):
+                raise RuntimeError(f"the scoring {name} was aborted")
+            self._num_submitted += 1
+            self.admission.submitted(name)
+            await self._may_step.wait()
+            step = asyncio.ensure_future(self._sleep(self._step_s))
+            await asyncio.wait({step, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            step.cancel()
+            if self._death.done():
+                raise self._death.result()
+            self.usage.tokens += 1
+            return np.zeros(len(token_ids) - 1, np.float32)
+        finally:
+            self.admission.leave(name)
+            self.usage.change(-1)
 
     def _start(self, request: GenerationRequest) -> SimulatedSequence:
         length, limit = self._length_of(request), request.sampling.max_tokens

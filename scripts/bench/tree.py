@@ -1,4 +1,4 @@
-"""What trainer.layout=tree saves: tokens computed and seconds of forward and backward, over a padded row per sequence.
+"""What trainer.layout=tree saves: tokens computed and seconds of forward and backward, over a row per sequence.
 
 python -m scripts.bench.tree [--repeats 5] [--turns 8] [--group-size 8] [--turn-tokens 16] [--width 256] [--layers 3]
 
@@ -41,7 +41,7 @@ from trainer.tokens import sampled_tokens
 from trainer.worker.model import Policy
 
 WORKLOADS = ("linear", "branches", "nothing")
-LAYOUTS = {"tree": Layout.tree, "rows": Layout.padded}
+LAYOUTS = {"tree": Layout.tree, "rows": Layout.rows}
 SHARED = 3
 """A prompt has so many times the tokens of all turns."""
 CPU = torch.device("cpu")

@@ -24,6 +24,7 @@ class Numbers:
     zero_variance: float | None = None
     cut: float | None = None
     ess: float | None = None
+    ce_loss: float | None = None
     waiting: float | None = None
     """Requests that wait for a seat in an engine, the mean of all replicas."""
     kv_usage: float | None = None
@@ -68,6 +69,13 @@ RULES: tuple[Rule, ...] = (
         lambda n: (
             f"{n.skipped:.0f} of the last {n.steps} steps broke with NaN or infinity: lower trainer.lr, "
             "or look into bad_batches/."
+        ),
+    ),
+    Rule(
+        "supervised",
+        lambda n: n.ce_loss is not None and n.replica_idle is None,
+        lambda n: (
+            f"Supervised: the mean loss of the last {n.steps} steps is {n.ce_loss:.4f}, at {n.step_s:.2f} s a step."
         ),
     ),
     Rule(
@@ -209,6 +217,7 @@ def gather(
         zero_variance=mean("rollout/zero_variance_groups"),
         cut=mean("response_length/clip_ratio"),
         ess=mean("actor/ess"),
+        ce_loss=mean("actor/ce_loss"),
         waiting=mean("waiting", loads),
         kv_usage=mean("kv_usage", loads),
         skipped=grown("actor/skipped_steps"),

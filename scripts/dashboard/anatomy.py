@@ -3,6 +3,7 @@
 Of a run with events every phase is known; of an older one only when each episode ran and how long its reward took.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,14 +29,14 @@ def anatomy(window: Window, number: int) -> dict[str, Any]:
     """Of a step of a run with events. Times are seconds since the start of the step; those before it are negative.
 
     `groups`: the latest ready first, each with `claimed`, `ready` and `trajectories`; a trajectory has `bars` of
-    [kind, start, end, version], kind being wait, turn, tool or reward. `critical`: [ordinal, episode] of what was
-    waited for.
+    [kind, start, end, version], kind being wait, turn, tool or reward. `critical`: [ordinal, episode] of what the step
+    waited for, None where all was ready before it began.
     """
     view, step = window.view, window.view.steps[number]
     zero = step.start if step.start is not None else window.since
     groups = [view.groups[ordinal] for ordinal in step.ordinals if ordinal in view.groups]
     groups.sort(key=lambda group: group.ready or 0.0, reverse=True)
-    critical = _latest(groups[0].trajectories.values()) if groups else None
+    critical = _latest(groups[0].trajectories.values()) if groups and _waited(step, groups[0]) else None
     return {
         "source": "events",
         "zero": zero,
@@ -94,19 +95,27 @@ def _bars(view: RunView, trajectory: TrajectoryView, zero: float, until: float) 
     return sorted(bars, key=lambda bar: bar[1])
 
 
+def _waited(step: StepView, last: GroupView) -> bool:
+    """Whether the step waited for the group, the last of its batch to be ready."""
+    wait = next((span for part, span in step.parts if part == "wait"), None)
+    return wait is not None and (last.ready or 0.0) > wait.start
+
+
 def _why(step: StepView, groups: list[GroupView], critical: TrajectoryView | None) -> str:
     """A sentence with the longest part of the step and, where it waited, for what."""
-    parts = {part: (span.end or span.start) - span.start for part, span in step.parts}
-    if not parts:
+    parts: defaultdict[str, float] = defaultdict(float)
+    for part, span in step.parts:  # a step has several of a kind: it waits for the update before, and publishes
+        parts[part] += (span.end or span.start) - span.start
+    if not parts or step.start is None:
         return "the events have no parts of this step"
     longest = max(parts, key=lambda part: parts[part])
-    total = sum(parts.values())
+    total = max(span.end or span.start for _, span in step.parts) - step.start
     text = f"Step {step.global_steps} took {total:.2f} s, {parts[longest]:.2f} s of it {PARTS[longest]}."
-    wait = next((span for part, span in step.parts if part == "wait"), None)
-    if not groups or critical is None or wait is None or (groups[0].ready or 0.0) <= wait.start:
+    if critical is None:
         return text + " Its groups were ready before it began." if groups else text
     last = groups[0]
     turns = sum((turn.end or turn.start) - turn.start for turn in critical.turns)
+    first = sum((turn.first_token or turn.start) - turn.start for turn in critical.turns)
     tools = sum((tool.end or tool.start) - tool.start for tool in critical.tools)
     reward = critical.reward_span
     scored = 0.0 if reward is None else (reward.end or reward.start) - reward.start
@@ -115,7 +124,8 @@ def _why(step: StepView, groups: list[GroupView], critical: TrajectoryView | Non
     )
     return (
         f"{text} The last group to be ready was of prompt {last.ordinal}{claimed}; its last episode "
-        f"{critical.episode} spent {turns:.2f} s at replicas, {tools:.2f} s in tools, {scored:.2f} s on its reward."
+        f"{critical.episode} spent {turns:.2f} s at replicas, {first:.2f} s of it until first tokens, "
+        f"{tools:.2f} s in tools, {scored:.2f} s on its reward."
     )
 
 

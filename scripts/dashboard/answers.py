@@ -20,6 +20,7 @@ from trainer.tracking.sinks import METRICS_FILE
 
 PULSE_KEYS = (
     *("critic/rewards/mean", "eval/accuracy", "actor/entropy", "actor/ess", "actor/pg_clipfrac"),
+    *("actor/ce_loss", "eval/ce_loss"),
     *("perf/throughput/generated", "perf/throughput/trained", "perf/trainer_idle", "perf/replica_idle"),
     *("staleness/mean", "staleness/max", "rollout/inflight_groups", "rollout/ready_groups", "rollout/free_slots"),
     *("weight_sync/pause_ms", "weight_sync/swap_ms", "response_length/mean", "response_length/max"),
@@ -252,11 +253,12 @@ class Answers:
     # -- config and logs -----------------------------------------------------------------------------------------------
 
     def config(self, run: str) -> dict[str, Any]:
-        """Texts of config.yaml and summary.json, and the logs that there are, with their bytes."""
+        """Texts of config.yaml and summary.json, values by key, and the logs that there are, with their bytes."""
         folder = self.folder(run)
         return {
             "folder": str(folder),
             "config": _text(folder / CONFIG_FILE),
+            "keys": {key: shortened(str(value)) for key, value in flat_config(folder).items()},
             "summary": _text(folder / SUMMARY_FILE),
             "logs": [[name, path.stat().st_size] for name, path in self._logs(run).items()],
         }

@@ -38,13 +38,13 @@ def flat_config(folder: Path) -> dict[str, Any]:
         given = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
     except (OSError, OmegaConfBaseException, YAMLError, UnicodeDecodeError):
         return {}
-    sections = given.items() if isinstance(given, dict) else ()
-    return {
-        f"{section}.{key}": value
-        for section, values in sections
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
+    found: dict[str, Any] = {}
+    for section, values in given.items() if isinstance(given, dict) else ():
+        if isinstance(values, dict):
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            found[str(section)] = values
+    return found
 
 
 def newest_run(root: Path) -> Path:

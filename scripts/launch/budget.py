@@ -35,7 +35,8 @@ def memory_parts(config: Config, shape: ModelShape | None, device: str, machine:
         return {"memory": "unknown: no safetensors of the model are on this machine"}
     rank, worker = of_rank(config, shape, device), of_replica_worker(config, shape, device, machine.gpu)
     parts = {"memory": f"{shape.num_parameters / 1e6:,.1f}M parameters; libraries come on top, about 1 GB each process"}
-    for name, memory in (("per_rank", rank), ("per_worker", worker)):
+    of_replicas = [("per_worker", worker)] if config.rollout.num_replicas else []
+    for name, memory in [("per_rank", rank), *of_replicas]:
         if memory.device:
             of_gpu = "" if machine.gpu is None else f" of {shown(machine.gpu)}"
             parts[name] = f"GPU {shown(total(memory.device))}{of_gpu}: {listed(memory.device)}"
@@ -44,7 +45,7 @@ def memory_parts(config: Config, shape: ModelShape | None, device: str, machine:
             parts[name] = f"{parts[name]}; {host}" if name in parts else host
     if shape.layer is None:
         parts["per_rank"] += "; activations are not known for this architecture"
-    if (tokens := kv_tokens(config, shape, worker)) is not None:
+    if of_replicas and (tokens := kv_tokens(config, shape, worker)) is not None:
         parts["per_worker"] += f"; KV cache for {tokens:,} tokens"
     if (shared := shared_bytes(config, shape)) > 0:
         free = "" if machine.shared is None else f", {shown(machine.shared)} free here"

@@ -20,6 +20,7 @@ from configs.runtime.deadline import within
 from configs.schema import Config, Device
 from configs.validate import ConfigError
 from rollout.replica.replica_group import manifest_ref
+from scripts.launch.placement import num_teachers
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
 LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
@@ -49,13 +50,14 @@ def without_trainer(config: Config) -> Config:
 
 def needed_resources(config: Config, device: str) -> dict[str, int]:
     """What the actors of a run claim, and one CPU for the tasks that make models."""
-    rollout, trainer = config.rollout, config.trainer
+    rollout, trainer, teachers = config.rollout, config.trainer, num_teachers(config)
     gpus = 0
     if device == "cuda":
         per_replica = rollout.tensor_parallel_size * rollout.data_parallel_size
         per_gpu = math.floor(1 / config.gpu_share)  # no process of a shared GPU is on two GPUs
-        gpus = math.ceil((rollout.num_replicas * per_replica + trainer.num_ranks) / per_gpu)
-    cpus = rollout.num_replicas + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
+        of_teacher = teachers * config.teacher.tensor_parallel_size
+        gpus = math.ceil((rollout.num_replicas * per_replica + trainer.num_ranks + of_teacher) / per_gpu)
+    cpus = rollout.num_replicas + teachers + trainer.num_ranks + math.ceil(0.1 * rollout.num_agent_workers) + 1
     return {"CPU": cpus, "GPU": gpus}
 
 
@@ -84,10 +86,15 @@ async def cluster(config: Config, device: str) -> AsyncIterator[None]:
         offered = ray.cluster_resources()
         for resource, count in needed.items():
             if offered.get(resource, 0) < count:
+                of_teacher = (
+                    f", teacher.num_replicas={config.teacher.num_replicas} x teacher.tensor_parallel_size="
+                    f"{config.teacher.tensor_parallel_size}"
+                )
                 raise ConfigError(
                     f"rollout.num_replicas={config.rollout.num_replicas} x rollout.tensor_parallel_size="
                     f"{config.rollout.tensor_parallel_size} x rollout.data_parallel_size="
-                    f"{config.rollout.data_parallel_size} and trainer.num_ranks={config.trainer.num_ranks} need "
+                    f"{config.rollout.data_parallel_size}{of_teacher if num_teachers(config) else ''} and "
+                    f"trainer.num_ranks={config.trainer.num_ranks} need "
                     f"{count} {resource}s with gpu_share={config.gpu_share:g}; "
                     f"the cluster has {offered.get(resource, 0):g}"
                 )

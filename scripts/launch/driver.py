@@ -19,6 +19,7 @@ from rollout.fleet.operator import FleetOperator
 from rollout.prompts import PromptStream
 from rollout.rollouter import GroupRunner, Rollouter
 from rollout.router import ReplicaRouter, max_inflight
+from rollout.teacher.teacher import Teacher
 from rollout.types import Prompt, SamplingParams
 
 
@@ -77,6 +78,7 @@ def make_rollouter(
     fleet: ReplicaFleet,
     global_steps: int,
     updating: asyncio.Lock,
+    teacher: Teacher | None = None,
     emit: Emit = nobody,
 ) -> Rollouter:
     """`global_steps`: optimizer steps taken before. `updating` is held while replicas change their version."""
@@ -92,6 +94,7 @@ def make_rollouter(
         sampling=training_sampling(config),
         group_size=config.algorithm.group_size,
         group_timeout_s=config.rollout.group_timeout_s,
+        teacher=teacher,
         replayable=is_replayable(config),
     )
 

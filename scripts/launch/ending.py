@@ -35,6 +35,7 @@ class CommandLine:
     """The interpreter of this process."""
     folder: Path
     """The current one, in which its commands are to be typed."""
+    command: str = "train"
 
     @classmethod
     def of(cls, run_dir: Path) -> "CommandLine":
@@ -46,6 +47,7 @@ class CommandLine:
             sizes=hydra.runtime.choices["sizes"],
             python=Path(sys.executable),
             folder=Path.cwd(),
+            command=hydra.job.config_name or "train",
         )
 
     def shown(self, path: Path) -> str:
@@ -55,10 +57,10 @@ class CommandLine:
     def module(self, name: str, *words: str) -> str:
         return shlex.join([self.shown(self.python), "-m", f"scripts.{name}", *words])
 
-    def train(self, *more: str) -> str:
-        """The same training with other words at its end, which replace those of the same keys."""
+    def again(self, *more: str) -> str:
+        """The same command with other words at its end, which replace those of the same keys."""
         replaced = {"resume", *map(_key, more)}
-        return self.module("train", *(one for one in self.overrides if _key(one) not in replaced), *more)
+        return self.module(self.command, *(one for one in self.overrides if _key(one) not in replaced), *more)
 
     def serve(self) -> str:
         """The command that serves what was trained."""
@@ -83,7 +85,7 @@ def ending(summary: dict[str, Any], given: CommandLine, offline_project: str | N
             "evaluate": given.module("evaluate", given.shown(run_dir)),
             "export": given.module("export_hf", given.shown(run_dir), f"{given.shown(run_dir)}/exported"),
             "serve": given.serve(),
-            "train longer": given.train(*longer),
+            "train longer": given.again(*longer),
         }
     if offline_project is not None:
         rows["wandb view"] = given.module("wandb_view", offline_project)
@@ -91,14 +93,36 @@ def ending(summary: dict[str, Any], given: CommandLine, offline_project: str | N
     return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in rows.items())])
 
 
+def supervised_ending(summary: dict[str, Any], given: CommandLine) -> str:
+    """What a supervised run that reached its last step says."""
+    checkpoint = CheckpointStore(given.run_dir / CHECKPOINTS).newest_saved()
+    path = override("model.path", given.shown(given.run_dir))
+    kept = [one for one in given.overrides if _key(one) in ("recipe", "device", "gpu_share")]
+    rows = {
+        "checkpoint": "none was saved (checkpoint.every=0)" if checkpoint is None else given.shown(checkpoint),
+        "all files": given.shown(given.run_dir),
+    }
+    if checkpoint is not None:
+        chosen = [*kept, "model=hf", f"sizes={given.sizes}", path]
+        rows |= {
+            "evaluate": given.module("evaluate", given.shown(given.run_dir)),
+            "export": given.module("export_hf", given.shown(given.run_dir), f"{given.shown(given.run_dir)}/exported"),
+            "then RL": given.module("train", *chosen),
+        }
+    before, after = summary["val_loss_before"], summary["val_loss_after"]
+    losses = "" if before is None else f"validation loss {before:.3f} -> {after:.3f} "
+    head = f"finished: {losses}after {summary['steps']} steps, in {summary['seconds']:.0f} s"
+    return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in rows.items())])
+
+
 def stopped(given: CommandLine) -> str:
     """What a run says that Ctrl-C or SIGTERM has ended: the one command that goes on."""
     head = f"stopped; what was logged is in {given.shown(given.run_dir)}"
     checkpoint = CheckpointStore(given.run_dir / CHECKPOINTS).newest_saved()
-    in_place = given.train(override("hydra.run.dir", given.shown(given.run_dir)), "resume=auto")
+    in_place = given.again(override("hydra.run.dir", given.shown(given.run_dir)), "resume=auto")
     if checkpoint is not None:
         return f"{head}\nto go on from step {int(checkpoint.name.removeprefix('step_'))}:\n  {in_place}"
-    again = in_place if "resume=auto" in given.overrides else given.module("train", *given.overrides)
+    again = in_place if "resume=auto" in given.overrides else given.module(given.command, *given.overrides)
     return f"{head}\nno checkpoint was saved yet; to start again:\n  {again}"
 
 

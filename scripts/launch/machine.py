@@ -89,7 +89,8 @@ def _needs(config: Config, shape: ModelShape, device: str, machine: Machine) -> 
             yield _Need("a GPU of a rank and a replica needs", (*rank.device, *worker.device), machine.gpu)
         else:
             yield _Need("a train worker's GPU needs", rank.device, machine.gpu)
-            yield _Need("a replica's GPU needs", worker.device, machine.gpu)
+            if num_workers:
+                yield _Need("a replica's GPU needs", worker.device, machine.gpu)
     if machine.host is not None:
         shared = Part("weights in shared memory", in_shared_memory(config, shape), "weight_sync.transport")
         on_host = [*_times(num_ranks, rank.host), *_times(num_workers, worker.host), shared]

@@ -6,6 +6,7 @@ What Python and the libraries take comes on top: about 0.5 GB of host memory and
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from configs.model import LoraServing
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
 from scripts.launch.model_shape import LayerShape, ModelShape
@@ -50,14 +51,14 @@ def of_rank(config: Config, shape: ModelShape, device: str) -> Memory:
 
 def of_replica_worker(config: Config, shape: ModelShape, device: str, gpu_bytes: float | None = None) -> Memory:
     """Of one of the workers of a vLLM engine. `gpu_bytes`: of a GPU, for what vLLM takes of it."""
-    rollout, staging = config.rollout, config.weight_sync.staging
+    rollout, staging, is_merged = config.rollout, config.weight_sync.staging, _travels_whole(config)
     weights = shape.num_parameters * NUM_BYTES[rollout.dtype]
     of_worker = Part("weights", weights / rollout.tensor_parallel_size, "rollout.tensor_parallel_size")
     on_device, on_host = [of_worker], []
     copy = Part("staging", of_worker.num_bytes, "weight_sync.staging")
-    if staging is not Staging.none:
+    if staging is not Staging.none and is_merged:
         (on_device if staging is Staging.device else on_host).append(copy)
-    if config.model.lora.rank is not None:
+    if config.model.lora.rank is not None and is_merged:
         on_host.append(Part("what adapters are merged into", weights, "model.lora.rank"))
     if config.weight_sync.delta:
         on_host.append(Part("the version before", weights, "weight_sync.delta"))
@@ -71,9 +72,15 @@ def of_replica_worker(config: Config, shape: ModelShape, device: str, gpu_bytes:
 
 def in_shared_memory(config: Config, shape: ModelShape) -> float:
     """Of the machine, once."""
-    if config.weight_sync.transport is not Transport.shared_memory:
+    if config.weight_sync.transport is not Transport.shared_memory or not _travels_whole(config):
         return 0
     return shape.num_parameters * NUM_BYTES[config.rollout.dtype]
+
+
+def _travels_whole(config: Config) -> bool:
+    """Whether replicas get all weights, at least once: not where there are none, or they load them themselves and are
+    sent an adapter only."""
+    return config.rollout.num_replicas > 0 and config.model.lora.serve is LoraServing.merged
 
 
 def kv_tokens(config: Config, shape: ModelShape, memory: Memory) -> int | None:
@@ -130,7 +137,9 @@ def _advice_for_activations(config: Config) -> str:
 
 
 def _row(config: Config) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    """Tokens of the longest sequence."""
+    sampled = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return max(sampled, config.sft.max_tokens or 0) if config.algorithm.ce_coef else sampled
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> float | None:
@@ -148,7 +157,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> float | None:
             of_layers = whole + (2 if trainer.activation_offload else shape.num_layers) * of_input
     flowing = (2 * layer.feed_forward + 3 * layer.hidden) * width  # the gradients in the layer at work
     last = layer.hidden * (width + 2 * FLOAT32)  # what the final norm keeps, and the gradient of the states
-    return max(trainer.tokens_per_micro_batch, _row(config)) * (of_layers + flowing + last)
+    return max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel * (of_layers + flowing + last)
 
 
 def layer_bytes(layer: LayerShape, width: int) -> float:
@@ -188,7 +197,7 @@ def _of_rank_on_host(config: Config, shape: ModelShape) -> Iterator[Part]:
     if trainer.optimizer_on_host:
         yield Part("moments", 2 * num_trained * FLOAT32 / trainer.num_ranks, "trainer.num_ranks")
     if trainer.activation_offload and shape.layer is not None:
-        tokens = max(trainer.tokens_per_micro_batch, _row(config))
+        tokens = max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel
         inputs = shape.num_layers * shape.layer.hidden * NUM_BYTES[trainer.dtype]
         yield Part("offloaded activations", tokens * inputs, "trainer.tokens_per_micro_batch")
     if config.checkpoint.every > 0:

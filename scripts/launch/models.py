@@ -5,7 +5,8 @@ Models are made and exported in Ray tasks, so that the driver needs no torch.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import ray
 
 from configs.checkpoint import is_checkpoint
 from configs.data import Generated
+from configs.model import ALL_LINEAR, SERVED_RANKS, LoraServing
+from configs.rollout import Speculation, SpeculativeConfig
 from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.runtime.dotted import find
@@ -21,7 +24,7 @@ from configs.validate import ConfigError
 from rollout.agents.solver import TOOLS
 from rollout.data import arithmetic, calculator, search_world
 from rollout.data.arithmetic import Problem
-from rollout.engines.base import EngineSpec
+from rollout.engines.base import EngineSpec, ServedAdapter
 from rollout.search.world import Question, World
 from scripts.export_hf import checkpoint_at, export
 from trainer.checkpoint.store import CheckpointError
@@ -60,8 +63,37 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         enforce_eager=rollout.enforce_eager,
         staging_on_device=config.weight_sync.staging is Staging.device,
         prefill_grace_s=config.weight_sync.prefill_grace_s,
+        speculative=_speculative(rollout.speculative),
         engine_args=rollout.engine_args,
     )
+
+
+def _speculative(chosen: SpeculativeConfig) -> dict[str, Any] | None:
+    """In vLLM's words."""
+    method = {"method": chosen.method.value, "num_speculative_tokens": chosen.num_tokens}
+    match chosen.method:
+        case Speculation.none:
+            return None
+        case Speculation.ngram:
+            return method | {"prompt_lookup_min": chosen.min_match, "prompt_lookup_max": chosen.max_match}
+        case Speculation.draft_model | Speculation.eagle | Speculation.eagle3:
+            return method | {"model": chosen.model}
+        case Speculation.suffix | Speculation.mtp:
+            return method
+
+
+def serves_adapter(config: Config) -> bool:
+    """Whether replicas compute an adapter beside weights that they load themselves."""
+    return config.model.lora.serve is LoraServing.adapter
+
+
+def adapter_spec(config: Config, device: str, model_path: str) -> EngineSpec:
+    """Of a training run's replicas, with `serves_adapter`. `model_path`: what is trained."""
+    lora = config.model.lora
+    assert lora.rank is not None
+    layers = None if lora.targets == [ALL_LINEAR] else tuple({target.rpartition(".")[2]: 0 for target in lora.targets})
+    adapter = ServedAdapter(max_rank=min(rank for rank in SERVED_RANKS if rank >= lora.rank), layers=layers)
+    return replace(engine_spec(config, device, lora.served_path or model_path), adapter=adapter)
 
 
 async def boot_model(config: Config, run_dir: Path) -> str:
@@ -72,10 +104,15 @@ async def boot_model(config: Config, run_dir: Path) -> str:
         if not is_checkpoint(Path(config.model.path).expanduser()):
             return config.model.path
         make, path = _exported_model, run_dir / "exported_model"
-    shutil.rmtree(path, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
-    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {path.name}"):
+    return await made(make, config, path)
+
+
+async def made(make: Callable[[Config, Path], str], config: Config, folder: Path) -> str:
+    """What `make` returns, which is called where torch may be loaded and writes into the folder."""
+    shutil.rmtree(folder, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
+    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {folder.name}"):
         task: Any = ray.remote(num_cpus=1)(carries_errors(make))
-        return await as_raised(task.remote(config, path), f"the task that makes {path.name}")
+        return await as_raised(task.remote(config, folder), f"the task that makes {folder.name}")
 
 
 async def policy_model(config: Config, boot_path: str, console: Console) -> str:
@@ -109,11 +146,16 @@ def chat_template(config: Config) -> str | None:
 
 
 def _exported_model(config: Config, folder: Path) -> str:
-    """Writes a checkpoint of this project in the form that transformers and vLLM load. Raises ConfigError."""
+    return exported("model.path", config.model.path, folder)
+
+
+def exported(key: str, path: str | None, folder: Path) -> str:
+    """Writes a checkpoint of this project, which `key` names, in the form that transformers and vLLM load. Raises
+    ConfigError."""
     try:
-        export(checkpoint_at(Path(config.model.path or "").expanduser()), folder, "float32")
+        export(checkpoint_at(Path(path or "").expanduser()), folder, "float32")
     except CheckpointError as error:
-        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+        raise ConfigError(f"{key}={path}: {error}") from error
     return str(folder)
 
 

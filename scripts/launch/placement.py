@@ -72,19 +72,24 @@ class Placement:
         self._num_ranks = trainer.num_ranks
         num_gpus = config.gpu_share * rollout.tensor_parallel_size * rollout.data_parallel_size
         self._replica = _bundle(num_gpus if device == "cuda" else 0)
+        num_gpus = config.gpu_share * config.teacher.tensor_parallel_size
+        self._teacher = _bundle(num_gpus if device == "cuda" else 0)
+        self._num_teachers = num_teachers(config)
         self._is_on_one_machine = trainer.num_ranks > 0 and config.weight_sync.transport in ON_ONE_MACHINE
         self.trainer: PlacementGroup | None = None
         """A bundle per rank; None where nothing is trained."""
         self.replicas: list[PlacementGroup] = []
         """One for each replica that the run begins with, of one bundle."""
-        self._of_replicas: list[PlacementGroup] = []
-        """Of all replicas until now, also those that are gone."""
+        self.teachers: list[PlacementGroup] = []
+        """One for each replica of the teacher that the run begins with."""
+        self._of_replicas: list[tuple[PlacementGroup, Resources]] = []
+        """Of all replicas until now, the teacher's too and those that are gone."""
 
     async def reserve(self) -> None:
         """Raises ConfigError where a replica fits on no node, or after ray.placement_timeout_s."""
         self._refuse_too_large()
         steps = [self._reserve_trainer] if self._num_ranks else []
-        steps += [self._reserve_replicas]
+        steps += [self._reserve_replicas, self._reserve_teachers]
         if not self._is_on_one_machine and self._replica.get("GPU", 0) > self._num_ranks * self._rank.get("GPU", 0):
             steps.reverse()  # what needs the larger part of a node first
         timeout_s, reserved = self._config.ray.placement_timeout_s, False
@@ -103,18 +108,25 @@ class Placement:
         """Waits without a deadline until there is room, maybe because a node joins. Spreads replicas, unless weights
         travel within one machine: then on that of the train workers."""
         home = next(iter(node_ids(self.trainer)), None) if self._is_on_one_machine and self.trainer else None
+        return await self._reserve_one(self._replica, home)
+
+    async def reserve_teacher(self) -> PlacementGroup:
+        """Waits as `reserve_replica` does. No weights travel to a teacher, so it may be on any machine."""
+        return await self._reserve_one(self._teacher, None)
+
+    async def _reserve_one(self, bundle: Resources, home: str | None) -> PlacementGroup:
         # Ray's own strategies spread the bundles of one group. A group per replica can end with it; hence the hint,
         # which Ray follows while that node has room.
-        target = None if home else choose_node(self._nodes(), self._replica)
+        target = None if home else choose_node(self._nodes(), bundle)
         only = [{"ray.io/node-id": home} if home else {}]
-        bundles = [dict(self._replica)]
+        bundles = [dict(bundle)]
         group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=target, bundle_label_selector=only)
         try:
             await group.ready()
         except BaseException:
             remove_placement_group(group)
             raise
-        self._of_replicas.append(group)
+        self._of_replicas.append((group, bundle))
         return group
 
     def remove(self) -> None:
@@ -123,7 +135,7 @@ class Placement:
             remove_placement_group(group)
 
     def _groups(self) -> list[PlacementGroup]:
-        return [*([] if self.trainer is None else [self.trainer]), *self._of_replicas]
+        return [*([] if self.trainer is None else [self.trainer]), *(group for group, _ in self._of_replicas)]
 
     async def _reserve_trainer(self) -> None:
         strategy = "STRICT_PACK" if self._is_on_one_machine else "PACK"
@@ -134,15 +146,19 @@ class Placement:
         for _ in range(self._config.rollout.num_replicas):
             self.replicas.append(await self.reserve_replica())
 
+    async def _reserve_teachers(self) -> None:
+        for _ in range(self._num_teachers):
+            self.teachers.append(await self.reserve_teacher())
+
     def _nodes(self) -> list[Node]:
         """Those that are alive."""
         held: dict[str, Counter[str]] = defaultdict(Counter)
         num_replicas: Counter[str] = Counter()
-        for group in self._groups():
-            is_replica = group != self.trainer
+        of_trainer = [] if self.trainer is None else [(self.trainer, self._rank)]
+        for group, bundle in [*of_trainer, *self._of_replicas]:
             for node_id in node_ids(group):
-                held[node_id].update(self._replica if is_replica else self._rank)  # pyright: ignore[reportArgumentType]
-                num_replicas[node_id] += is_replica
+                held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
+                num_replicas[node_id] += group != self.trainer
         return [
             Node(
                 node_id=node_id,
@@ -161,6 +177,11 @@ class Placement:
                 f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} x rollout.data_parallel_size="
                 f"{rollout.data_parallel_size}: a replica's GPUs are on one node, and the largest has {most:g}"
             )
+        if self._num_teachers and self._teacher.get("GPU", 0) > most:
+            raise ConfigError(
+                f"teacher.tensor_parallel_size={self._config.teacher.tensor_parallel_size}: the GPUs of a replica are "
+                f"on one node, and the largest has {most:g}"
+            )
 
     def _no_room(self) -> str:
         config = self._config
@@ -173,13 +194,19 @@ class Placement:
         )
         transport = config.weight_sync.transport.value
         within_one = f", all on one machine for weight_sync.transport={transport} (collective and filesystem need not)"
+        others = f", teacher.num_replicas={self._num_teachers} with {_words(self._teacher)} each"
         return (
             f"trainer.num_ranks={config.trainer.num_ranks} with {_words(self._rank)} each, rollout.num_replicas="
             f"{config.rollout.num_replicas} with {_words(self._replica)} each, on one node each"
-            f"{within_one if self._is_on_one_machine else ''}: Ray found no room within "
-            f"ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
+            f"{within_one if self._is_on_one_machine else ''}{others if self._num_teachers else ''}: Ray found no room "
+            f"within ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
             f"and {free.get('CPU', 0):g} CPU of the nodes {nodes}"
         )
+
+
+def num_teachers(config: Config) -> int:
+    """Replicas of the teacher; none where there is no teacher, and where nothing is trained."""
+    return config.teacher.num_replicas if config.teacher.path is not None and config.trainer.num_ranks else 0
 
 
 def node_ids(group: PlacementGroup) -> list[str]:

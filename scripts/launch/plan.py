@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.algorithm import DISTILLATION
 from configs.checks.sections import missing_data
-from configs.schema import Config
+from configs.schema import Config, Layout
 from scripts.launch import budget
 from scripts.launch.cluster import has_gpu, needed_resources
+from scripts.launch.conversations import conversations_sentence
 from scripts.launch.machine import this_machine
 from scripts.launch.model_shape import model_shape
-from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows
+from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, count_rows, teacher_tokenizer
 
+ROWS = {Layout.tree: "rows of trees", Layout.packed: "packed rows", Layout.rows: "a row per sequence"}
 PARTS = {
-    "train": "model prompts held_out cluster claims replicas trainer agents sessions advantage loss optimizer training "
-    "step epochs staleness memory per_rank per_worker shared run_folder",
+    "train": "model prompts conversations held_out cluster claims replicas trainer teacher agents sessions advantage "
+    "loss optimizer training step epochs staleness memory per_rank per_worker shared run_folder",
     "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
 }
@@ -26,19 +29,23 @@ def plan(command: str, config: Config, device: str, run_dir: Path, needed_files:
     num_rows, num_held_out = count_rows(config, needed_files)
     parts = training_parts(config, device) | served_parts(config, device) | {"run_folder": str(run_dir)}
     warnings = [check_agent_loop(config)] if needed_files else []
+    if command == "train":
+        warnings.append(teacher_tokenizer(config))
     if needed_files and (sessions := chat_template_of_sessions(config)) is not None:
         parts["sessions"] = sessions
     if command == "train":
         budget.refuse_without_memory(config, device)
         memory = budget.memory_parts(config, model_shape(config), device, this_machine(config))
         parts |= budget.work_parts(config, num_rows) | memory
+        if config.algorithm.ce_coef and not any(missing_data(config, needed_files)):
+            parts["conversations"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
-    lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
+    lines = [f"{name.replace('_', ' '):>13}: {parts[name]}" for name in PARTS[command].split() if name in parts]
     missing = [problem.line(config) for problem in missing_data(config, needed_files)]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")
     missing += [warning for warning in warnings if warning is not None]
-    return "\n".join([*lines, *(f"    warning: {line}" for line in missing)]) + "\n"
+    return "\n".join([*lines, *(f"      warning: {line}" for line in missing)]) + "\n"
 
 
 def served_parts(config: Config, device: str) -> dict[str, str]:
@@ -65,13 +72,30 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
     steps = f"{trainer.total_steps} steps of {trainer.prompts_per_step} prompts x {algorithm.group_size} trajectories"
     claims = needed_resources(config, device).items()
     agent = rollout.agent or rollout.agent_command or rollout.agent_loop
-    return {
+    learned = algorithm.advantage + (", groups of equal rewards replaced" if algorithm.filter_groups else "")
+    of_teacher = {}
+    if config.teacher.path is not None:
+        of_teacher["teacher"] = _teacher(config, device)
+        term = f"{algorithm.teacher_coef:g} x (log p_teacher - log mu)"
+        learned += f": {term}" if algorithm.advantage == DISTILLATION else f", plus {term}"
+    return of_teacher | {
         "prompts": data.train_files or f"{data.num_train} {data.generated.value} problems made here",
         "cluster": config.ray.address or "started on this machine",
         "claims": ", ".join(f"{count} {name}" for name, count in claims if count),
-        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows",
+        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {ROWS[trainer.layout]}"
+        + (f", each shared by {trainer.sequence_parallel} ranks" if trainer.sequence_parallel > 1 else ""),
         "agents": f"{rollout.num_agent_workers} worker(s), {agent}, reward {rollout.reward}",
-        "advantage": algorithm.advantage + (", groups of equal rewards replaced" if algorithm.filter_groups else ""),
+        "advantage": learned,
         "training": f"{steps}, update of the replicas every {config.weight_sync.interval}",
         "staleness": f"at most {rollout.max_staleness} versions ({slots} slots), then {rollout.stale_policy.value}",
     }
+
+
+def _teacher(config: Config, device: str) -> str:
+    teacher = config.teacher
+    gpus = config.gpu_share * teacher.tensor_parallel_size
+    each = f"{gpus:g} GPU(s)" if device == "cuda" else "CPU"
+    return (
+        f"{teacher.path}, {teacher.num_replicas} x vLLM {teacher.dtype.value} on {each}, {teacher.max_num_seqs} "
+        "sequences at once each, scored at temperature 1"
+    )

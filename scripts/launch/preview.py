@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem
 from configs.checks.sections import BUILT_IN_AGENT_LOOPS, TRAIN_AND_VAL, missing_data
 from configs.runtime.environment import PYTHON_PATH
@@ -18,8 +19,11 @@ from configs.validate import ConfigError
 from rollout.agents.loop import load_agent_loop
 from rollout.agents.worker_group import load_tokenizer
 from rollout.sessions.append_only import append_only
+from scripts.export_hf import checkpoint_at
 from scripts.launch.data import held_out_rows, load_rows
 from scripts.launch.models import untrained_tiny_model
+from scripts.launch.teacher import refuse_another_tokenizer
+from trainer.checkpoint.store import CheckpointError
 
 PARSER_NAMES = "import json; from rollout.engines.vllm.parsers import parser_names; print(json.dumps(parser_names()))"
 
@@ -68,6 +72,20 @@ def chat_template_of_sessions(config: Config) -> str | None:
         raise ConfigError(f"rollout.{key}={harness}: {error}") from error
 
 
+def teacher_tokenizer(config: Config) -> str | None:
+    """Why the tokenizer of the teacher cannot be compared with the policy's here; None where it can. Raises ConfigError
+    where it is another."""
+    if config.teacher.path is None:
+        return None
+    try:
+        refuse_another_tokenizer(config, _loaded(config.teacher.path), _tokenizer(config))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        return f"teacher.path={config.teacher.path}: its tokenizer was not compared with the policy's: {_line(error)}"
+    return None
+
+
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -75,9 +93,20 @@ def _line(error: Exception) -> str:
 def _tokenizer(config: Config) -> Any:
     """That of the model, which is not downloaded. Raises OSError and ValueError."""
     if config.model.kind is not ModelKind.tiny:
-        return load_tokenizer(config.model.path or "", local_only=True)
+        return _loaded(config.model.path or "")
     with tempfile.TemporaryDirectory() as folder:
         return load_tokenizer(untrained_tiny_model(config, Path(folder) / "model"), local_only=True)
+
+
+def _loaded(path: str) -> Any:
+    """`path`: as model.path. Raises OSError and ValueError."""
+    folder = Path(path).expanduser()
+    if is_checkpoint(folder):
+        try:
+            path = str(checkpoint_at(folder).model_folder)
+        except CheckpointError as error:
+            raise OSError(str(error)) from error
+    return load_tokenizer(path, local_only=True)
 
 
 def check_parsers(config: Config) -> None:

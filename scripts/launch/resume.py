@@ -15,8 +15,10 @@ from trainer.checkpoint.store import (
     CheckpointError,
     CheckpointStore,
     UnreadableCheckpointError,
+    snapshot_file,
     verified,
 )
+from trainer.supervised.recorder import SNAPSHOT
 from trainer.tracking.recorder import SUMMARY_FILE, TRAJECTORIES
 from trainer.tracking.set_aside import SET_ASIDE, SetAside
 from trainer.tracking.sinks import METRICS_FILE
@@ -104,6 +106,9 @@ def holds_run(run_dir: Path) -> bool:
 
 def read(checkpoint: Checkpoint, aside: SetAside) -> Resumed:
     """Raises CheckpointError."""
+    if (checkpoint.path / snapshot_file(SNAPSHOT)).exists():
+        reason = "it is of a supervised run; model.path goes on from its weights"
+        raise CheckpointError(f"{checkpoint.path} cannot be resumed: {reason}")
     try:
         rollouts = decode(checkpoint.snapshot(ROLLOUTS))
         return Resumed(checkpoint=checkpoint, rollouts=rollouts, recorder=checkpoint.snapshot(RECORDER), aside=aside)

@@ -22,6 +22,7 @@ from rollout.snapshot import OtherPromptsError, capture, encode, restore
 from scripts.fleet import SOCKET_FILE
 from scripts.launch import budget
 from scripts.launch.cluster import cluster
+from scripts.launch.conversations import load_all
 from scripts.launch.data import load_rows
 from scripts.launch.driver import make_evaluator, make_rollouter
 from scripts.launch.resume import ROLLOUTS, Resumed
@@ -45,13 +46,23 @@ async def run(  # noqa: PLR0913
 ) -> dict[str, Any]:
     """Returns the summary. An error anywhere is raised here, after every process has ended."""
     rows = load_rows(config)  # malformed data is an error before anything starts
+    conversations = load_all(config) if config.algorithm.ce_coef else None
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     release_all(config.weight_sync, owner(run_dir))  # weights that a killed process of this run left behind
     budget.refuse_without_memory(config, device)
     console.stage("starting Ray")
     async with cluster(config, device), AsyncExitStack() as stack:
         stack.callback(release_all, config.weight_sync, owner(run_dir))
-        started = await start(config, device, run_dir, rows=rows, console=console, resumed=resumed, events=events)
+        started = await start(
+            config,
+            device,
+            run_dir,
+            rows=rows,
+            conversations=conversations,
+            console=console,
+            resumed=resumed,
+            events=events,
+        )
         stack.push_async_callback(started.agents.close)
         console.watch(started.views)
         socket = stack.enter_context(linked_socket(run_dir / SOCKET_FILE))
@@ -80,8 +91,22 @@ async def train(
     )
     limit = PauseLimit(control=started.control, max_pause_s=config.serve.max_pause_s)
     background = [started.monitor.run(), started.operator.run(), limit.run(), started.agents.tell_events()]
+    if started.teacher is not None:
+        background += [started.teacher.monitor.run(), started.teacher.operator.run()]
     await run_with_background(training.run(), background=background)
     return recorder.write_summary(await training.summary())
+
+
+@dataclass(frozen=True, slots=True)
+class AllReplicas:
+    """Those of the policy and of the teacher, as the train loop sees them: a `Fleet`."""
+
+    started: StartedRun
+
+    async def gauges(self) -> dict[str, float]:
+        teacher = self.started.teacher
+        of_teacher = {} if teacher is None else teacher.teacher.gauges()
+        return await self.started.control.gauges() | of_teacher
 
 
 @dataclass(kw_only=True)
@@ -111,6 +136,7 @@ class Training:
             fleet=started.fleet,
             global_steps=self.first_step,
             updating=started.manager.updating,
+            teacher=None if started.teacher is None else started.teacher.teacher,
             emit=self.events.emit,
         )
         self.evaluator = make_evaluator(
@@ -150,10 +176,11 @@ class Training:
                 num_replicas=config.evaluation.replicas,
                 report=console.message,
             ),
-            fleet=started.control,
+            fleet=AllReplicas(started),
             recorder=recorder,
             checkpointer=checkpointer,
             emit=self.events.emit,
+            demonstrations=started.demonstrations,
         )
         self._tell_started()
         console.stage("giving the replicas the weights")

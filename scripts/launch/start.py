@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,11 @@ from ray.util.placement_group import PlacementGroup
 from configs.checkpoint import CHECKPOINTS
 from configs.runtime.deadline import within
 from configs.schema import Config
-from rollout.actor_group import placed
 from rollout.agents.loop import AgentLoop
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
 from rollout.events.driver import NO_EVENTS, DriverEvents, reporting
-from rollout.events.kinds import Emit, FleetEvent, FleetEventKind, Report, nobody
+from rollout.events.kinds import Emit, Report, nobody
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.lifecycle import ReplicaState
@@ -29,12 +28,16 @@ from rollout.prompts import Row
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
 from rollout.types import Prompt
 from scripts.launch.cluster import output_to
+from scripts.launch.conversations import Both, encode_conversations
 from scripts.launch.data import encode_rows
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
-from scripts.launch.models import boot_model, engine_spec, policy_model
+from scripts.launch.models import adapter_spec, boot_model, engine_spec, policy_model, serves_adapter
 from scripts.launch.placement import Placement, reserve
+from scripts.launch.replicas import start_replica
 from scripts.launch.resume import Resumed
+from scripts.launch.teacher import StartedTeacher, start_teacher, teacher_model
 from trainer.checkpoint.store import CheckpointStore
+from trainer.supervised.demonstrations import DemonstrationStream
 from trainer.tracking.console import Console
 from trainer.tracking.live_console import ReplicaView
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers, WeightUpdater
@@ -59,6 +62,9 @@ class StartedRun:
     store: CheckpointStore
     train_rows: list[Prompt]
     val_rows: list[Prompt]
+    teacher: StartedTeacher | None
+    demonstrations: DemonstrationStream | None = None
+    """With algorithm.ce_coef: what is learned beside the rollouts."""
 
     def views(self) -> list[ReplicaView]:
         """The replicas as the console shows them."""
@@ -80,21 +86,28 @@ async def start(  # noqa: PLR0913
     run_dir: Path,
     *,
     rows: tuple[list[Row], list[Row]],
+    conversations: Both | None = None,
     console: Console,
     actor_class: type[ReplicaActor] = ReplicaActor,
     agent_loop: AgentLoop | None = None,
     resumed: Resumed | None = None,
     events: DriverEvents = NO_EVENTS,
 ) -> StartedRun:
-    """Starts a run on the connected Ray cluster.
+    """Starts a run on the connected Ray cluster. `rows` are the training and the held-out ones; `conversations` those
+    that are learned beside the rollouts.
 
-    Engines start while the tiny model warms up and the train workers load it: they load untrained weights of the same
-    shape, and receive the policy with the first weight update. `rows` are the training and the held-out ones.
+    Engines start on untrained weights while the tiny model warms up, and receive the policy with the first update.
     """
     on_start = output_to(run_dir)
     placement = await reserve(config, device)
     boot_path = await boot_model(config, run_dir)
-    spec = engine_spec(config, device, boot_path)
+    teacher_path = await teacher_model(config, run_dir, boot_path)
+    report = reporting(events, console.message)
+    if serves_adapter(config):  # updates bring the adapter only: the weights must be the policy's from the start
+        boot_path = await policy_model(config, boot_path, console)
+        spec = adapter_spec(config, device, boot_path)
+    else:
+        spec = engine_spec(config, device, boot_path)
     recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None, "tells_events": events.is_on}
     create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
@@ -102,49 +115,72 @@ async def start(  # noqa: PLR0913
     of_agents: dict[str, Any] = {"on_start": on_start, "agent_loop": agent_loop, "events": events}
     agents = AgentWorkerGroup(config=config, tokenizer_path=boot_path, replicas=clients, **of_agents)
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    told = {"report": console.message, "emit": events.emit}
-    workers = make_workers(config, device, run_dir, store=store, placement=placement.trainer, **told)
+    told: dict[str, Any] = {"report": console.message, "emit": events.emit, "placement": placement.trainer}
+    workers = make_workers(config, device, run_dir, store=store, **told)
 
     console.stage("starting replicas and train workers")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
     async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
             starting.create_task(_load_engine(replica, spec, config, console))
+        with_it = {"placement": placement, "on_start": on_start, "report": report, "events": events}
+        teacher = starting.create_task(start_teacher(config, device, teacher_path, console, **with_it))
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
-        train_rows, val_rows = await _encode(config, agents, rows, console)
+        encoded = await _encode(config, agents, rows, conversations, boot_path=boot_path, console=console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
-    report = reporting(events, console.message)
+    create_later = partial(_create_later, create=create, placement=placement)
+    connect = partial(_connect, agents)
+    later = partial(start_replica, create=create_later, connect=connect, config=config, spec=spec, report=report)
+    return StartedRun(
+        replicas=replicas,
+        agents=agents,
+        workers=workers,
+        store=store,
+        **encoded,
+        teacher=teacher.result(),
+        **_fleet_parts(config, replicas, workers, start_one=later, report=report, events=events),
+    )
+
+
+def _fleet_parts(
+    config: Config,
+    replicas: Sequence[ReplicaHandle],
+    workers: RecoveringWorkers,
+    *,
+    start_one: Callable[[str], Awaitable[ReplicaHandle]],
+    report: Report,
+    events: DriverEvents,
+) -> dict[str, Any]:
+    """Fields of `StartedRun`: the fleet of the replicas, and what updates it and keeps it whole."""
     fleet, control = make_fleet(config, replicas, report, events)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
-    create_later = partial(_create_later, create=create, placement=placement)
-    start_one = partial(start_replica, create=create_later, config=config, spec=spec, agents=agents, report=report)
     monitor, operator = make_monitor_and_operator(
         config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one
     )
-    return StartedRun(
-        replicas=replicas,
-        fleet=fleet,
-        control=control,
-        monitor=monitor,
-        operator=operator,
-        agents=agents,
-        workers=workers,
-        manager=manager,
-        store=store,
-        train_rows=train_rows,
-        val_rows=val_rows,
-    )
+    return {"fleet": fleet, "control": control, "manager": manager, "monitor": monitor, "operator": operator}
 
 
 async def _encode(
-    config: Config, agents: AgentWorkerGroup, rows: tuple[list[Row], list[Row]], console: Console
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Warns of a chat template that sessions have trouble with."""
+    config: Config,
+    agents: AgentWorkerGroup,
+    rows: tuple[list[Row], list[Row]],
+    conversations: Both | None,
+    *,
+    boot_path: str,
+    console: Console,
+) -> dict[str, Any]:
+    """Returns `train_rows`, `val_rows` and `demonstrations` of a `StartedRun`. Warns of a chat template that sessions
+    have trouble with."""
     train_rows = await encode_rows(config, agents, "train", rows[0], console)
     val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
     if (problem := await agents.check_chat_template()) is not None:
         console.message(f"warning: {problem}")
-    return train_rows, val_rows
+    demonstrations = None
+    if conversations is not None:
+        learned = await encode_conversations(config, boot_path, conversations)
+        console.message(learned.sentence(config))
+        demonstrations = DemonstrationStream(learned.train, config.seed)
+    return {"train_rows": train_rows, "val_rows": val_rows, "demonstrations": demonstrations}
 
 
 async def _load_engine(replica: ReplicaHandle, spec: EngineSpec, config: Config, console: Console) -> None:
@@ -156,7 +192,7 @@ async def _load_policy(
     config: Config, workers: RecoveringWorkers, boot_path: str, console: Console, resumed: Resumed | None
 ) -> int:
     """Returns the number of parameters."""
-    path = await policy_model(config, boot_path, console)
+    path = boot_path if serves_adapter(config) else await policy_model(config, boot_path, console)
     with console.during(f"loading the policy in {config.trainer.num_ranks} train worker(s)"):
         num_parameters = await workers.setup(path)
         if resumed is not None:
@@ -168,35 +204,8 @@ async def _create_later(name: str, *, create: Callable[..., ReplicaHandle], plac
     return create(name, group=await placement.reserve_replica())
 
 
-async def start_replica(
-    name: str,
-    *,
-    create: Callable[[str], Awaitable[ReplicaHandle]],
-    config: Config,
-    spec: EngineSpec,
-    agents: AgentWorkerGroup,
-    report: Report,
-) -> ReplicaHandle:
-    """Waits without a deadline until Ray has placed the actor, because a node may have to join first."""
-
-    def tell(text: str) -> None:
-        report(FleetEvent(FleetEventKind.STARTING, name, f"{name} {text}"))
-
-    replica = await placed(
-        lambda: create(name),
-        ReplicaHandle.placed,
-        ReplicaHandle.kill,
-        tell,
-    )
-    try:
-        tell(f"starts on {replica.node}")
-        async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"starting {name}"):
-            await replica.start(spec, config.weight_sync)
-            agents.connect(replica.client)
-    except BaseException:
-        replica.kill()
-        raise
-    return replica
+async def _connect(agents: AgentWorkerGroup, replica: ReplicaHandle) -> None:
+    agents.connect(replica.client)
 
 
 def make_workers(

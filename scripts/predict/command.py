@@ -1,5 +1,6 @@
 """The arguments of `python -m scripts.predict`: key=value, several values with commas between them."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ OWN = ("run", "profile", "save", "only")
 FIELDS = {key: name for name, key in KEYS.items()}
 STEPS = 20
 """That are simulated, where none are given."""
+RAREST = 2
+"""Evaluations that come more rarely than every so many times the steps are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +36,30 @@ class Arguments:
     """Field of `Profile` -> value, in place of what was measured."""
 
     def setup(self, of_run: Setup | None) -> Setup:
-        """The configuration that everything is compared with: the run's, or else the first of all that are given."""
+        """The configuration that everything is compared with: the run's, or else the first of all that are given.
+
+        Its steps are whole periods of weight updates and evaluations, so that every configuration has as many of them.
+        Evaluations that are rarer than that are left out.
+        """
         base, first = of_run or Setup(), dict[str, Any]()
         if of_run is None:
             first = {name: values[0] for name, values in self.axes.items()}
-        interval = {**first, **self.fixed}.get("interval", base.interval)
-        steps = {"steps": -(-STEPS // interval) * interval} if "steps" not in self.fixed else {}
-        return replace(base, **steps, **{**first, **self.fixed})
+        given = {"interval": base.interval, "steps": STEPS, **first, **self.fixed}
+        checked = replace(base, **{**given, "interval": 1})
+        most = RAREST * checked.steps
+        periods = [*self._values("interval", base), *(one for one in self._values("eval_every", base) if one <= most)]
+        period = math.lcm(*(one for one in periods if one > 0))
+        return replace(
+            checked,
+            interval=given["interval"],
+            eval_every=checked.eval_every if checked.eval_every <= most else 0,
+            steps=-(-checked.steps // period) * period,
+        )
+
+    def _values(self, name: str, base: Setup) -> list[int]:
+        """All that the field is to have; what it cannot be is refused later."""
+        values = self.axes.get(name, (self.fixed.get(name, getattr(base, name)),))
+        return [one for one in values if isinstance(one, int)]
 
     def changed(self, profile: Profile | None) -> Profile:
         """The profile with what was given by hand; without one, all of it is."""

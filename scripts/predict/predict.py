@@ -30,7 +30,10 @@ def predict(arguments: Arguments) -> dict[str, Any]:
         arguments.save.write_text(to_json(profile))
     show_profile(profile)
     figures: dict[str, Any] = {"runs": [_compared(run, profile) for run in runs]} if runs else {}
-    base = arguments.setup(Setup.of_mapping(runs[0].config) if runs else None)
+    of_run = Setup.of_mapping(runs[0].config) if runs else None
+    base = arguments.setup(of_run)
+    if of_run is not None and of_run.eval_every and not base.eval_every and "eval_every" not in arguments.fixed:
+        write_line(f"left out: evaluations, every {of_run.eval_every} steps of the run; {base.steps} are simulated\n")
     changes = of_axes(base, arguments.axes) if arguments.axes else around(base)
     now = simulate(profile, base)
     choices = [Choice({}, now)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.schema import Config
+from configs.schema import Config, StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.events.driver import NO_EVENTS, DriverEvents, Write
 from rollout.events.log import EventLog
@@ -89,7 +89,7 @@ class _Simulated:
         events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
-        meter = Meter(trainer, engines, setup.interval)
+        meter = Meter(trainer, engines, setup)
         run = SimulatedRun(
             config=config,
             replicas=[_replica(index, engine, config, events) for index, engine in enumerate(engines)],
@@ -188,11 +188,11 @@ class Meter:
 
     trainer: ProfiledTrainer
     engines: Sequence[ProfiledEngine]
-    interval: int
+    setup: Setup
     _marks: list[_Mark] = field(default_factory=list)
     _waits: list[float] = field(default_factory=list)
     _tokens: list[Counter[int]] = field(default_factory=list)
-    """By step: staleness -> tokens."""
+    """By step: staleness -> trained tokens."""
     _buffer: TrajectoryBuffer | None = None
 
     def of(self, buffer: TrajectoryBuffer) -> "Meter":
@@ -209,9 +209,12 @@ class Meter:
             for trajectory in group.trajectories:
                 for sequence in trajectory.sequences:
                     for span in sequence.spans:
-                        tokens[staleness(span.global_steps, global_steps, self.interval)] += span.end - span.start
-        self._tokens.append(tokens)
-        self.trainer.sampled_tokens = tokens.total()
+                        age = staleness(span.global_steps, global_steps, self.setup.interval)
+                        tokens[age] += span.end - span.start
+        self.trainer.sampled_tokens = tokens.total()  # masked ones are computed, too
+        masks = self.setup.stale_policy == StalePolicy.mask.value
+        most = self.setup.max_staleness if masks else max(tokens, default=0)
+        self._tokens.append(Counter({age: count for age, count in tokens.items() if age <= most}))
         return batch
 
     async def advance(self, global_steps: int) -> None:

@@ -39,7 +39,8 @@ def around(base: Setup) -> list[dict[str, Any]]:
         for replicas in (base.num_replicas - 1, base.num_replicas + 1)
         if replicas in parts
     ]
-    changes.append({"interval": 2 * base.interval, "steps": base.steps + base.steps % (2 * base.interval)})
+    is_whole = base.steps % (2 * base.interval) == 0
+    changes.append({"interval": 2 * base.interval, "steps": base.steps if is_whole else 2 * base.steps})
     changes += [{"stale_policy": policy} for policy in POLICIES if policy != base.stale_policy]
     return changes
 

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from configs.schema import WeightSyncConfig
-from rollout.actor_group import ReplicaClient
 from rollout.engines.base import EngineSpec
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import HealthMonitor
@@ -50,7 +49,7 @@ class NoAgents:
     def __init__(self) -> None:
         self.connected: list[str] = []
 
-    def connect(self, replica: ReplicaClient) -> None:
+    async def connect(self, replica: ReplicaHandle) -> None:
         self.connected.append(replica.name)
 
 

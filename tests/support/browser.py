@@ -64,9 +64,9 @@ class Tab:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, expression: str) -> None:
+    def wait(self, expression: str, most_s: float = WAIT_S) -> None:
         """Until it is true."""
-        until = time.monotonic() + WAIT_S
+        until = time.monotonic() + most_s
         while not self.evaluate(expression):
             text = self.evaluate("document.body ? document.body.innerText.slice(0, 500) : ''")
             assert time.monotonic() < until, f"{expression} is not true; errors: {self.errors}; the page says: {text}"
@@ -83,8 +83,15 @@ class Tab:
         self.call("Page.navigate", url="about:blank")
 
     def press(self, key: str) -> None:
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def mouse(self, what: str, x: float, y: float, **more: Any) -> None:
+        """`what`: mouseMoved, mousePressed, mouseReleased or mouseWheel, as the protocol has them."""
+        button = {} if what in ("mouseMoved", "mouseWheel") else {"button": "left", "clickCount": 1}
+        self.call("Input.dispatchMouseEvent", type=what, x=x, y=y, **button, **more)
+        self.evaluate("new Promise(requestAnimationFrame)")
 
 
 @contextmanager

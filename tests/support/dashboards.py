@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollout.events.driver import Write
 from rollout.events.kinds import FleetEvent, FleetEventKind, RunEnded, RunStarted, Stamped
 from rollout.types import IntArray, TokenSequence, TrajectoryGroup, VersionSpan
 from scripts.bench.asynchrony.limits import Job
@@ -45,7 +46,7 @@ BRANCHED = 7
 class Recorded(Trained):
     """Writes every step into the run folder, as a real run does."""
 
-    def __init__(self, run_dir: Path, write: Callable[[Sequence[Stamped]], None]):
+    def __init__(self, run_dir: Path, write: Write):
         super().__init__(write)
         tracker = Tracker([JsonlSink(run_dir / METRICS_FILE)])
         self._recorder = RunRecorder(run_dir, tracker, Screen(), record_tokens=True)
@@ -126,7 +127,7 @@ class LiveRun:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._train, daemon=True)
@@ -136,20 +137,22 @@ class LiveRun:
 
     def end(self) -> None:
         """As Ctrl-C does. Raises what the run has raised."""
-        if self._thread.is_alive() and self._task is not None:
+        if self._thread.is_alive() and self._task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
             self._thread.join(60)
         assert not self._thread.is_alive()
         if self._failed is not None:
             raise self._failed
 
+    async def _run(self, write: Write) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        await run_job_here(LIVE_JOB, 2, write=write, recorder=Recorded(self._run_dir, write))
+
     def _train(self) -> None:
         try:
             with make_writer(self._run_dir) as writer:
                 writer.put([at(0.0, started(LIVE_JOB))])
-                run = run_job_here(LIVE_JOB, 2, write=writer.put, recorder=Recorded(self._run_dir, writer.put))
-                self._task = self._loop.create_task(run)
-                self._loop.run_until_complete(self._task)
+                asyncio.run(self._run(writer.put))
         except asyncio.CancelledError:
             return  # it was ended
         except BaseException as error:

@@ -94,7 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 BY_PLACE_IN_ROW = {"bloom", "gpt_neo", "mpt"}
-"""Attention knows distances in the row only."""
+"""Attention knows places in the row only. For Bloom, it is the same wherever a sequence begins."""
 RECURRENT = {"falcon_h1", "jamba", "lfm2", "mamba", "qwen3_next", "recurrent_gemma"}
 """The state runs through the row, from one response into the next."""
 SHARES_PARAMETERS = "zamba2"

@@ -36,8 +36,8 @@ def make_writer(run_dir: Path, max_mb: int = 100, max_waiting: int = 10_000) -> 
     return EventWriter(run_dir=run_dir, max_mb=max_mb, failed=failed, max_waiting=max_waiting)
 
 
-def write(run_dir: Path, stamped: Sequence[Stamped], max_mb: int = 100) -> EventWriter:
-    with make_writer(run_dir, max_mb) as writer:
+def write(run_dir: Path, stamped: Sequence[Stamped], max_mb: int = 2048) -> EventWriter:
+    with make_writer(run_dir, max_mb, max_waiting=10**7) as writer:
         writer.put(stamped)
     return writer
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.data import SftConfig
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
 from tests.support.reference import make_group, make_trajectory
@@ -15,6 +16,7 @@ from tests.support.sequences import with_sequence
 from trainer.batch import StepBatch, StepResult
 from trainer.loop import TrainLoop
 from trainer.metrics import Last, Max, Mean, Metric, Sum
+from trainer.supervised.demonstrations import DemonstrationStream
 from trainer.tokens import TrainedTokens
 
 
@@ -195,6 +197,7 @@ def run(  # noqa: PLR0913
     is_evaluated: bool = True,
     mini_batches: int = 1,
     epochs: int = 1,
+    demonstrations: DemonstrationStream | None = None,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
@@ -205,10 +208,11 @@ def run(  # noqa: PLR0913
             num_ranks=num_ranks,
             mini_batches=mini_batches,
             epochs=epochs,
-            layout=Layout.padded,
+            layout=Layout.packed,
             tokens_per_micro_batch=8,
         ),
         weight_sync=WeightSyncConfig(interval=interval),
+        sft=SftConfig(per_step=2),
     )
     loop = TrainLoop(
         config=config,
@@ -219,6 +223,7 @@ def run(  # noqa: PLR0913
         fleet=Fleet(world.publishing),
         recorder=world,
         checkpointer=world,
+        demonstrations=demonstrations,
     )
     try:
         asyncio.run(loop.run(first_step, is_evaluated=is_evaluated))

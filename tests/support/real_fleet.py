@@ -104,7 +104,7 @@ class Scene:
 
 
 @contextmanager
-def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
+def started(specs: Sequence[EngineSpec], folder: Path, config: Config = CONFIG) -> Iterator[Scene]:
     """A trainer of two ranks, and a replica of each spec. Makes their model in the folder."""
     model_path = folder / "wide"
     model = build_model(VOCAB_SIZE, seed=0)
@@ -113,9 +113,9 @@ def started(specs: Sequence[EngineSpec], folder: Path) -> Iterator[Scene]:
     specs = [replace(spec, model_path=str(model_path), max_num_seqs=2) for spec in specs]
     replicas = [create_replica(f"replica-{i}", spec, no_redirect, OpenReplica) for i, spec in enumerate(specs)]
     workers = Workers(
-        config=CONFIG,
+        config=config,
         device="cpu",
-        make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
+        make_sender=partial(make_sender, config.weight_sync, OWNER),
         on_start=no_redirect,
     )
     router = ReplicaRouter([replica.name for replica in replicas], 64)
@@ -147,10 +147,12 @@ def use_config(actor: Any, config: WeightSyncConfig) -> None:
 
 
 def change_weights(actor: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Runs in a train worker: some elements of every parameter change. This rank's rows."""
+    """Runs in a train worker: some elements of every parameter change that is trained. This rank's rows."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in actor._worker._policy.parameters():
+            if not parameter.requires_grad:  # what an adapter is for stays
+                continue
             rows = parameter.to_local()
             rows += 0.1 * torch.randn(rows.shape) * (torch.rand(rows.shape) < 0.02)
     return {name: rows.clone() for name, rows in actor._worker._shards(frozen=True)}

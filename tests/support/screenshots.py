@@ -23,7 +23,11 @@ def main(words: Sequence[str]) -> None:
     width, height = map(int, given.size.split("x"))
     given.output.mkdir(parents=True, exist_ok=True)
     runs = [given.run, *given.compare]
-    with tempfile.TemporaryDirectory() as profile, served(runs) as page, opened_browser(Path(profile)) as tab:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        served(runs) as page,
+        opened_browser(Path(profile)) as tab,
+    ):
         for scheme in given.schemes.split(","):
             tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
             for screen in given.screens.split(","):

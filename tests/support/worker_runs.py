@@ -1,4 +1,4 @@
-"""TrainWorker driven step by step in a process of its own or in this one, and what came out of it."""
+"""TrainWorker driven step by step in processes of their own or in this one, and what came out of it."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ from configs.schema import Config, Layout
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from tests.support.fakes import make_order
-from trainer.batch import StepBatch
+from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.worker.worker import TrainWorker
 from weight_sync.protocol import Manifest, PublishOrder, Shards, TensorSpec
@@ -36,6 +36,10 @@ class Job:
     steps: Sequence[StepBatch]
     save: str | None = None
     load: str | None = None
+
+    def mine(self, batch: StepBatch, rank: int) -> tuple[MicroBatch, ...]:
+        """Ranks that share rows have the same micro-batches."""
+        return batch.micro_batches[rank // self.config.trainer.sequence_parallel]
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,13 @@ def train_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
                     worker.stage_checkpoint(job.save)
                 random = torch.rand(()).item()
             batch = job.steps[step]
-            metrics.append(worker.train_step(batch.micro_batches[rank], step, batch.optimizer_steps).metrics)
+            metrics.append(worker.train_step(job.mine(batch, rank), step, batch.optimizer_steps).metrics)
         if job.save is not None:
             try:
                 worker.finish_checkpoint()
             except RuntimeError as failure:
                 error = str(failure)
-        scores = worker.score(job.steps[-1].micro_batches[rank])
+        scores = worker.score(job.mine(job.steps[-1], rank))
         assert worker._global_steps == len(job.steps)
         worker.publish(make_order(len(job.steps)))
         weights = {}
@@ -155,32 +159,46 @@ def one_rank(job: Job) -> Outcome:
 
 def two_ranks(jobs: Mapping[str, Job], answer: Path, timeout_s: float) -> dict[str, Outcome]:
     """Every job on two ranks: rank 0 here, rank 1 in a process of its own, one process for all jobs."""
+    return several_ranks(jobs, 2, answer, timeout_s)
+
+
+def several_ranks(jobs: Mapping[str, Job], num_ranks: int, answer: Path, timeout_s: float) -> dict[str, Outcome]:
+    """Every job on as many ranks: rank 0 here, each other in a process of its own, one process for all jobs."""
     masters = [free_master() for _ in jobs]
-    other = multiprocessing.get_context("spawn").Process(
-        target=train_second_rank, args=(list(jobs.values()), masters, answer), daemon=True
-    )
-    other.start()
+    answers = {rank: answer.with_name(f"{answer.name}.{rank}") for rank in range(1, num_ranks)}
+    others = [
+        multiprocessing.get_context("spawn").Process(
+            target=train_other_rank, args=(list(jobs.values()), masters, rank, num_ranks, path), daemon=True
+        )
+        for rank, path in answers.items()
+    ]
+    for other in others:
+        other.start()
     try:
-        first = [train_rank(job, 0, 2, master) for job, master in zip(jobs.values(), masters, strict=True)]
-        other.join(timeout_s)
-        assert other.exitcode == 0
+        first = [train_rank(job, 0, num_ranks, master) for job, master in zip(jobs.values(), masters, strict=True)]
+        for other in others:
+            other.join(timeout_s)
+            assert other.exitcode == 0
     finally:
-        other.kill()
-        other.join(timeout_s)
-    second = pickle.loads(answer.read_bytes())
-    return {name: outcome(ranks, jobs[name]) for name, *ranks in zip(jobs, first, second, strict=True)}
+        for other in others:
+            other.kill()
+            other.join(timeout_s)
+    rest = [pickle.loads(path.read_bytes()) for path in answers.values()]
+    return {name: outcome(ranks, jobs[name]) for name, *ranks in zip(jobs, first, *rest, strict=True)}
 
 
-def train_second_rank(jobs: list[Job], masters: list[str], answer: Path) -> None:
-    """Entry point of the other process: rank 1 of every job, what came out written to a file."""
-    answer.write_bytes(pickle.dumps([train_rank(job, 1, 2, master) for job, master in zip(jobs, masters, strict=True)]))
+def train_other_rank(jobs: list[Job], masters: list[str], rank: int, num_ranks: int, answer: Path) -> None:
+    """Entry point of another process: one rank of every job, what came out written to a file."""
+    runs = [train_rank(job, rank, num_ranks, master) for job, master in zip(jobs, masters, strict=True)]
+    answer.write_bytes(pickle.dumps(runs))
 
 
 def outcome(ranks: Sequence[RankRun], job: Job) -> Outcome:
-    """Merge the outcomes of all ranks."""
+    """Merge the outcomes of all ranks. Of those that share rows, the first says it for all."""
+    saying = ranks[:: job.config.trainer.sequence_parallel]
     return Outcome(
-        [to_floats(merge_metrics(parts)) for parts in zip(*(rank.metrics for rank in ranks), strict=True)],
+        [to_floats(merge_metrics(parts)) for parts in zip(*(rank.metrics for rank in saying), strict=True)],
         ranks[0].weights,
-        {name: job.steps[-1].gather([rank.scores[name] for rank in ranks]) for name in ranks[0].scores},
+        {name: job.steps[-1].gather([rank.scores[name] for rank in saying]) for name in ranks[0].scores},
         ranks,
     )

@@ -47,6 +47,7 @@ LIVES_IN = {
 }
 HEAVY = set(LIVES_IN)
 NOT_PURE = {
+    "trainer/worker/attention",
     *("rollout/engines/vllm", "weight_sync/receiver", "weight_sync/transports"),
     *("trainer/losses", "trainer/tiny", "trainer/worker"),
 }

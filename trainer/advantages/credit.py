@@ -3,18 +3,19 @@
 The driver does this over the whole step, before the step is split into micro-batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from configs.algorithm import RETURN_ADVANTAGES
+from configs.algorithm import DISTILLATION, RETURN_ADVANTAGES
 from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, IntArray, Trajectory, TrajectoryGroup
+from trainer.advantages.distillation import teacher_advantages, teacher_metrics
 from trainer.advantages.estimators import group_advantages, load_estimator
 from trainer.advantages.gae import gae, token_rewards, whiten
 from trainer.advantages.returns import return_advantages
-from trainer.tokens import TokenSignals, aggregation_weights, join
+from trainer.tokens import TokenSignals, aggregation_weights, join, sampled_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,9 +87,11 @@ def assign_credit(
         rewards = token_rewards(trajectories, _rewards(groups)) - penalties
         credit = _by_critic(groups, tokens.take(trained), rewards[trained], algorithm)
     else:
-        by = _by_return if algorithm.advantage in RETURN_ADVANTAGES else _by_group
+        by = _estimate(algorithm.advantage)
         credit = by(groups, tokens, penalties, algorithm)
         credit = replace(credit, tokens=credit.tokens.take(trained))
+    if config.teacher.path is not None:
+        credit = _taught(credit, groups, algorithm.teacher_coef)
     if algorithm.kl_reward_coef:
         credit.metrics["actor/reward_kl_penalty"] = float(np.mean(kl)) if len(kl) else 0.0
     tokens, selected = credit.tokens, None
@@ -99,12 +102,41 @@ def assign_credit(
     return replace(credit, tokens=replace(tokens, loss_weights=weights, selected=selected))
 
 
+def no_credit(groups: Sequence[TrajectoryGroup]) -> Credit:
+    """Return the credit of groups that are not trained: no tokens, and advantages of 0."""
+    advantages = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+    return Credit(tokens=sampled_tokens([], global_steps=0), advantages=advantages, metrics={})
+
+
 def loss_weights(trajectories: IntArray, config: Config) -> FloatArray:
     """[T] -> [T]: the weights of tokens that take an optimizer step together, by their trajectories' numbers."""
     algorithm = config.algorithm
     aggregation = algorithm.loss_aggregation or algorithm.default_aggregation
     horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
     return aggregation_weights(trajectories, aggregation, horizon)
+
+
+def _estimate(advantage: str) -> Callable[..., Credit]:
+    """Of (groups, tokens, penalties, algorithm)."""
+    if advantage == DISTILLATION:
+        return _by_none
+    return _by_return if advantage in RETURN_ADVANTAGES else _by_group
+
+
+def _by_none(groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *_: object) -> Credit:
+    """Rewards are not learned from."""
+    return Credit(tokens=tokens, advantages=[np.zeros(len(g.trajectories), np.float32) for g in groups], metrics={})
+
+
+def _taught(credit: Credit, groups: Sequence[TrajectoryGroup], coefficient: float) -> Credit:
+    """The credit with what the teacher says of every token besides."""
+    tokens = credit.tokens
+    advantages = (tokens.advantages + coefficient * teacher_advantages(tokens)).astype(np.float32)
+    return Credit(
+        tokens=replace(tokens, advantages=advantages),
+        advantages=_trajectory_means(advantages, tokens, groups),
+        metrics=credit.metrics | teacher_metrics(tokens),
+    )
 
 
 def _by_group(

@@ -1,4 +1,5 @@
-"""The objective of an optimizer step: policy loss, off-policy correction, entropy bonus and KL to the reference."""
+"""The objective of an optimizer step: policy loss, off-policy correction, entropy bonus, KL to the reference, and the
+cross-entropy of tokens that the policy was given."""
 
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from trainer.losses.importance import (
 )
 from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, PolicyLoss, sums
 from trainer.metrics import Mean, Metric, Sum
+from trainer.tokens import TokenSignals
 
 LARGEST_K3 = 10.0
 
@@ -35,10 +37,17 @@ class Share(NamedTuple):
 
 
 class Objective:
-    """Sum over a mini-batch of loss_weight * (w * kept * L - entropy_coef * H + kl_loss_coef * KL(pi || pi_ref)).
+    """Sum of components, each over the tokens of a mini-batch that have a weight in it:
 
+        rl       loss_weight * (w * kept * L - entropy_coef * H)
+        ref_kl   loss_weight * kl_loss_coef * KL(pi || pi_ref)
+        ce       ce_weight * ce_coef * -log pi
+
+    The weights of a component sum to 1 over an optimizer step, or to what its aggregation says, however many tokens
+    have a weight in another. Tokens that the policy sampled have a loss_weight: rl and ref_kl are estimated from them.
     L is the policy loss, w the importance weight, and `kept` is 0 where the token is rejected. Both apply to the policy
-    loss only: entropy and KL are of all tokens. A rejected token still counts in the means of loss_weight.
+    loss only: entropy and KL are of all sampled tokens. A rejected token still counts in the means of loss_weight.
+    Tokens of demonstrations, which nobody sampled, have a ce_weight.
 
     Example:
         objective = Objective(config.algorithm)
@@ -58,9 +67,32 @@ class Objective:
         Args:
             before: [T] log pi before the first optimizer step of the batch; None: this is the first.
         """
+        tokens = batch.tokens
+        if tokens.ce_weights is None:
+            return self._of_sampled(logprobs, entropy, tokens, before)
+        ce_weights = _as_tensor(tokens.ce_weights, logprobs)
+        ce_loss = -(ce_weights * logprobs).sum()
+        total = self._algorithm.ce_coef * ce_loss
+        count = float((tokens.ce_weights != 0).sum())
+        metrics: dict[str, Metric] = {"actor/ce_loss": Sum(ce_loss.item()), "actor/ce_tokens": Sum(count)}
+        is_clipped = torch.zeros_like(logprobs, dtype=torch.bool)
+        is_kept = torch.ones_like(is_clipped)
+        is_sampled = tokens.loss_weights != 0
+        if is_sampled.any():
+            index = torch.as_tensor(is_sampled, device=logprobs.device)
+            of_sampled = tokens.take(is_sampled.nonzero()[0]).renumbered()
+            share = self._of_sampled(
+                logprobs[index], entropy[index], of_sampled, None if before is None else before[index]
+            )
+            total, metrics = total + share.loss, metrics | share.metrics
+            is_clipped[index], is_kept[index] = share.is_clipped, share.is_kept
+        return Share(total, metrics, is_clipped, is_kept)
+
+    def _of_sampled(self, logprobs: Tensor, entropy: Tensor, signals: TokenSignals, before: Tensor | None) -> Share:
+        """Return the share of the components rl and ref_kl. All tokens were sampled."""
         algorithm = self._algorithm
-        tokens = loss_tokens(logprobs, batch, algorithm, before)
-        loss_weights = _as_tensor(batch.tokens.loss_weights, logprobs)
+        tokens = loss_tokens(logprobs, signals, algorithm, before)
+        loss_weights = _as_tensor(signals.loss_weights, logprobs)
         losses, is_clipped = self._policy_loss(tokens, algorithm)
         weights = importance_weights(tokens, self._correction.weights, algorithm)
         if algorithm.loss == "gmpo":
@@ -72,13 +104,13 @@ class Objective:
         if algorithm.entropy_coef:
             total = total - algorithm.entropy_coef * (entropy * loss_weights).sum()
         if algorithm.kl_loss_coef:
-            assert batch.tokens.reference_logprobs is not None
-            reference_logprobs = _as_tensor(batch.tokens.reference_logprobs, logprobs)
+            assert signals.reference_logprobs is not None
+            reference_logprobs = _as_tensor(signals.reference_logprobs, logprobs)
             divergence = kl_estimate(logprobs, reference_logprobs, algorithm.kl_loss_estimator)
             kl_loss = (divergence * loss_weights).sum()
             total = total + algorithm.kl_loss_coef * kl_loss
             metrics |= {"actor/kl_loss": Sum(kl_loss.item())}
-        if batch.num_sequences:
+        if tokens.num_sequences:
             metrics |= _token_means(tokens, is_clipped, entropy, weights)
             metrics |= gap_metrics(tokens, algorithm.importance_cap)
             if self._correction.rejection is not None:
@@ -107,10 +139,10 @@ def load_policy_loss(loss: str) -> PolicyLoss:
 
 
 def loss_tokens(
-    logprobs: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, before: Tensor | None = None
+    logprobs: Tensor, tokens: TokenSignals, algorithm: AlgorithmConfig, before: Tensor | None = None
 ) -> LossTokens:
-    """Return the micro-batch's tokens as tensors on the device of `logprobs`. `before`: see `Objective`."""
-    tokens, device = batch.tokens, logprobs.device
+    """Return a micro-batch's sampled tokens as tensors on the device of `logprobs`. `before`: see `Objective`."""
+    device = logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
     steps_behind = torch.as_tensor(tokens.steps_behind, device=device)
     selected = torch.zeros_like(steps_behind) if tokens.selected is None else torch.as_tensor(tokens.selected)
@@ -122,7 +154,7 @@ def loss_tokens(
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
         sequences=torch.as_tensor(tokens.sequences, dtype=torch.int64, device=device),
-        num_sequences=batch.num_sequences,
+        num_sequences=tokens.num_sequences,
         staleness=torch.as_tensor(tokens.staleness, device=device),
         selected=selected.to(device, torch.bool),
     )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rollout.types import staleness
-from trainer.tracking.plans import Plans, read_plans
+from trainer.tracking.plans import NoRunError, Plans, read_plans
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.records import (
     DISCARDED,
@@ -83,7 +83,7 @@ class Audit:
 def audit(run_dir: Path, summary: Mapping[str, Any] | None = None) -> Audit:
     """Audit a run folder. `summary`: what summary.json says, read from there where it is not given.
 
-    Raises NoRunError. Whatever is wrong with a file of the run is a finding.
+    Raises NoRunError, also for a supervised run. Whatever is wrong with a file of the run is a finding.
     """
     return _Auditor(run_dir, read_plans(run_dir), summary).audit()
 
@@ -103,6 +103,8 @@ class _Auditor:
         self._summary = self._read_summary() if summary is None else summary
         logged = self._read_metrics()
         self._logged = {line["step"]: line for line in logged if "timing_s/step" in line}
+        if self._logged and all("critic/rewards/mean" not in line for line in self._logged.values()):
+            raise NoRunError(f"{run_dir} holds a supervised run: nothing was sampled that could be audited")
         self._evaluated = {line["step"]: line for line in logged if "eval/accuracy" in line}
         self._steps_of: Counter[int] = Counter()
         self._again: set[int] = set()

@@ -12,7 +12,7 @@ from typing import Protocol, TextIO
 
 from rich.console import Console as Target
 
-from trainer.tracking.live_console import LiveConsole, ReplicaView, formatter
+from trainer.tracking.live_console import LiveConsole, ReplicaView, formatter, is_supervised
 from trainer.tracking.progress import Progress, duration
 
 READER_IS_GONE = (errno.EPIPE, errno.EIO)
@@ -93,27 +93,32 @@ class PlainConsole:
         self._progress.continue_from(global_steps, accuracies)
 
     def step(self, global_steps: int, metrics: Mapping[str, float]) -> None:
-        show, accuracies = formatter(metrics), self._progress.accuracies
         self._progress.take_step(global_steps)
         fields = (
             f"step {self._position(global_steps)}",
-            f"reward {show('critic/rewards/mean', '.2f')}",
-            f"acc {f'{accuracies[-1][1]:.2f}' if accuracies else '-'}",
-            f"loss {show('actor/pg_loss', 'z.3f')}",
-            f"kl {show('actor/rollout_kl', 'z.4f')}",
-            f"entropy {show('actor/entropy', '.2f')}",
-            f"grad {show('actor/grad_norm', '.2f')}",
-            f"length {show('response_length/mean', '.0f')}",
-            f"staleness {show('staleness/mean', '.1f')}/{show('staleness/max', '.0f')}",
-            f"generated {show('perf/throughput/generated', ',.0f')} tok/s",
-            f"trained {show('perf/throughput/trained', ',.0f')} tok/s",
-            f"idle {show('perf/trainer_idle', '.0%')}/{show('perf/replica_idle', '.0%')}",
-            f"pause {show('weight_sync/pause_ms', '.1f')} ms",
-            f"queue {show('rollout/ready_groups', '.0f')}+{show('rollout/inflight_groups', '.0f')}",
-            f"{show('timing_s/step', '.2f')} s",
+            *(_supervised(metrics) if is_supervised(metrics) else self._of_rollouts(metrics)),
+            f"{formatter(metrics)('timing_s/step', '.2f')} s",
             f"eta {duration(self._progress.remaining_s())}",
         )
         self.message("  ".join(fields))
+
+    def _of_rollouts(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        show, accuracies = formatter(metrics), self._progress.accuracies
+        yield f"reward {show('critic/rewards/mean', '.2f')}"
+        yield f"acc {f'{accuracies[-1][1]:.2f}' if accuracies else '-'}"
+        yield f"loss {show('actor/pg_loss', 'z.3f')}"
+        if "actor/ce_loss" in metrics:
+            yield f"ce {show('actor/ce_loss', '.3f')}"
+        yield f"kl {show('actor/rollout_kl', 'z.4f')}"
+        yield f"entropy {show('actor/entropy', '.2f')}"
+        yield f"grad {show('actor/grad_norm', '.2f')}"
+        yield f"length {show('response_length/mean', '.0f')}"
+        yield f"staleness {show('staleness/mean', '.1f')}/{show('staleness/max', '.0f')}"
+        yield f"generated {show('perf/throughput/generated', ',.0f')} tok/s"
+        yield f"trained {show('perf/throughput/trained', ',.0f')} tok/s"
+        yield f"idle {show('perf/trainer_idle', '.0%')}/{show('perf/replica_idle', '.0%')}"
+        yield f"pause {show('weight_sync/pause_ms', '.1f')} ms"
+        yield f"queue {show('rollout/ready_groups', '.0f')}+{show('rollout/inflight_groups', '.0f')}"
 
     def evaluation(self, global_steps: int, accuracy: float) -> None:
         accuracies = self._progress.accuracies
@@ -142,3 +147,13 @@ class PlainConsole:
     def _position(self, global_steps: int) -> str:
         total = self._progress.total_steps
         return f"{global_steps:>{len(str(total))}}/{total}"
+
+
+def _supervised(metrics: Mapping[str, float]) -> Iterator[str]:
+    show = formatter(metrics)
+    yield f"loss {show('actor/ce_loss', '.4f')}"
+    yield f"grad {show('actor/grad_norm', '.2f')}"
+    yield f"lr {show('actor/lr', '.2e')}"
+    yield f"epoch {show('sft/epoch', '.2f')}"
+    yield f"tokens {show('perf/trained_tokens', ',.0f')}"
+    yield f"trained {show('perf/throughput/trained', ',.0f')} tok/s"

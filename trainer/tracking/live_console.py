@@ -121,7 +121,9 @@ class LiveConsole:
 
     def panel(self) -> Panel:
         """Return the panel of the current state."""
-        body = self._numbers() if self._metrics else self._activities()
+        body = self._activities()
+        if self._metrics:
+            body = self._supervised() if is_supervised(self._metrics) else self._numbers()
         here = Path.cwd()
         run_dir = self._run_dir.relative_to(here) if self._run_dir.is_relative_to(here) else self._run_dir
         title = f"slipstream  {run_dir}"
@@ -151,12 +153,18 @@ class LiveConsole:
             table.add_row(activity.text, activity.detail, duration(self._progress.clock() - activity.since))
         return table
 
+    def _supervised(self) -> Table:
+        """The latest step of a supervised run."""
+        show, table = formatter(self._metrics), _in_pairs()
+        table.add_row("loss", show("actor/ce_loss", ".4f"), "grad norm", show("actor/grad_norm", ".3f"))
+        table.add_row("epoch", show("sft/epoch", ".2f"), "lr", show("actor/lr", ".2e"))
+        trained = f"{show('perf/trained_tokens', ',.0f')}  {show('perf/throughput/trained', ',.0f')} tok/s"
+        table.add_row("tokens", trained, "step", f"{show('timing_s/step', '.2f')} s")
+        return table
+
     def _numbers(self) -> Group:
         """The latest step."""
-        show, accuracies = formatter(self._metrics), self._progress.accuracies
-        table = Table.grid(padding=(0, 2), expand=True)
-        for style, ratio in (("dim", None), ("bold", 1), ("dim", None), ("bold", 1)):
-            table.add_column(style=style, ratio=ratio, no_wrap=True)
+        show, accuracies, table = formatter(self._metrics), self._progress.accuracies, _in_pairs()
         reward = Text(show("critic/rewards/mean", ".3f"))
         reward.append("  " + sparkline(self._rewards), style="green")
         ends = [accuracy for _, accuracy in (accuracies if len(accuracies) < 2 else (accuracies[0], accuracies[-1]))]
@@ -180,6 +188,19 @@ class LiveConsole:
         replicas = Table.grid(padding=(0, 2))
         replicas.add_row(Text("replicas ", style="dim"), Text(replica_text(self._replicas()), style="bold"))
         return Group(table, replicas)
+
+
+def _in_pairs() -> Table:
+    """A table of two columns of names, each with a column of values."""
+    table = Table.grid(padding=(0, 2), expand=True)
+    for style, ratio in (("dim", None), ("bold", 1), ("dim", None), ("bold", 1)):
+        table.add_column(style=style, ratio=ratio, no_wrap=True)
+    return table
+
+
+def is_supervised(metrics: Mapping[str, float]) -> bool:
+    """Whether the step learned from conversations alone."""
+    return "actor/ce_loss" in metrics and "critic/rewards/mean" not in metrics
 
 
 def replica_text(replicas: Sequence[ReplicaView]) -> str:

@@ -90,6 +90,8 @@ class TrajectoryRecord:
     """How long its episode took in that attempt, and `reward_s` its reward; where the episodes of the group ran in one
     call, how long all of them took."""
     reward_s: float
+    score_s: float = 0.0
+    """How long the teacher took for the group; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ def trajectory_records(
             began=round(trajectory.began, 3),
             generate_s=round(trajectory.generate_s, 3),
             reward_s=round(trajectory.reward_s, 3),
+            score_s=round(trajectory.score_s, 3),
         )
         for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True))
     ]
@@ -249,7 +252,8 @@ def token_arrays(
 
     Of each trajectory, [B]: `ordinals`, `replicas`, `rewards`, `advantages` and `num_sequences`. Of each of their
     sequences, [S]: `prompt_lengths` and `response_lengths`. The sequences' tokens are concatenated: `prompt_ids` [sum
-    of prompt lengths]; `response_ids`, `loss_mask`, `rollout_logprobs` and `versions` [sum of response lengths].
+    of prompt lengths]; `response_ids`, `loss_mask`, `rollout_logprobs`, `versions` and, with a teacher,
+    `teacher_logprobs` [sum of response lengths].
     Of `tokens`, if they are given, those that the loss mask selects, [T]: `trainer_logprobs` (NaN where the trainer
     computed none), `token_advantages`, `is_clipped`, `is_rejected`.
     """
@@ -258,6 +262,9 @@ def token_arrays(
     trained: dict[str, Any] = {}
     if tokens is not None:
         trained = {TRAINED[name]: array for name, array in tokens.arrays().items()}
+    scores = [sequence.teacher_logprobs for sequence in sequences if sequence.teacher_logprobs is not None]
+    if scores and len(scores) == len(sequences):
+        trained["teacher_logprobs"] = join(scores, np.float32)
     file = BytesIO()
     np.savez(
         file,

@@ -38,10 +38,16 @@ def group_metrics(
         "prompt_length/mean": float(prompt_lengths.mean()),
         "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
         "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
+        **_teacher_metrics(groups),
         **{f"reward/{name}": mean for name, mean in _means([t.reward_metrics for t in trajectories])},
         **{f"agent/{name}": mean for name, mean in _means([t.agent_metrics for t in trajectories])},
         **_staleness_metrics(trajectories, global_steps, interval),
     }
+
+
+def _teacher_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    seconds = [group.trajectories[0].score_s for group in groups if group.is_taught]
+    return {"teacher/score_s": float(np.mean(seconds))} if seconds else {}
 
 
 def _means(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.schema import Config
 from trainer.batch import MicroBatch
 from trainer.metrics import Mean, Metric, Sum
+from trainer.worker.attention.attention import ON_CPU, Attention
 from trainer.worker.loading import allocate, open_causal_lm
-from trainer.worker.model import decode, decoder_of, gradients_fit, prepared, shard, target_states
+from trainer.worker.model import decode, decoder_of, gradients_fit, prepared, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import Trained
 
@@ -18,9 +19,11 @@ from trainer.worker.state import Trained
 class ValueModel(nn.Module):
     """The policy's architecture and initial weights, with a value head instead of the LM head."""
 
-    def __init__(self, backbone: nn.Module, hidden_size: int):
+    def __init__(self, backbone: nn.Module, hidden_size: int, attention: Attention = ON_CPU):
         super().__init__()
         self.backbone: Any = backbone
+        self.attention = attention
+        attention.prepare(backbone)
         self.value_head = nn.Linear(hidden_size, 1, bias=False)
         self.zero_head()
 
@@ -30,7 +33,8 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
         """[T]: the value of the state in which each target was sampled."""
-        return self.value_head(target_states(decode(self.backbone, batch, device), batch, device)).float().sum(-1)
+        states = decode(self.backbone, batch, device, self.attention)
+        return states.of_all(self.value_head(states.chosen).float().sum(-1))[0]
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -47,11 +51,11 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 class Critic:
     """One rank's shard of the value model, with its optimizer."""
 
-    def __init__(self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device):
+    def __init__(self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device, attention: Attention):
         causal_lm, weights = open_causal_lm(model_path)
         causal_lm = prepared(causal_lm, model_path, config.trainer)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
-        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size)
+        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size, attention)
         shard(self._model, mesh, getattr(torch, config.trainer.dtype.value))
         allocate(self._model, device)
         weights.read_into(causal_lm)  # all but the LM head, which has no memory
@@ -79,9 +83,10 @@ class Critic:
         old_values = torch.as_tensor(batch.tokens.values, device=self._device)
         returns = torch.as_tensor(batch.tokens.returns, device=self._device)
         losses, is_clipped = clipped_value_loss(values, old_values, returns, self._clip)
-        loss = (losses * torch.as_tensor(batch.tokens.loss_weights, device=self._device)).sum()
+        weights = torch.as_tensor(batch.tokens.loss_weights, device=self._device)
+        loss = (losses * weights).sum()
         (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
         return {
             "critic/vf_loss": Sum(loss.item()),
-            "critic/vf_clipfrac": Mean(is_clipped.sum().item(), len(values)),
+            "critic/vf_clipfrac": Mean((is_clipped & (weights != 0)).sum().item(), (weights != 0).sum().item()),
         }

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from configs.trainer import TrainerConfig
 from configs.validate import ConfigError
-from trainer.batch import MicroBatch
+from trainer.batch import Int64Array, MicroBatch
 from trainer.worker.activations import keep_less
-from trainer.worker.attention import tree_masks
+from trainer.worker.attention.attention import ON_CPU, Attention
+from trainer.worker.attention.ulysses import SequenceGroup
 from trainer.worker.head import LogprobHead
 from weight_sync.adapter import published_name
 
@@ -22,10 +24,18 @@ from weight_sync.adapter import published_name
 class Policy(nn.Module):
     """Wraps the LM: one forward returns logprobs and entropy of loss tokens, and holds few logits at a time."""
 
-    def __init__(self, causal_lm: nn.Module, temperature: float, entropy_has_gradient: bool = False):
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        temperature: float,
+        entropy_has_gradient: bool = False,
+        attention: Attention = ON_CPU,
+    ):
         super().__init__()
         self.causal_lm: Any = causal_lm
         self.temperature = temperature
+        self.attention = attention
+        attention.prepare(causal_lm)
         self._head = LogprobHead(causal_lm, decoder_of(causal_lm), temperature, entropy_has_gradient)
 
     def forward(self, batch: MicroBatch, device: torch.device, max_logits: int | None = None) -> tuple[Tensor, Tensor]:
@@ -36,10 +46,11 @@ class Policy(nn.Module):
         Args:
             max_logits: the largest number of logits in memory at once; a good one, if not given.
         """
-        outputs = decode(decoder_of(self.causal_lm), batch, device)
-        chosen = target_states(outputs, batch, device)
+        states = decode(decoder_of(self.causal_lm), batch, device, self.attention)
         targets = torch.as_tensor(batch.tokens.targets, dtype=torch.int64, device=device)
-        return self._head(type(outputs), chosen, targets, max_logits)
+        logprobs, entropy = self._head(states.output_type, states.chosen, targets[states.own], max_logits)
+        logprobs, entropy = states.of_all(logprobs, entropy)
+        return logprobs, entropy
 
     def plain_logprobs(self, input_ids: Tensor) -> Tensor:
         """[N, L] -> [N, L - 1]: logprobs of all tokens but the first, by the model's own forward and nothing else."""
@@ -47,22 +58,40 @@ class Policy(nn.Module):
         return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
 
 
-def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
-    """Run the decoder over the batch's rows. Return what it returns, of which `last_hidden_state` is [N, L, H]."""
-    input_ids = torch.as_tensor(batch.input_ids, device=device)
-    position_ids = torch.as_tensor(batch.position_ids, device=device)
-    if batch.last is None:
-        return decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    last = torch.as_tensor(batch.last, device=device)
-    with tree_masks(last, position_ids):
-        every = torch.ones_like(input_ids)  # without it, transformers would guess sequences from the positions
-        return decoder(input_ids=input_ids, position_ids=position_ids, attention_mask=every, use_cache=False)
+class TargetStates(NamedTuple):
+    """The states from which this rank predicts targets: all of them, or those in its part of the rows."""
+
+    output_type: type
+    """What the decoder returns."""
+    chosen: Tensor  # [T of this rank, H]
+    own: Tensor  # int64 [T of this rank] which targets they predict
+    owners: Int64Array  # [T] which rank of the group predicts each target
+    group: SequenceGroup | None
+
+    def of_all(self, *made: Tensor) -> tuple[Tensor, ...]:
+        """[T of this rank] each -> [T] each. Those without a gradient have none afterwards."""
+        if self.group is None:
+            return made
+        gathered = self.group.gathered(torch.stack(made), self.owners)
+        whole = [one.clone() for one in gathered]  # FSDP wants no views
+        return tuple(one if mine.requires_grad else one.detach() for one, mine in zip(whole, made, strict=True))
 
 
-def target_states(outputs: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-    """[T, H]: the last hidden state from which each target is predicted."""
-    rows, sources = torch.as_tensor(batch.rows, device=device), torch.as_tensor(batch.sources, device=device)
-    return outputs.last_hidden_state[rows, sources]
+def decode(decoder: nn.Module, batch: MicroBatch, device: torch.device, attention: Attention) -> TargetStates:
+    """Run the decoder over the batch's rows, or this rank's part of them. Pick the last hidden state of each target."""
+    rows, group = attention.rows(batch, device), attention.group
+    length = rows.input_ids.shape[1]
+    part = slice(0, length) if group is None else group.part(length)
+    input_ids, position_ids = rows.input_ids[:, part], rows.positions[:, part]
+    # Without a mask of ones, transformers would guess sequences from the positions. Recurrent layers want none.
+    ones = None if rows.last is None and group is None else torch.ones_like(input_ids)
+    with attention.within(rows, decoder):
+        outputs = decoder(input_ids=input_ids, position_ids=position_ids, attention_mask=ones, use_cache=False)
+    owners = batch.sources // (part.stop - part.start)
+    own = np.flatnonzero(owners == part.start // (part.stop - part.start))
+    places = np.stack([batch.rows[own], batch.sources[own] - part.start, own])
+    numbers, sources, targets = torch.as_tensor(places, device=device)
+    return TargetStates(type(outputs), outputs.last_hidden_state[numbers, sources], targets, owners, group)
 
 
 def prepared(causal_lm: Any, path: str, trainer: TrainerConfig) -> Any:

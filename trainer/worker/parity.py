@@ -15,13 +15,15 @@ from configs.validate import ConfigError
 from rollout.types import IntArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
 from trainer.batch import MicroBatch, assemble
 from trainer.tokens import sampled_tokens
+from trainer.worker.attention.attention import LONGEST_MASK, takes_tensors
 from trainer.worker.model import Policy, vocab_size
 
 SHAPES = ((24, 24, 9), (9, 17, 2))
 """(prompt's tokens, response's tokens, trajectories) of each group. A trajectory is a response, and a branch that
 leaves it half way and ends where it ends. The first group is a tree of 330 tokens, so that attention by places in the
 row, instead of positions in the sequence, shows up to a window of 256. Masks of the model's own are functions of
-positions, whatever their window (`attention.py`). The second row is shorter: the rest is padding."""
+positions, whatever their window (`attention/`). The second tree comes after it in the row; where each sequence has a
+row of its own, the rest is padding."""
 LARGEST_TOKEN = 1000
 """Token ids are drawn below it: special tokens of images and the like come later in a vocabulary."""
 CHUNKS = 3
@@ -37,6 +39,7 @@ def refuse_other_logprobs(policy: Policy, config: Config, device: torch.device) 
     """
     trainer, architecture = config.trainer, type(policy.causal_lm).__name__
     _refuse_stretched_positions(policy.causal_lm.config.get_text_config(), config, architecture)
+    _refuse_long_masks(policy, config, architecture)
     register_fsdp_forward_method(policy, "plain_logprobs")
     dtype = getattr(torch, trainer.dtype.value)
     groups = _random_groups(min(vocab_size(policy.causal_lm), LARGEST_TOKEN))
@@ -49,8 +52,12 @@ def refuse_other_logprobs(policy: Policy, config: Config, device: torch.device) 
             return
         others = [layout for layout in Layout if layout is not trainer.layout]
         works = [other for other in others if _problem(policy, groups, plain, other, dtype, device) is None]
+    key = f"trainer.layout={trainer.layout.value}"
     advice = f"set trainer.layout={works[0].value}, which works" if works else "no layout works with it"
-    raise ConfigError(f"trainer.layout={trainer.layout.value}: {architecture} {problem}: {advice}")
+    if trainer.sequence_parallel > 1:  # a state that runs through the row does not pass from rank to rank
+        key += f" trainer.sequence_parallel={trainer.sequence_parallel}"
+        advice = advice if works else "no layout works with shared rows: set trainer.sequence_parallel=1"
+    raise ConfigError(f"{key}: {architecture} {problem}: {advice}")
 
 
 def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -> None:
@@ -75,6 +82,19 @@ def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -
                 f"data.max_prompt_tokens={prompt}: beyond {limit} tokens its positions (rope_type={rope['rope_type']}) "
                 "depend on the longest sequence of a batch, and no layout repeats what was sampled"
             )
+
+
+def _refuse_long_masks(policy: Policy, config: Config, architecture: str) -> None:
+    """Masks of all pairs are made for no longer rows. A sequence in a row by itself needs none."""
+    trainer = config.trainer
+    longest = max(trainer.tokens_per_micro_batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    if trainer.layout is Layout.rows or not takes_tensors(policy.causal_lm) or longest <= LONGEST_MASK:
+        return
+    raise ConfigError(
+        f"trainer.layout={trainer.layout.value}: {architecture} has attention of its own, with masks of all pairs of a "
+        f"row, which are made up to {LONGEST_MASK} tokens: trainer.tokens_per_micro_batch and data.max_prompt_tokens + "
+        "rollout.max_response_tokens must be at most as many, or trainer.layout=rows"
+    )
 
 
 def _problem(

@@ -93,6 +93,9 @@ class RecoveringWorkers:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         return await self.again_if_lost(lambda: self._group.score(batch))
 
+    async def logprobs(self, batch: StepBatch) -> FloatArray:
+        return await self.again_if_lost(lambda: self._group.logprobs(batch))
+
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         """Take the optimizer steps on a batch; without one, only count the step."""
         result = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.algorithm import Proximal
+from configs.model import LoraServing
 from configs.schema import Config
 from rollout.types import FloatArray
 from trainer.batch import MicroBatch, StepResult
@@ -22,6 +23,8 @@ from trainer.checkpoint.adapter import ADAPTER_FILE, adapter_json
 from trainer.losses.objective import Objective, Share, kl_estimate
 from trainer.metrics import Last, Max, Mean, Metric, Sum, merge_metrics, over_optimizer_steps
 from trainer.tokens import TrainedTokens, join
+from trainer.worker.attention.attention import Attention
+from trainer.worker.attention.ulysses import SequenceGroup
 from trainer.worker.checksum import checksum_of, over_ranks
 from trainer.worker.critic import Critic
 from trainer.worker.loading import allocate, open_causal_lm
@@ -80,6 +83,7 @@ class TrainWorker:
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
         mesh = init_device_mesh(self._device_type, (world_size,), mesh_dim_names=("data_parallel",))
+        self._attention = self._make_attention()
         self._policy = self._load_policy(model_path, mesh, trainable=True)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         refuse_other_logprobs(self._policy, self._config, self._device)
@@ -92,7 +96,7 @@ class TrainWorker:
         elif self._config.algorithm.needs_reference:
             self._reference = self._load_policy(model_path, mesh, trainable=False)
         if self._config.algorithm.needs_critic:
-            self._critic = Critic(self._config, model_path, mesh, self._device)
+            self._critic = Critic(self._config, model_path, mesh, self._device, self._attention)
         return num_parameters
 
     def score(self, micro_batches: tuple[MicroBatch, ...]) -> dict[str, list[FloatArray]]:
@@ -151,7 +155,7 @@ class TrainWorker:
                 of_tokens.setdefault(index, computed)
             steps.append(merge_metrics([*parts, self.optim_step(place)]))
         self._global_steps = global_steps + 1
-        padded = sum(micro_batches[index].input_ids.size for part in plan for index in part)
+        padded = sum(self._attention.num_tokens(micro_batches[index]) for part in plan for index in part)
         metrics = over_optimizer_steps(steps) | {
             "actor/skipped_steps": Last(sum(step["actor/skipped_steps"].value for step in steps)),
             "trainer/optimizer_steps": Last(float(self._optimizer.num_steps)),
@@ -165,6 +169,13 @@ class TrainWorker:
         """[T] per micro-batch: log pi before the first optimizer step, if another needs it: there it is not at hand."""
         if num_steps == 1 or self._config.algorithm.proximal is Proximal.rollout:
             return [None] * len(micro_batches)
+        return self._logprobs(micro_batches)
+
+    def logprobs(self, micro_batches: tuple[MicroBatch, ...]) -> list[FloatArray]:
+        """Compute log pi, [T] per micro-batch. All ranks must call with equally many micro-batches."""
+        return [logprobs.cpu().numpy() for logprobs in self._logprobs(micro_batches)]
+
+    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         with torch.no_grad():
             logprobs = [self._policy(batch, self._device)[0] for batch in micro_batches]
         self._policy.reshard()  # pyright: ignore  (FSDP2 leaves the root gathered, as if a backward came)
@@ -241,9 +252,10 @@ class TrainWorker:
 
     def publish(self, order: PublishOrder) -> Manifest:
         """Offer this rank's rows of every parameter, without gathering any. With an adapter: of its factors, and of
-        what is frozen if a receiver is new."""
-        specs = parameter_specs(self._policy, self._rollout_dtype, frozen=order.has_new)
-        manifest = self._sender.publish(specs, lambda: self._shards(frozen=order.has_new), order)
+        what is frozen if a receiver is new and merges."""
+        frozen = order.has_new and self._config.model.lora.serve is LoraServing.merged
+        specs = parameter_specs(self._policy, self._rollout_dtype, frozen=frozen)
+        manifest = self._sender.publish(specs, lambda: self._shards(frozen=frozen), order)
         return replace(manifest, adapter=self._adapter)
 
     def send(self, manifest: Manifest) -> Checksums:
@@ -302,7 +314,8 @@ class TrainWorker:
             add_adapters(causal_lm, lora, self._compute_dtype)
         elif not trainable:
             freeze(causal_lm, self._compute_dtype)
-        policy = Policy(causal_lm, self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0)
+        temperature, has_gradient = self._config.rollout.temperature, trainable and algorithm.entropy_coef != 0
+        policy = Policy(causal_lm, temperature, has_gradient, self._attention)
         shard(policy, mesh, self._compute_dtype)
         allocate(policy, self._device)
         sums = weights.read_into(causal_lm)
@@ -311,3 +324,13 @@ class TrainWorker:
             base = checksum_of(over_ranks(sums, next(policy.parameters())))
             self._adapter = Adapter(scale=lora.alpha / lora.rank, base=base)
         return policy
+
+    def _make_attention(self) -> Attention:
+        """With trainer.sequence_parallel, neighbouring ranks share rows. All ranks must call."""
+        trainer, group = self._config.trainer, None
+        if (size := trainer.sequence_parallel) > 1:
+            timeout = timedelta(seconds=trainer.step_timeout_s)
+            own, _ = dist.new_subgroups(size, timeout=timeout)
+            assert isinstance(own, dist.ProcessGroup)
+            group = SequenceGroup(own, self._rank % size, size)
+        return Attention(trainer.attention, self._device_type, group)

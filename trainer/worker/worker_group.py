@@ -179,17 +179,23 @@ class TrainWorkerGroup:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """Return `TrainWorker.score` by name, [T] over the step's loss tokens."""
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
-            calls = [lambda worker, mine=mine: worker.score(mine) for mine in batch.micro_batches]
-            scores = await self._on_each(calls)
+            calls = [lambda worker, mine=mine: worker.score(mine) for mine in self._of_ranks(batch.micro_batches)]
+            scores = await self._on_data_parallel(calls)
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
+
+    async def logprobs(self, batch: StepBatch) -> FloatArray:
+        """Return log pi, [T] over the step's loss tokens."""
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "computing logprobs"):
+            calls = [lambda worker, mine=mine: worker.logprobs(mine) for mine in batch.micro_batches]
+            return batch.gather(await self._on_each(calls))
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         """Train on the batch on all ranks, or without one only count the step. Return what they made together."""
-        per_rank = [None] * len(self.actors) if batch is None else batch.micro_batches
+        per_rank = [None] * len(self.actors) if batch is None else self._of_ranks(batch.micro_batches)
         plan = None if batch is None else batch.optimizer_steps
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"training step {global_steps}"):
             calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps, plan) for mine in per_rank]
-            results = await self._on_each(calls)
+            results = await self._on_data_parallel(calls)
         tokens = [result.tokens for result in results if result.tokens is not None]
         return StepResult(
             merge_metrics([result.metrics for result in results]),
@@ -218,6 +224,14 @@ class TrainWorkerGroup:
             for actor in self.actors:
                 actor.call_beside.remote(lambda worker: worker.stop_sending(manifest))
             raise
+
+    def _of_ranks(self, micro_batches: Sequence[T]) -> list[T]:
+        """Give the ranks that share rows (trainer.sequence_parallel), which are neighbours, the same micro-batches."""
+        return [mine for mine in micro_batches for _ in range(self._trainer.sequence_parallel)]
+
+    async def _on_data_parallel(self, functions: "Sequence[Callable[[TrainWorker], T]]") -> list[T]:
+        """Call one function per rank. Of ranks that share rows, all answer the same: return the first one's."""
+        return (await self._on_each(functions))[:: self._trainer.sequence_parallel]
 
     async def _on_all(self, function: "Callable[[TrainWorker], T]") -> list[T]:
         return await self._on_each([function] * len(self.actors))

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -48,6 +49,8 @@ class GatedLLM(AsyncLLM):
         self.global_steps = -1
         self.salt = ""  # version and checksum: other weights under the same number share nothing
         self.salt_prefix_cache = True
+        self.serves_adapter = False
+        self.adapter: LoRARequest | None = None  # which every request has to name, then
         self.client_ids: dict[str, str] = {}  # request inside -> the id that its client gave it, where they differ
         self.numbers = itertools.count(1)
         self.withdrawn: set[str] = set()
@@ -82,6 +85,8 @@ class GatedLLM(AsyncLLM):
             if self.salt_prefix_cache:
                 own_salt = prompt.get("cache_salt") or ""  # from a client that shares its prefixes with no other
                 prompt = {**prompt, "cache_salt": f"{self.salt}|{own_salt}"}
+            if self.serves_adapter:
+                kwargs["lora_request"] = self.adapter = self.adapter or await self._open_slots()
             self.num_submitted += 1
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         finally:
@@ -170,6 +175,11 @@ class GatedLLM(AsyncLLM):
         core: Any = self.engine_core
         engines = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
         return [answer for answers in await asyncio.gather(*engines) for answer in answers]
+
+    async def _open_slots(self) -> LoRARequest:
+        """The adapter of the live slot. The workers hold it in memory, and look for no file."""
+        number, *_ = await self.on_every_worker("receiver_open_slots")
+        return LoRARequest("policy", number, "in memory")
 
     def output_counts(self) -> dict[str, int]:
         """Tokens that each running request has sampled. Exact only while frozen."""

@@ -17,9 +17,19 @@ from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
+from rollout.engines.vllm.drafts import DraftCounter
+from rollout.engines.vllm.scoring import score
 from rollout.engines.vllm.stop_strings import continuing
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan, shift_spans
+from rollout.types import (
+    Completion,
+    FloatArray,
+    GenerationRequest,
+    IntArray,
+    SamplingParams,
+    VersionSpan,
+    shift_spans,
+)
 from weight_sync.protocol import Manifest, WeightTag
 
 RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
@@ -31,10 +41,13 @@ class VllmEngine:
         """Starts the engine, which takes seconds to minutes. `replica` is the name by which weights are sent to it."""
         self._replica = replica
         self._native_versions = HAS_NATIVE_VERSIONS
-        llm = GatedLLM.from_engine_args(_engine_args(spec))
+        self._drafts = DraftCounter()
+        counted: Any = None if spec.speculative is None else [self._drafts.of_engine]  # costs a little per step
+        llm = GatedLLM.from_engine_args(_engine_args(spec), stat_loggers=counted)
         assert isinstance(llm, GatedLLM)
         self._llm = llm
         self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size, spec.prefill_grace_s)
+        self._llm.serves_adapter = spec.adapter is not None
         self._staging_on_device = spec.staging_on_device
         self._staging: Manifest | None = None  # of the last call
         self._boundaries: dict[str, list[tuple[int, int]]] = {}  # request -> (token, version from there on)
@@ -57,6 +70,9 @@ class VllmEngine:
             boundaries = self._boundaries.pop(name, [])
         assert final is not None and final.finished
         return self._completion(final, boundaries)
+
+    async def score(self, token_ids: IntArray, name: str) -> FloatArray:
+        return await score(self._llm, token_ids, name)
 
     @property
     def admission(self) -> Admission:
@@ -141,6 +157,8 @@ class VllmEngine:
             "restarted_requests": self._llm.num_restarted,
             "running_requests": len(admission.inside),
             "waiting_requests": len(admission.waiting),
+            "drafted_tokens": self._drafts.drafted,
+            "accepted_tokens": self._drafts.accepted,
         }
 
     async def openai_app(self, chat_template: str | None) -> Any:
@@ -211,8 +229,14 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "worker_extension_cls": RECEIVER,
         "disable_log_stats": not spec.log_stats,
     }
+    if spec.speculative is not None:
+        arguments["speculative_config"] = dict(spec.speculative)
     if spec.device == "cpu":
         arguments["block_size"] = 32  # caches short prompts
+    if spec.adapter is not None:
+        arguments |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": spec.adapter.max_rank}
+        if spec.adapter.layers is not None and "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__:
+            arguments["lora_target_modules"] = list(spec.adapter.layers)  # the others compute nothing for it
     return AsyncEngineArgs(**(arguments | dict(spec.engine_args)))
 
 

@@ -40,8 +40,8 @@ class OpenAIChat:
         wants_logprobs = fields.flag("logprobs")
         fields.only("top_logprobs", 0)
         request = ChatRequest(
-            messages=_messages(fields),
-            tools=tuple(_tool(tool) for tool in fields.items("tools")),
+            messages=messages_of(fields),
+            tools=tuple(tool_of(tool) for tool in fields.items("tools")),
             tool_choice=_tool_choice(fields),
             max_tokens=_max_tokens(fields),
             stop=fields.texts("stop"),
@@ -80,7 +80,8 @@ class OpenAIChat:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def messages_of(fields: Fields) -> tuple[Message, ...]:
+    """Those under `messages`."""
     messages = tuple(_message(each) for each in fields.items("messages"))
     if not messages:
         raise fields.refuse("messages", [], "a list of at least one message")
@@ -125,7 +126,7 @@ def _call(fields: Fields) -> ToolCall:
     return call
 
 
-def _tool(fields: Fields) -> ToolSpec:
+def tool_of(fields: Fields) -> ToolSpec:
     fields.choice("type", ("function",), "")
     function = fields.object("function")
     if function is None:

@@ -84,7 +84,7 @@ def vllm_config(num_steps: int) -> Config:
         data=DataConfig(num_train=512, num_val=1),
         rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward=reward),
         checkpoint=CheckpointConfig(every=0),
-        trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.padded),
+        trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.packed),
     )
 
 

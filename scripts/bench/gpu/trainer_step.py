@@ -1,4 +1,4 @@
-"""Tokens per second and model FLOPs utilisation of one FSDP rank on rows that are full."""
+"""Tokens per second and model FLOPs utilisation of one FSDP rank on rows that are full of sequences end to end."""
 
 import socket
 import time
@@ -71,7 +71,7 @@ class RandomWorker(TrainWorker):
         config = self._config
         causal_lm = build(self._shape, self._device_type, torch.float32)
         causal_lm = prepared(causal_lm, model_path, config.trainer)
-        policy = Policy(causal_lm, config.rollout.temperature).requires_grad_(trainable)
+        policy = Policy(causal_lm, config.rollout.temperature, attention=self._attention).requires_grad_(trainable)
         shard(policy, mesh, getattr(torch, config.trainer.dtype.value))
         return policy
 
@@ -81,7 +81,7 @@ def trainer_config(tokens: int, dtype: DType) -> Config:
         rollout=RolloutConfig(dtype=dtype),
         trainer=TrainerConfig(
             dtype=dtype,
-            layout=Layout.padded,
+            layout=Layout.packed,
             tokens_per_micro_batch=tokens,
             gradient_checkpointing=GradientCheckpointing.full,
         ),
@@ -89,16 +89,17 @@ def trainer_config(tokens: int, dtype: DType) -> Config:
 
 
 def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
-    """[rows, length] random tokens without padding: the first half of each row is the prompt."""
+    """`rows` sequences of `length` random tokens end to end: the first half of each is the prompt."""
     rng = np.random.default_rng(0)
-    input_ids = rng.integers(5, vocab_size, (rows, length))
-    sources = np.tile(np.arange(length // 2 - 1, length - 1), rows)
-    of_row = np.repeat(np.arange(rows), len(sources) // rows)
+    input_ids = rng.integers(5, vocab_size, rows * length)
+    starts = np.repeat(np.arange(rows) * length, length)
+    sources = (np.arange(length // 2 - 1, length - 1) + length * np.arange(rows)[:, None]).reshape(-1)
+    of_sequence = (sources // length).astype(np.int32)
     count = len(sources)
     tokens = TokenSignals(
-        targets=input_ids[of_row, sources + 1].astype(np.int32),
-        trajectories=of_row.astype(np.int32),
-        sequences=of_row.astype(np.int32),
+        targets=input_ids[sources + 1].astype(np.int32),
+        trajectories=of_sequence,
+        sequences=of_sequence,
         staleness=np.zeros(count, np.int32),
         steps_behind=np.zeros(count, np.int32),
         rollout_logprobs=np.full(count, -np.log(vocab_size), np.float32),
@@ -106,10 +107,10 @@ def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
         loss_weights=np.full(count, 1 / count, np.float32),
     )
     return MicroBatch(
-        input_ids=input_ids,
-        position_ids=np.broadcast_to(np.arange(length), (rows, length)).copy(),
-        last=None,
-        rows=of_row,
+        input_ids=input_ids[None],
+        position_ids=(np.arange(rows * length) - starts)[None],
+        last=(starts + length - 1)[None],
+        rows=np.zeros(count, np.int64),
         sources=sources,
         index=np.arange(count),
         tokens=tokens,

@@ -15,6 +15,7 @@ thread of this process. The arms of a size share the engine and take turns.
     staged, any transport      a copy of the staged weights over the live ones; everything else comes before
     inside, shared_memory      reading a file that was written before: checksums and the model's loading code
     inside, collective         rendezvous, packing, broadcast by gloo, checksums and the model's loading code
+    adapter, shared_memory     as staged: of rank 8 for all matrices of the layers, merged before
   Collective uses gloo through host memory everywhere: on a single GPU, NCCL cannot have both sides.
 - `keep`: an update with pause_mode=keep against abort, where requests continue from their tokens, and against keep with
   in_flight_kv=recompute: tokens/s after the start of the update, the pause, and the tokens computed again, which are
@@ -29,6 +30,8 @@ is not run leaves its keys out. "Largest" is the largest size that ran.
     inside_over_staged            largest, collective: pause of inside over pause of staged
     inside_over_staged_shared_memory
                                   largest, shared_memory: pause of inside over pause of staged
+    adapter_over_full             largest: pause of an adapter's update over that of all weights, staged, shared_memory
+    adapter_bytes_over_full       largest: bytes of an adapter's update over those of all weights
     publish_over_memcpy           largest: throughput of publishing into shared memory over that of memcpy, engine idle
     keep_reprefill_tokens, abort_reprefill_tokens, recompute_reprefill_tokens
                                   tokens computed again per update (50M, or the smallest that ran)
@@ -51,7 +54,7 @@ from scripts.bench.common import write_json
 from scripts.bench.weight_sync.fleet import measure_fleets, show_fleets
 from scripts.bench.weight_sync.host import started
 from scripts.bench.weight_sync.keep import WINDOW, compare_keep_with_abort, show_keep
-from scripts.bench.weight_sync.pause import measure_pauses, show_pauses
+from scripts.bench.weight_sync.pause import STAGED, measure_pauses, show_pauses
 
 PARTS = ("pause", "keep", "fleet")
 SIZES = (1, 50, 500)
@@ -87,12 +90,13 @@ async def bench_size(millions: int, options: argparse.Namespace) -> dict[str, fl
         if "pause" in options.only:
             pauses = await measure_pauses(host, options.repeats)
             show_pauses(millions, pauses)
-            staged = "staged, shared_memory"
             results |= {  # sizes come in ascending order, so the largest has the last word
-                f"pause_ms_{millions}m": 1e3 * median(pauses.pauses(staged)),
-                "pause_over_floor": pauses.over_floor(staged),
+                f"pause_ms_{millions}m": 1e3 * median(pauses.pauses(STAGED)),
+                "pause_over_floor": pauses.over_floor(STAGED),
                 "inside_over_staged": pauses.inside_over_staged(Transport.collective),
                 "inside_over_staged_shared_memory": pauses.inside_over_staged(Transport.shared_memory),
+                "adapter_over_full": pauses.adapter_over_full(),
+                "adapter_bytes_over_full": pauses.adapter_bytes_over_full(),
                 "publish_over_memcpy": median(pauses.publish_over_memcpy),
             }
         if "keep" in options.only and millions == (KEEP_SIZE if KEEP_SIZE in options.sizes else min(options.sizes)):

@@ -21,7 +21,7 @@ from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.weight_sync.gaps import MIN_GAPS, Interval
 from weight_sync.checkpoint_manager import CheckpointManager
-from weight_sync.protocol import UpdateReport
+from weight_sync.protocol import Sender, UpdateReport
 from weight_sync.transports.cleanup import release_all
 
 if TYPE_CHECKING:  # these import torch and vLLM, whose environment variables must be set before
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # these import torch and vLLM, whose environment variables mu
 
 NUM_REQUESTS = 32
 PROMPT_TOKENS = (80, 120)
+LORA_RANK = 8
 TIMEOUT_S = 900.0
 """Of every wait. Long, because deadlines are not measured here."""
 
@@ -54,6 +55,8 @@ class Host:
     size: "Size"
     nbytes: int
     publishers: "dict[Transport, Publisher]"
+    adapter: "Publisher | None"
+    """Of factors, in the host's first transport."""
     floor: "Memcpy"
     """Host memory to the device that computes."""
     memcpy: "Memcpy"
@@ -91,13 +94,15 @@ class Arm:
         staging: Staging,
         pause_mode: PauseMode = PauseMode.keep,
         in_flight_kv: InFlightKv = InFlightKv.keep,
+        publisher: "Publisher | None" = None,
     ):
+        """`publisher`: by the arm's transport; None: the host's, of all weights."""
         config = sync_config(transport, staging, pause_mode, in_flight_kv)
         # One name for all arms, so that the process group of the collective transport is kept between them.
         self.replica = RolloutReplica("replica", host.engine, config)
         fleet = ReplicaFleet([self.replica], ReplicaRouter(["replica"], NUM_REQUESTS + 1), 1, [].append)
         self._host = host
-        self._publisher = host.publishers[transport]
+        self._publisher = publisher or host.publishers[transport]
         self._manager = CheckpointManager(self._publisher, fleet, config)
 
     async def update(self) -> Update:
@@ -133,7 +138,14 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
     """Start an engine with a model of that size; shut it down and delete its files when the block ends."""
     import torch
 
-    from scripts.bench.weight_sync.weights import SIZES, Memcpy, Publisher, make_weights
+    from scripts.bench.weight_sync.weights import (
+        SIZES,
+        AdapterPublisher,
+        AdapterWeights,
+        Memcpy,
+        Publisher,
+        make_weights,
+    )
     from weight_sync.transports.registry import make_sender
 
     size, owner = SIZES[size_millions].for_device(device), f"bench-{os.getpid()}"
@@ -142,13 +154,13 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
     with TemporaryDirectory(prefix="bench_weight_sync-") as folder:
         model_path = Path(folder) / "model"
         weights = make_weights(size, model_path, dtype, pinned=device == "cuda")
-        publishers = {
-            transport: Publisher(
-                weights,
-                make_sender(sync_config(transport, Staging.host), owner, 0, 1, torch.device("cpu")),
-            )
-            for transport in (Transport.shared_memory, Transport.collective)
-        }
+
+        def sender(transport: Transport) -> Sender:
+            return make_sender(sync_config(transport, Staging.host), owner, 0, 1, torch.device("cpu"))
+
+        by = (Transport.shared_memory, Transport.collective)
+        publishers = {transport: Publisher(weights, sender(transport)) for transport in by}
+        adapter = AdapterPublisher(weights, AdapterWeights(weights, LORA_RANK), sender(Transport.shared_memory))
         engine = start_engine(size, str(model_path), device, str(dtype).removeprefix("torch."))
         try:
             memcpy = Memcpy(weights.pieces(), "cpu")
@@ -157,6 +169,7 @@ async def started(size_millions: int, device: str, settle_s: float) -> AsyncIter
                 size=size,
                 nbytes=weights.flat.nbytes,
                 publishers=publishers,
+                adapter=adapter,
                 floor=memcpy if device == "cpu" else Memcpy(weights.pieces(), device),
                 memcpy=memcpy,
                 settle_s=settle_s,

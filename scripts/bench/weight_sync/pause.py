@@ -17,6 +17,8 @@ ARMS = {
     for transport in (Transport.shared_memory, Transport.collective)
     for place, staging in (("staged", Staging.host), ("inside", Staging.none))
 }
+STAGED, ADAPTER = "staged, shared_memory", "adapter, shared_memory"
+NAMES = (*ARMS, ADAPTER)
 QUIET_ROUNDS = 3
 
 
@@ -27,8 +29,8 @@ class PauseResults:
     nbytes: int = 0
     floor_s: list[float] = field(default_factory=list)
     publish_over_memcpy: list[float] = field(default_factory=list)
-    windows: dict[str, list[list[PauseWindow]]] = field(default_factory=lambda: {name: [] for name in ARMS})
-    updates: dict[str, list[Update]] = field(default_factory=lambda: {name: [] for name in ARMS})
+    windows: dict[str, list[list[PauseWindow]]] = field(default_factory=lambda: {name: [] for name in NAMES})
+    updates: dict[str, list[Update]] = field(default_factory=lambda: {name: [] for name in NAMES})
 
     def pauses(self, arm: str) -> list[float]:
         """Median of each repetition, in seconds."""
@@ -37,6 +39,12 @@ class PauseResults:
     def over_floor(self, arm: str) -> float:
         return median_ratio(self.pauses(arm), self.floor_s)
 
+    def adapter_over_full(self) -> float:
+        return median_ratio(self.pauses(ADAPTER), self.pauses(STAGED))
+
+    def adapter_bytes_over_full(self) -> float:
+        return max(update.report.nbytes for update in self.updates[ADAPTER]) / self.nbytes
+
     def inside_over_staged(self, transport: Transport) -> float:
         return median_ratio(self.pauses(f"inside, {transport.value}"), self.pauses(f"staged, {transport.value}"))
 
@@ -44,6 +52,8 @@ class PauseResults:
 async def measure_pauses(host: Host, repeats: int) -> PauseResults:
     results = PauseResults(nbytes=host.nbytes)
     arms = {name: Arm(host, *arm) for name, arm in ARMS.items()}
+    assert host.adapter is not None
+    arms[ADAPTER] = Arm(host, *ARMS[STAGED], publisher=host.adapter)
     for arm in arms.values():  # the first update of an arm allocates memory, or connects
         await arm.update()
     for repetition in range(repeats):
@@ -105,7 +115,7 @@ HEADER = ["arm", "pause", "from", "to", "/ floor", "stop", "swap", "go", "gap", 
 
 def show_pauses(millions: int, results: PauseResults) -> None:
     rows = []
-    for name in ARMS:
+    for name in NAMES:
         windows = [window for of_repetition in results.windows[name] for window in of_repetition]
         reports = [update.report for update in results.updates[name]]
         parts, pauses = median_window(windows), [window.seconds for window in windows]

@@ -13,9 +13,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.tiny.model import build_tokenizer, write_model_directory
-from weight_sync.protocol import Manifest, PublishOrder, Sender, combine
+from weight_sync.adapter import factor_names
+from weight_sync.protocol import Adapter, Manifest, PublishOrder, Sender, combine
 
 VOCAB_SIZE = 512
+ADAPTER = Adapter(scale=4.0, base=1)
 MAX_SEQ_TOKENS = 4096
 COPY_BYTES = 512 * 2**20
 """Size of the memcpy's target: far larger than any cache, and smaller than another copy of the weights."""
@@ -118,6 +120,22 @@ class TrainerWeights:
         self.tensors["model.norm.weight"][0] = 1.0 + version / 256
 
 
+class AdapterWeights:
+    """Random factors of every layer's matrices, B from the start on not 0."""
+
+    def __init__(self, whole: Weights, rank: int):
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, weight in whole.tensors.items():
+            if name.endswith("_proj.weight"):
+                a, b = factor_names(name)
+                self.tensors[a] = torch.randn(rank, weight.shape[1]).to(weight)
+                self.tensors[b] = 1e-3 * torch.randn(weight.shape[0], rank).to(weight)
+
+    def change(self, version: int) -> None:
+        """Change one value, so that each version has a checksum of its own."""
+        next(iter(self.tensors.values()))[0, 0] = version / 256
+
+
 def make_weights(size: Size, folder: Path, dtype: torch.dtype, pinned: bool) -> TrainerWeights:
     """Make random weights, and write them as a Hugging Face folder."""
     config = Qwen3Config(
@@ -174,6 +192,19 @@ class Publisher:
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._weights.tensors.items())
+
+
+class AdapterPublisher(Publisher):
+    """Publishes the factors, and the weights that they are for to who is new."""
+
+    def __init__(self, whole: Weights, factors: Weights, sender: Sender):
+        super().__init__(factors, sender)
+        self._whole = whole
+
+    def _publish(self, order: PublishOrder) -> Manifest:
+        tensors = (self._whole.tensors if order.has_new else {}) | self._weights.tensors
+        specs = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()]
+        return replace(self._sender.publish(specs, lambda: iter(tensors.items()), order), adapter=ADAPTER)
 
 
 class Memcpy:

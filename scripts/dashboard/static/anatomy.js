@@ -10,7 +10,7 @@ screens.anatomy = {
     const done = known.trained.length ? known.trained[known.trained.length - 1] : numbers[numbers.length - 1];
     const step = Number(params.get("last") || params.get("step") || done);
     const data = await get("anatomy", {run: currentRun(), step});
-    const picture = anatomyPicture(data);
+    const picture = anatomyPicture(data, step);
     clear(main, h("h1", null, `Batch of step ${step}`), stepChooser("anatomy", numbers, null, step),
       h("section", {class: "card advice"}, data.why),
       h("section", {class: "card"}, picture, anatomyLegend(data)),
@@ -27,14 +27,14 @@ screens.anatomy = {
 const seconds2 = (value) => (value === null ? "-" : `${value < 0 ? "-" : "+"}${Math.abs(value).toFixed(2)} s`);
 const KINDS = {wait: "--line", tool: "--muted", reward: "--ink"};
 
-function anatomyPicture(data) {
+function anatomyPicture(data, step) {
   const rows = data.groups.flatMap((group) => group.trajectories.map((one) => ({group, one})));
   const tall = Math.max(2, Math.min(12, Math.floor(700 / Math.max(rows.length, 1))));
   const times = [...data.parts.flatMap((part) => [part[1], part[2]]), ...data.groups.flatMap((group) => [group.claimed, group.ready]),
     ...rows.flatMap(({one}) => one.bars.flatMap((bar) => [bar[1], bar[2]]))].filter((at) => at !== null);
   const [low, high] = range(times, false);
   const isCritical = ({group, one}) => data.critical && group.ordinal === data.critical[0] && one.episode === data.critical[1];
-  let px = null;
+  let px = null, chosen = null;
   const top = 44;
   const view = canvas(top + rows.length * tall + 10, `anatomy of the batch: ${data.why}`, (context, width, height) => {
     px = (at) => 70 + ((at - low) / (high - low)) * (width - 80);
@@ -45,7 +45,7 @@ function anatomyPicture(data) {
     times.forEach((at, i) => context.fillText(`${texts[i]} s`, px(at), 12));
     for (const [name, start, end] of data.parts) {
       const w = Math.max(1, px(end === null ? high : end) - px(start));
-      context.fillStyle = name === "wait" ? css("--line") : `hsl(215 ${css("--token")})`;
+      context.fillStyle = partColour(name);
       context.fillRect(px(start), 18, w, 16);
       context.fillStyle = ink;
       if (w > context.measureText(name).width + 6) context.fillText(name, px(start) + 3, 30);
@@ -62,9 +62,8 @@ function anatomyPicture(data) {
         context.fillStyle = kind === "turn" ? barColour(version, tone) : css(KINDS[kind]);
         context.fillRect(px(start), y, Math.max(0.7, px(end) - px(start)), tall < 4 ? tall : tall - 1);
       }
-      if (isCritical(row)) {
-        context.strokeStyle = css("--bad");
-        context.lineWidth = 2;
+      if (row === chosen) {
+        context.strokeStyle = ink;
         context.strokeRect(66, y - 1, width - 70, tall + 1);
       }
       if (row.one === row.group.trajectories[0]) { context.fillStyle = ink; context.fillText(row.group.ordinal, 4, y + Math.min(10, tall + 4), 56); }
@@ -74,13 +73,39 @@ function anatomyPicture(data) {
     context.moveTo(px(0), 16);
     context.lineTo(px(0), height);
     context.stroke();
+    const place = rows.findIndex(isCritical);
+    drawPath(context, px, data, rows[place], top + (place + 0.5) * tall);
   });
-  view.addEventListener("mousemove", (event) => {
-    const row = rows[Math.floor((event.offsetY - top) / tall)];
-    showTip(row ? describeRow(row) : null, event.clientX, event.clientY);
-  });
+  const under = (event) => rows[Math.floor((event.offsetY - top) / tall)];
+  const open = (row) => { if (row) location.hash = to("trajectory", {step, ordinal: row.group.ordinal, index: row.one.episode}); };
+  view.addEventListener("mousemove", (event) => showTip(under(event) ? describeRow(under(event)) : null, event.clientX, event.clientY));
   view.addEventListener("mouseleave", () => showTip(null));
+  view.addEventListener("click", (event) => open(under(event)));
+  listenToKeys(view, {open: () => open(chosen), choose: (by) => {
+    const place = rows.indexOf(chosen), next = place < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, place + by));
+    chosen = by === null ? null : rows[next] || null;
+    view.redraw();
+    const box = view.getBoundingClientRect();
+    showTip(chosen && describeRow(chosen), box.left + 70, box.top + top + next * tall);
+  }});
   return view;
+}
+
+/** Why the step took so long: the last trajectory that it waited for, from claim to ready, and then its own parts. */
+function drawPath(context, px, data, critical, y) {
+  const ends = data.parts.map((part) => part[2]).filter((end) => end !== null);
+  const points = ends.length ? [[px(Math.max(...ends)), 35]] : [];
+  if (critical && critical.group.ready !== null) {
+    const ready = px(critical.group.ready), claimed = critical.group.claimed === null ? ready : px(critical.group.claimed);
+    points.push(...(ends.length ? [[ready, 35]] : []), [ready, y], [claimed, y]);
+  } else {
+    points.push([px(0), 35]);
+  }
+  context.strokeStyle = css("--bad");
+  context.lineWidth = 2.5;
+  context.beginPath();
+  points.forEach(([x, at], i) => (i ? context.lineTo(x, at) : context.moveTo(x, at)));
+  context.stroke();
 }
 
 function describeRow({group, one}) {
@@ -88,7 +113,7 @@ function describeRow({group, one}) {
   for (const [kind, start, end] of one.bars) took[kind] = (took[kind] || 0) + end - start;
   return [`prompt ${group.ordinal}, episode ${one.episode}, reward ${short(one.reward)}`,
     ...Object.entries(took).map(([kind, value]) => `${kind === "wait" ? "until the first token" : kind}: ${seconds(value)}`),
-    one.error || ""].filter(Boolean).join("\n");
+    one.error || "", "click or Enter opens it"].filter(Boolean).join("\n");
 }
 
 function anatomyLegend(data) {
@@ -96,5 +121,6 @@ function anatomyLegend(data) {
   const kinds = {wait: "until the first token", tool: "tool", reward: "reward"};
   return [versionLegend(versions.filter((version) => version !== null).sort((a, b) => a - b)),
     h("div", {class: "legend"}, Object.entries(kinds).map(([kind, name]) => h("span", null, h("i", {style: {background: `var(${KINDS[kind]})`}}), name)),
-      h("span", null, h("i", {style: {outline: "2px solid var(--bad)"}}), "what the step waited for"))];
+      h("span", null, h("i", {style: {background: "var(--bad)", height: "3px", width: "14px", verticalAlign: "middle"}}),
+        data.critical ? "critical path: what the step waited for, and its parts" : "critical path: the parts of the step, which waited for no group"))];
 }

@@ -28,9 +28,9 @@ screens.compare = {
         {name: other, points: theirs.points(name, x), colour: "--s1", dots: name === "eval/accuracy"}],
       {zero: false, xName: x === "step" ? "step" : "second"})));
     };
-    await Promise.all([ours.read(), theirs.read()]);
+    const [, , config, otherConfig] = await Promise.all([ours.read(), theirs.read(), get("config", {run: currentRun()}), get("config", {run: other})]);
     clear(main, h("h1", null, "Compare"), h("div", {class: "controls"}, `${currentRun()} with`, select, axis, key, list),
-      card("At their last step", comparison(ours, theirs, other)), charts);
+      card("Keys that differ", differences(config.keys, otherConfig.keys, other)), card("At their last step", comparison(ours, theirs, other)), charts);
     select.value = other;
     axis.value = x;
     draw();
@@ -39,6 +39,13 @@ screens.compare = {
 };
 
 function comparison(ours, theirs, other) {
-  return table(["metric", currentRun(), other], [["steps", ours.steps.size, theirs.steps.size],
+  return table(["metric", currentRun(), other], [["step", short(ours.latest), short(theirs.latest)],
     ...COMPARED.map((name) => [name, short(ours.last(name)), short(theirs.last(name))])]);
+}
+
+/** Keys of the configs whose values differ; those that only one of them has, too. */
+function differences(ours, theirs, other) {
+  const names = [...new Set([...Object.keys(ours), ...Object.keys(theirs)])].sort();
+  return table(["key", currentRun(), other], names.filter((name) => ours[name] !== theirs[name])
+    .map((name) => [name, ours[name] === undefined ? "-" : ours[name], theirs[name] === undefined ? "-" : theirs[name]]), "none");
 }

@@ -93,6 +93,10 @@ class Metrics {
     return [...this.steps.values()].sort((a, b) => a.step - b.step);
   }
 
+  get latest() {
+    return this.steps.size ? Math.max(...this.steps.keys()) : null;
+  }
+
   /** [[x, value]] of one metric; x is another metric's value, or the step. */
   points(key, x = "step") {
     return this.rows.filter((row) => row[key] !== undefined && row[x] !== undefined).map((row) => [row[x], row[key]]);
@@ -131,6 +135,12 @@ function css(name) {
 const hue = (version) => Math.round((version * 137.508 + 210) % 360);
 const barColour = (version, tone) => (version === null ? css("--muted") : `hsl(${hue(version)} ${tone})`);
 const tokenColour = (version) => `hsl(${hue(version)} ${css("--token")})`;
+
+/** Of a part of a step: wait, train, or another. */
+function partColour(part) {
+  if (part === "wait") return css("--line");
+  return `hsl(${{train: 215, update: 160}[part] || 40} ${css("--token")})`;
+}
 
 function versionLegend(versions) {
   const tone = css("--bar");
@@ -177,6 +187,16 @@ function showTip(text, x, y) {
   tip.textContent = text;
   tip.style.left = `${Math.max(4, Math.min(x + 14, window.innerWidth - tip.offsetWidth - 8))}px`;
   tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - tip.offsetHeight - 8))}px`;
+}
+
+/** Arrow keys up and down choose one of what a picture shows, Enter opens it, Escape chooses none. choose(by): null ends. */
+function listenToKeys(element, {choose, open, more}) {
+  element.tabIndex = 0;
+  element.addEventListener("keydown", (event) => {
+    const act = {ArrowUp: () => choose(-1), ArrowDown: () => choose(1), Escape: () => choose(null), Enter: open, ...more}[event.key];
+    if (act) { event.preventDefault(); event.stopPropagation(); act(); }
+  });
+  element.addEventListener("blur", () => choose(null));
 }
 
 /** A canvas of this height that is drawn again when its width or the theme changes. draw(context, width, height). */

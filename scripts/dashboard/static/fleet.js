@@ -28,8 +28,8 @@ screens.fleet = {
 };
 
 function replicaTable(replicas) {
-  return table(["replica", "state", "serves", "running", "waiting", "KV cache", "as of", "latest pauses"], replicas.map((one) => [
-    one.name, one.state || "no change", one.version === null ? "-" : `v${one.version}`, one.load ? one.load.running : "-", one.load ? one.load.waiting : "-",
+  return table(["replica", "state", "serves", "running", "waiting", "KV cache", "as of", "stood still in the latest updates"], replicas.map((one) => [
+    one.name, one.state || "in service", one.version === null ? "-" : `v${one.version}`, one.load ? one.load.running : "-", one.load ? one.load.waiting : "-",
     one.load ? percent(one.load.kv_usage) : "-", one.load ? clock(one.load.time) : "-", pauses(one.updates)]));
 }
 

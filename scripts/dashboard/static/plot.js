@@ -5,7 +5,7 @@ const SMOOTHED = 20; // of more points, the mean over a part of so many is drawn
 const MARGIN = {left: 46, right: 10, top: 8, bottom: 20};
 
 /** Round numbers between two values: ticks(0, 0.94) is [0, 0.2, 0.4, 0.6, 0.8]. */
-function ticks(low, high, count = 4) {
+function ticks(low, high, count = 5) {
   const span = high - low || 1;
   const power = 10 ** Math.floor(Math.log10(span / count));
   const step = [1, 2, 5, 10].map((one) => one * power).find((one) => span / one <= count) || 10 * power;

@@ -22,7 +22,7 @@ screens.pulse = {
       fillTiles(tiles, metrics);
       const stale = await get("staleness", {run: currentRun(), step: 0});
       clear(charts, pulseCharts(metrics, stale));
-      say(`step ${metrics.rows.length ? metrics.rows[metrics.rows.length - 1].step : 0}`);
+      say(`step ${metrics.latest || 0}`);
       return advise();
     };
     await refresh(true);
@@ -55,7 +55,9 @@ function fillTiles(tiles, metrics) {
 
 function pulseCharts(metrics, stale) {
   const of = (name, key, colour, more) => ({name, points: metrics.points(key), colour, ...more});
+  const learned = [of("training", "actor/ce_loss", "--s0"), of("validation", "eval/ce_loss", "--s1", {dots: true})];
   return [
+    ...(learned.some((line) => line.points.length) ? [lines("Cross-entropy of conversations, nats", learned)] : []),
     lines("Reward and held-out accuracy", [
       of("reward", "critic/rewards/mean", "--s0"), of("accuracy", "eval/accuracy", "--s1", {dots: true})]),
     lines("Tokens per second", [

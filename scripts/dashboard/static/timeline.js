@@ -24,7 +24,7 @@ screens.timeline = {
       h("section", {class: "card"}, picture.element, picture.legend()),
       data.is_cut ? h("p", {class: "muted"}, `there is more than one picture holds (${data.left_out} turns left out): choose fewer steps`) : null,
       h("p", {class: "muted"}, "Wheel or + and - zoom, drag or arrow keys move, 0 shows all, a click opens the trajectory. "
-        + "A bar is a turn at a replica, its colours are the versions that sampled it; a band across all lanes is a weight update, "
+        + "Arrows up and down choose a turn, Enter opens it. A bar is a turn at a replica, its colours are the versions that sampled it; a band across all lanes is a weight update, "
         + "a hairline in a replica is the pause of its swap, the thin line above it the staging of the weights. Times are from the start of the first step."));
     picture.element.redraw();
     let shown = newest;
@@ -76,6 +76,7 @@ class Timeline {
   constructor(data) {
     this.data = data;
     this.isMoved = false;
+    this.chosen = null; // a turn, by keys
     this.versions = new Set();
     this.rows = []; // {y, height, kind, name, replica}
     this.layOut();
@@ -84,7 +85,6 @@ class Timeline {
     const label = `timeline of steps ${data.first} to ${data.last}: ${this.turns.length} turns on ${Object.keys(data.replicas).length} replicas, `
       + `${data.borders.length} weight updates, versions ${[...this.versions].sort((a, b) => a - b).join(", ")}`;
     this.element = canvas(this.height, label, (context, width) => this.draw(context, width));
-    this.element.tabIndex = 0;
     this.listen();
   }
 
@@ -114,6 +114,7 @@ class Timeline {
           goesOn: end === null, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation, name});
       }
     }
+    this.turns.sort((a, b) => a.start - b.start);
     this.height = y + 16;
   }
 
@@ -139,6 +140,7 @@ class Timeline {
     for (const [version, start] of this.data.borders) context.fillText(`v${version}`, this.x(start), this.height - 3);
     for (const turn of this.turns) this.drawTurn(context, turn, tone, muted);
     for (const row of this.rows) this.drawRow(context, row, tone, ink, muted);
+    if (this.chosen) this.drawChosen(context, ink);
     context.restore();
     context.fillStyle = ink;
     for (const row of this.rows) context.fillText(row.name, 4, row.y + Math.min(row.height, 14) - 2, 84);
@@ -173,6 +175,14 @@ class Timeline {
     }
   }
 
+  drawChosen(context, ink) {
+    const {start, end, y, height} = this.chosen;
+    context.strokeStyle = ink;
+    context.lineWidth = 2;
+    context.strokeRect(this.x(start) - 2, y - 2, this.x(end) - this.x(start) + 4, height + 4);
+    context.lineWidth = 1;
+  }
+
   drawRow(context, row, tone, ink, muted) {
     const part = (start, end, colour, text) => {
       const x = this.x(start), w = Math.max(1, this.x(end === null ? this.data.length : end) - x);
@@ -183,8 +193,7 @@ class Timeline {
       if (room > context.measureText(text).width && row.height > 12) context.fillText(text, seen + 3, row.y + 13);
     };
     if (row.kind === "steps") {
-      const colours = {wait: css("--line"), train: css("--token") && `hsl(215 ${css("--token")})`};
-      for (const [step, name, start, end] of this.data.steps) part(start, end, colours[name] || `hsl(160 ${css("--token")})`, `${step} ${name}`);
+      for (const [step, name, start, end] of this.data.steps) part(start, end, partColour(name), `${step} ${name}`);
     } else if (row.kind === "rank") {
       for (const [version, start, end] of row.items) part(start, end, barColour(version, tone), "");
     } else if (row.kind === "evaluations") {
@@ -238,15 +247,32 @@ class Timeline {
     return this.turns.find((turn) => y >= turn.y && y < turn.y + turn.height + 1 && turn.start - reach <= at && at <= turn.end + reach);
   }
 
+  /** The turn that begins after the chosen one, or before it, of those that are seen. */
+  choose(by) {
+    const seen = this.turns.filter((turn) => turn.end >= this.from && turn.start <= this.until);
+    const place = seen.indexOf(this.chosen);
+    const next = place < 0 ? 0 : Math.max(0, Math.min(seen.length - 1, place + by));
+    this.chosen = by === null ? null : seen[next] || null;
+    this.element.redraw();
+    const box = this.element.getBoundingClientRect(), turn = this.chosen;
+    showTip(turn && this.describeTurn(turn), turn && box.left + Math.max(92, this.x(turn.start)), turn && box.top + turn.y);
+  }
+
+  open(turn) {
+    if (turn && turn.step !== null) location.hash = to("trajectory", {step: turn.step, ordinal: turn.ordinal, index: turn.episode});
+  }
+
+  describeTurn(turn) {
+    return [`${turn.isEvaluation ? "evaluation, " : ""}prompt ${turn.ordinal}, episode ${turn.episode}, turn ${turn.turn} on ${turn.name}`,
+      `${seconds(turn.end - turn.start)}${turn.goesOn ? ", goes on" : `, ${turn.tokens} tokens`}`,
+      `sampled by ${turn.cuts.map((cut) => `v${cut[2]}`).join(", ") || "none yet"}`,
+      turn.reward === null ? "" : `reward ${short(turn.reward)}`,
+      turn.step === null ? "" : `trained in step ${turn.step}: click or Enter opens it`].filter(Boolean).join("\n");
+  }
+
   describe(x, y) {
     const turn = this.under(x, y);
-    if (turn) {
-      return [`${turn.isEvaluation ? "evaluation, " : ""}prompt ${turn.ordinal}, episode ${turn.episode}, turn ${turn.turn} on ${turn.name}`,
-        `${seconds(turn.end - turn.start)}${turn.goesOn ? ", goes on" : `, ${turn.tokens} tokens`}`,
-        `sampled by ${turn.cuts.map((cut) => `v${cut[2]}`).join(", ") || "none yet"}`,
-        turn.reward === null ? "" : `reward ${short(turn.reward)}`,
-        turn.step === null ? "" : `trained in step ${turn.step}: click to open`].filter(Boolean).join("\n");
-    }
+    if (turn) return this.describeTurn(turn);
     const row = this.rows.find((one) => y >= one.y - 6 && y <= one.y + one.height);
     const at = this.time(x), near = 4 * (this.time(x + 1) - at);
     if (row && row.kind === "steps") {
@@ -281,14 +307,12 @@ class Timeline {
     element.addEventListener("pointerup", (event) => {
       const turn = dragged && dragged.far < 4 ? this.under(event.offsetX, event.offsetY) : null;
       dragged = null;
-      if (turn && turn.step !== null) location.hash = to("trajectory", {step: turn.step, ordinal: turn.ordinal, index: turn.episode});
+      this.open(turn);
     });
     element.addEventListener("pointerleave", () => showTip(null));
-    element.addEventListener("keydown", (event) => {
-      const middle = (this.from + this.until) / 2;
-      const act = {ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), "+": () => this.zoom(0.7, middle),
-        "=": () => this.zoom(0.7, middle), "-": () => this.zoom(1.4, middle), 0: () => this.show(this.start, this.end)}[event.key];
-      if (act) { event.preventDefault(); event.stopPropagation(); act(); }
-    });
+    const zoom = (factor) => this.zoom(factor, this.chosen ? this.chosen.start : (this.from + this.until) / 2);
+    listenToKeys(element, {choose: (by) => this.choose(by), open: () => this.open(this.chosen), more: {
+      ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), "+": () => zoom(0.7), "=": () => zoom(0.7),
+      "-": () => zoom(1.4), 0: () => this.show(this.start, this.end)}});
   }
 }

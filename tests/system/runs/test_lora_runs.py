@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.adapters import write_quantized
 from tests.support.paths import ROOT
 from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, check_tokens, small, started
 from trainer.tracking.sinks import read_metrics
@@ -40,6 +41,36 @@ def test_replicas_serve_the_weights_with_the_adapter_and_are_sent_the_adapter(tm
     merged, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tiny_model))
     changed = {name for name, weight in first.items() if not weight.equal(merged[name])}
     assert changed == {name for name in first if name.endswith("_proj.weight")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_replicas_serve_the_adapter_beside_weights_of_their_own(
+    quantized: bool, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Drafting n-grams. Of the same weights, the logprobs are the trainer's; of 8-bit ones, they differ by what the
+    quantization makes of them, which is measured as staleness is."""
+    job = [
+        *small(tiny_model),
+        *("trainer.total_steps=3", "trainer.eval_every=0", "trainer.lr=0.05", "trainer.lr_warmup_steps=1"),
+        *("rollout.max_staleness=1", "checkpoint.every=0", f"model.lora.rank={RANK}", "model.lora.serve=adapter"),
+        *("rollout.speculative.method=ngram", "rollout.speculative.min_match=1"),
+    ]
+    if quantized:
+        write_quantized(tiny_model, tmp_path / "int8")
+        job.append(f"model.lora.served_path={tmp_path / 'int8'}")
+    with started(tmp_path, *job) as run:
+        assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()
+    check_tokens(run.run_dir)
+    steps = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    for record in steps:
+        assert record["actor/grad_norm"] > 0 and 0 < record["rollout/spec_acceptance"] < 1
+        assert record["weight_sync/megabytes"] < 0.1, "the first update does not bring the weights either"
+    first = steps[0]["actor/rollout_logprob_diff_max"]
+    assert 1e-3 < first < 0.5 if quantized else first < 1e-5
+    assert all(record["correction/k3_kl"] > 0 for record in steps)
 
 
 def export(run_dir: Path, folder: Path, *options: str) -> None:

@@ -1,4 +1,4 @@
-"""A whole run with every part of the algorithm, which loses a train worker and goes on."""
+"""A whole run with every part of the algorithm, whose ranks share rows, which loses a train worker and goes on."""
 
 import json
 import signal
@@ -21,12 +21,13 @@ EVERY_PART = [
     "algorithm.kl_reward_coef=0.1",
 ]
 """A critic, a reference in loss and reward, an entropy bonus, a correction and a loss of whole trajectories."""
+SHARED = ["trainer.num_ranks=2", "trainer.sequence_parallel=2"]
 
 
 @pytest.mark.slow
 def test_a_killed_train_worker_costs_no_prompt_and_no_version(tmp_path: Path, tiny_model: Path) -> None:
     overrides = [f"trainer.total_steps={STEPS}", "trainer.eval_every=0", "checkpoint.every=2"]
-    with started(tmp_path, *small(tiny_model), *EVERY_PART, *overrides, "trainer.num_ranks=2") as run:
+    with started(tmp_path, *small(tiny_model), *EVERY_PART, *overrides, *SHARED) as run:
         run.wait_for(" 3/8 ")
         find(run, "ray::TrainWorkerActor").send_signal(signal.SIGKILL)
         assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()

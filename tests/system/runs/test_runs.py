@@ -1,11 +1,15 @@
 """A whole run, started as a user starts it, and what it leaves behind."""
 
 import json
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 
 from scripts.timeline import TRACE_FILE, write_trace
+from tests.support.browser import find_browser, opened_browser
+from tests.support.page import SCREENS, served, show
 from tests.support.whole_runs import SIZES, START_DEADLINE_S, Run, check_training, started, trained
 from trainer.tracking.events.reader import EventReader
 from trainer.tracking.events.view import RunView
@@ -31,7 +35,9 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
         "rollout.max_response_tokens=64",
         "evaluation.samples=8",
         "evaluation.temperature=1.0",
+        "dashboard=true",
     ) as run:
+        check_page_beside(run, tmp_path / "profile")
         assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()
         assert run.survivors() == []
         summary = json.loads((run.run_dir / "summary.json").read_text())
@@ -54,6 +60,47 @@ def test_a_run_leaves_everything_a_user_looks_for(tmp_path: Path) -> None:
             assert record["actor/grad_norm"] >= 0
         check_metric_list(metrics, steps)
         check_events(run)
+        check_page_afterwards(run, tmp_path / "profile-2")
+
+
+def check_page_beside(run: Run, profile: Path) -> None:
+    """dashboard=true prints the address of a page that shows the run while it trains."""
+    run.wait_for("dashboard of ", START_DEADLINE_S)
+    (line,) = [line for line in run.output.read_text().splitlines() if "dashboard of " in line]
+    address = line.rpartition(" ")[2]
+    assert not httpx.get(f"{address}api/steps", params={"run": "run"}).json()["ended"]
+    if find_browser() is None:
+        return
+    with opened_browser(profile) as tab:
+        status = "Number(document.getElementById('status').textContent.replace('step ', ''))"
+        show(tab, address, "pulse")
+        tab.evaluate("window.stays = true")
+        tab.wait(f"{status} >= 3", 2 * START_DEADLINE_S)
+        assert tab.evaluate("window.stays") and run.process.poll() is None
+        tab.leave()
+        assert tab.errors == []
+
+
+def check_page_afterwards(run: Run, profile: Path) -> None:
+    """The folder alone shows the whole run on every screen."""
+    if find_browser() is None:
+        return
+    last = trained(run)[-1][0]
+    with served([run.run_dir]) as address, opened_browser(profile) as tab:
+        texts = {screen: show(tab, address, screen) for screen in SCREENS}
+        where = f"trajectory?step={STEPS}&ordinal={last['ordinal']}&index={last['index']}"
+        text = show(tab, address, where)
+        tab.evaluate("document.querySelectorAll('.message.policy .tokens')[0].focus()")
+        tab.press("ArrowRight")
+        facts = tab.evaluate("document.querySelector('.facts').textContent")
+        assert tab.errors == []
+    assert f"trained by step {STEPS} on v{STEPS - 1}" in text
+    assert all(word in facts for word in ("sampled by v", "rollout logprob", "trained", "advantage")), facts
+    assert f"v{STEPS}" in texts["fleet"] and "The run has ended." in texts["fleet"]
+    assert "it evaluates" in texts["fleet"], "why a replica was away"
+    assert re.match(rf"Timeline, steps {STEPS - 2} to {STEPS}.*newest(v\d+)+", texts["timeline"])
+    assert "num_replicas: 2" in texts["files"] and f"Step {STEPS} took" in texts["anatomy"]
+    assert "1 to 4 of 4" in texts["groups"] and f"Staleness of the tokens of step {STEPS}" in texts["pulse"]
 
 
 def check_events(run: Run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Tab, find_browser, opened_browser
-from tests.support.dashboards import BRANCHED, HOSTILE, LONG_JOB, live_run, simulated_run
+from tests.support.dashboards import BRANCHED, CONFIG, HOSTILE, LONG_JOB, live_run, simulated_run
 from tests.support.page import SCREENS, first_paint, served, show, wait_for
 from tests.support.paths import ROOT
 
@@ -25,7 +25,7 @@ WORDS = {
     "trajectory?step=8&ordinal=21&index=0": ("Step 8, prompt 21, episode 0", "trained by step 8 on v7", "<img src=x"),
     "fleet": ("replica-1 is given up: <script>", "the run ended with: it broke", "v8"),
     "files": ("max_staleness: 2", "began", "driver.log"),
-    "compare": ("with", "old", "staleness/max"),
+    "compare": ("with", "old", "staleness/max", "Keys that differ", "rollout.max_num_seqs", "64", "16"),
 }
 """Screen -> words on it."""
 FACTS = (
@@ -42,7 +42,9 @@ FACTS = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return [simulated_run(folder / "new"), simulated_run(folder / "old", tells=False)]
+    runs = [simulated_run(folder / "new"), simulated_run(folder / "old", tells=False)]
+    (runs[1] / "config.yaml").write_text(CONFIG.replace("max_num_seqs: 64", "max_num_seqs: 16"))
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def test_the_page_follows_a_file_that_grows(tab: Tab, address: str, runs: list[P
 
 
 def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
-    """Opened before its first step. New steps appear on two screens, and none of it is loaded anew."""
+    """Opened before its first step. New steps appear on two screens, and none of it is loaded anew; all others open."""
     status = "Number(document.getElementById('status').textContent.replace('step ', ''))"
     heading = "document.querySelector('h1').textContent"
     with live_run(tmp_path / "live") as live, served([tmp_path / "live"]) as address:
@@ -142,6 +144,10 @@ def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
         wait_for(tab, "timeline")
         first = tab.evaluate(heading)
         tab.wait(f"{heading} !== '{first}'")
+        for screen in SCREENS:
+            tab.evaluate(f"location.hash = '{screen}'")
+            wait_for(tab, screen)
+            assert tab.evaluate("document.querySelectorAll('.error[role=alert]').length") == 0, screen
         live.end()
         tab.evaluate("location.hash = 'pulse'")
         last = json.loads((tmp_path / "live/metrics.jsonl").read_text().splitlines()[-1])["step"]
@@ -169,6 +175,62 @@ def test_keys_choose_screens_and_walk_through_tokens(tab: Tab, address: str) -> 
     tab.wait("document.querySelector('.facts').textContent.startsWith('token 0')")
     tab.press("2")
     wait_for(tab, "timeline")
+
+
+def test_the_timeline_is_zoomed_and_moved_by_keys_wheel_and_pointer(tab: Tab, address: str) -> None:
+    show(tab, address, "timeline")
+    tab.evaluate("document.querySelector('canvas').focus()")
+    whole = picture(tab)
+    tab.press("+")
+    near = picture(tab)
+    tab.press("ArrowRight")
+    moved = picture(tab)
+    assert len({whole, near, moved}) == 3
+    tab.press("0")
+    assert picture(tab) == whole
+    x, y = place(tab)
+    tab.mouse("mouseWheel", x, y, deltaX=0, deltaY=-200)
+    wheeled = picture(tab)
+    tab.mouse("mousePressed", x, y)
+    tab.mouse("mouseMoved", x - 200, y)
+    tab.mouse("mouseReleased", x - 200, y)
+    assert len({whole, wheeled, picture(tab)}) == 3 and "#timeline" in tab.evaluate("location.hash")
+
+
+@pytest.mark.parametrize(("screen", "tells"), [("timeline", "sampled by v"), ("anatomy", "prompt 2")])
+def test_a_picture_tells_of_a_trajectory_and_opens_it_by_keys_and_by_pointer(
+    tab: Tab, address: str, screen: str, tells: str
+) -> None:
+    tip = "(document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent)"
+    show(tab, address, screen)
+    tab.evaluate("document.querySelector('canvas').focus()")
+    for _ in range(3):
+        tab.press("ArrowDown")
+    assert tells in tab.evaluate(tip)
+    at = tab.evaluate("[document.getElementById('tip').offsetLeft - 12, document.getElementById('tip').offsetTop - 12]")
+    told = tab.evaluate(tip)
+    tab.press("Enter")
+    wait_for(tab, "trajectory")
+    opened = tab.evaluate("location.hash")
+    show(tab, address, screen)
+    assert tab.evaluate(tip) == ""
+    tab.mouse("mouseMoved", *at)
+    assert tab.evaluate(tip) == told
+    tab.mouse("mousePressed", *at)
+    tab.mouse("mouseReleased", *at)
+    wait_for(tab, "trajectory")
+    assert tab.evaluate("location.hash") == opened and "ordinal=" in opened
+
+
+def picture(tab: Tab) -> str:
+    return tab.evaluate("document.querySelector('canvas').toDataURL()")
+
+
+def place(tab: Tab) -> tuple[float, float]:
+    """The middle of the first picture."""
+    box = "document.querySelector('canvas').getBoundingClientRect()"
+    x, y = tab.evaluate(f"[{box}.left + {box}.width / 2, {box}.top + {box}.height / 2]")
+    return x, y
 
 
 def test_light_and_dark_follow_the_system(tab: Tab, address: str) -> None:

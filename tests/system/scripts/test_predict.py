@@ -1,11 +1,12 @@
-"""The command of the predictor on the folder of a simulated run."""
+"""The command of the predictor on the folder of a simulated run, and the page that runs it."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from scripts.dashboard.prediction import Predicted
+from scripts.dashboard.answers import Answers
+from scripts.dashboard.prediction import Predicted, Predictor
 from scripts.predict.command import parse
 from scripts.predict.predict import predict
 from scripts.predict.profile import read_profile
@@ -24,3 +25,14 @@ def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytes
     assert figures["advice"] in capsys.readouterr().out
     assert Predicted.of(json.dumps(figures), "", 0, steps=12).text == figures["advice"], "the page reads it"
     assert read_profile(tmp_path / "p.json").turn_tokens.mean == pytest.approx(30, rel=0.15)
+
+
+def test_the_page_runs_it_and_says_what_it_says(tmp_path: Path) -> None:
+    simulated_run(tmp_path / "run", PROFILE)
+    predictor = Predictor()
+    answers = Answers([tmp_path / "run"], predictor)
+    assert answers.advice("run")["is_pending"], "at work, in a process of its own"
+    predictor.wait()
+    said = answers.advice("run")
+    assert (said["rule"], said["is_pending"]) == ("prediction", False)
+    assert said["text"].startswith("A step of ") and "Predicted from its first 12 steps" in said["about"], said

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.staleness import StalenessWindow
 from scripts.launch.command import first_error
-from scripts.train import _point_latest_at
+from scripts.launch.recorded import point_latest_at
 from tests.support.paths import ROOT
 
 AT_EXIT = """
@@ -107,7 +107,7 @@ def test_cfg_job_prints_what_a_command_line_resolves_to(tmp_path: Path) -> None:
 def test_latest_points_at_the_newest_run(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        assert _point_latest_at(tmp_path / name, beside=tmp_path / name) == []
+        assert point_latest_at(tmp_path / name, beside=tmp_path / name) == []
         assert (tmp_path / "latest").resolve() == tmp_path / name
     assert os.readlink(tmp_path / "latest") == "second"  # relative: runs/ can be moved
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "second"]
@@ -115,10 +115,10 @@ def test_latest_points_at_the_newest_run(tmp_path: Path) -> None:
 
 def test_in_a_sweep_latest_stands_beside_the_sweep_and_a_folder_of_that_name_stays(tmp_path: Path) -> None:
     (tmp_path / "sweep" / "0").mkdir(parents=True)
-    assert _point_latest_at(tmp_path / "sweep" / "0", beside=tmp_path / "sweep") == []
+    assert point_latest_at(tmp_path / "sweep" / "0", beside=tmp_path / "sweep") == []
     assert os.readlink(tmp_path / "latest") == "sweep/0"
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    (told,) = _point_latest_at(tmp_path / "sweep" / "0", beside=tmp_path / "sweep")
+    (told,) = point_latest_at(tmp_path / "sweep" / "0", beside=tmp_path / "sweep")
     assert told.startswith(f"{tmp_path}/latest is no link, and stays as it is")
     assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()

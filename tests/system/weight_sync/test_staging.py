@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,9 @@ class SlowShadow:
 
 def staging(version: int, shadow: Any, before: Staging | None) -> Staging:
     manifest = replace(make_manifest(version), transport="no tensors")
-    return Staging(manifest, ReceivingWorker(replica="a", index=0, device="cpu"), Merger(), shadow, None, before)
+    worker = ReceivingWorker(replica="a", index=0, device="cpu")
+    taking = partial(Merger().merging, device=torch.device("cpu"), load=shadow.load)
+    return Staging(manifest, worker, taking, shadow, None, before)
 
 
 def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,11 @@ from configs.algorithm import ADVANTAGES, LOSSES, Correction, Proximal
 from configs.checkpoint import is_checkpoint
 from configs.checks.ranges import NUM_ARITHMETIC, RANGES, bounds, out_of_range
 from configs.cli.overrides import check_overrides
+from configs.model import LoraServing
 from configs.rewards import BUILT_IN_REWARDS
+from configs.rollout import Speculation
 from configs.schema import Config, Device, ModelKind, PauseMode, SinkName, Transport
-from configs.trainer import LearningRateSchedule
+from configs.trainer import AttentionKind, LearningRateSchedule
 from configs.validate import ConfigError, check
 from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
@@ -74,7 +76,7 @@ def test_the_documentation_of_a_choice_names_every_built_in() -> None:
     "argument, hint",
     [
         ("trainer.lrr=1", "trainer.lrr=1: there is no such key; did you mean trainer.lr "),
-        ("max_staleness=1", "did you mean rollout.max_staleness?"),
+        ("max_staleness=1", "did you mean rollout.max_staleness"),
         ("+rollout.replicas=2", "rollout.num_replicas"),
         ("receipe=gsm8k", "did you mean recipe"),
         ("zzz=1", "--help lists the sections"),
@@ -94,6 +96,7 @@ def test_known_keys_groups_and_options_pass() -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 SHARED = {"gpu_share": 0.5}
+SERVED = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter}
 COSINE = LearningRateSchedule.cosine
 NUMBERS = [key for key, kind in schema_keys().items() if {int, float} & {kind, *typing.get_args(kind)}]
 
@@ -195,6 +198,40 @@ def test_a_value_that_cannot_work_is_refused(values: dict[str, object], line: st
             {"model__lora__rank": 8, "model__lora__targets": ["q_proj", "all_linear"]},
             "model.lora.targets=['q_proj', 'all_linear']: all_linear stands for every linear layer but the head: leave",
         ),
+        ({"model__lora__serve": LoraServing.adapter}, "model.lora.serve=adapter: needs model.lora.rank: without it"),
+        (
+            {"model__lora__rank": 513, "model__lora__serve": LoraServing.adapter},
+            "model.lora.rank=513: at most 512 with model.lora.serve=adapter, as in vLLM",
+        ),
+        (
+            {**SERVED, "device": Device.cuda},
+            "rollout.dtype=float32: must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have",
+        ),
+        (
+            {"model__lora__rank": 8, "model__lora__served_path": "/quantized"},
+            "model.lora.served_path=/quantized: needs model.lora.serve=adapter: an adapter is merged into the weights",
+        ),
+        (
+            {**SERVED, "rollout__speculative__method": Speculation.eagle3, "rollout__speculative__model": "x"},
+            "rollout.speculative.method=eagle3: none, ngram or suffix with model.lora.serve=adapter: vLLM's other",
+        ),
+        ({"rollout__speculative__num_tokens": 0}, "rollout.speculative.num_tokens=0: must be between 1 and 64"),
+        (
+            {"rollout__speculative__num_tokens": 5},
+            "rollout.speculative.num_tokens=5: needs a rollout.speculative.method",
+        ),
+        (
+            {"rollout__speculative__max_match": 5},
+            "rollout.speculative.max_match=5: needs rollout.speculative.method=ngram",
+        ),
+        (
+            {"rollout__speculative__method": Speculation.ngram, "rollout__speculative__min_match": 5},
+            "rollout.speculative.min_match=5: at most rollout.speculative.max_match=4",
+        ),
+        (
+            {"rollout__speculative__method": Speculation.ngram, "rollout__speculative__model": "x"},
+            "rollout.speculative.model=x: set with rollout.speculative.method=draft_model, eagle, eagle3, and",
+        ),
         (
             {"model__lora__rank": 8, "weight_sync__delta": True},
             "weight_sync.delta=True: with model.lora.rank=8, must be false: only the adapter travels",
@@ -212,6 +249,20 @@ def test_an_adapter_that_cannot_be_is_refused(values: dict[str, object], line: s
             {"trainer__activation_offload": True},
             "trainer.activation_offload=True: needs trainer.gradient_checkpointing=full: the inputs of recomputed",
         ),
+        ({"trainer__sequence_parallel": 2}, "trainer.sequence_parallel=2: must divide trainer.num_ranks=1"),
+        (
+            {"trainer__sequence_parallel": 3, "trainer__num_ranks": 3},
+            "trainer.sequence_parallel=3: must divide the 4 attention heads of the model",
+        ),
+        (
+            {"trainer__sequence_parallel": 2, "trainer__num_ranks": 34},
+            "trainer.num_ranks=34: at most trainer.prompts_per_step=16 x sequence_parallel=2",
+        ),
+        (
+            {"trainer__attention": AttentionKind.flex, "device": Device.cpu},
+            "trainer.attention=flex: device=cpu needs dense or varlen: flex has no gradients on CPUs",
+        ),
+        ({"trainer__attention": AttentionKind.varlen}, "trainer.attention=varlen: varlen is for trainer.layout=packed"),
         ({"trainer__mini_batches": 17}, "trainer.mini_batches=17: at most 16: of trainer.prompts_per_step=16"),
         (
             {"trainer__mini_batches": 9, "trainer__num_ranks": 2},

@@ -83,7 +83,7 @@ def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:
     assert (large.model.kind, large.rollout.num_replicas, large.trainer.num_ranks) == (ModelKind.hf, 2, 2)
     assert (large.rollout.dtype, large.trainer.layout, large.rollout.kv_cache_mb) == (
         DType.bfloat16,
-        Layout.padded,
+        Layout.packed,
         None,
     )
     small = resolve("recipe=gsm8k", "model=tiny", *files(tmp_path))

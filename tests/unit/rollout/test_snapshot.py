@@ -158,3 +158,26 @@ def test_what_environments_said_is_in_a_checkpoint_and_one_without_it_is_read() 
     old = decode(msgspec.msgpack.encode(raw)).under_way[0].partials
     assert [partial.observed for partial in old.values()] == [None, None]
     assert old[0, 1].completion.token_ids.tolist() == [7]
+
+
+def test_a_resumed_run_with_a_teacher_takes_only_groups_that_one_has_scored() -> None:
+    """What a teacher said is kept. Groups of a run without one are sampled anew."""
+
+    async def main() -> None:
+        state = await CheckpointedRun([1.0], max_staleness=3).until(2)
+        scored = np.array([-0.5, -2.5], np.float32)
+        first, *others = state.ready
+        trajectories = tuple(
+            replace(trajectory, sequences=(replace(only(trajectory), teacher_logprobs=scored),))
+            for trajectory in first.trajectories
+        )
+        state = decode(encode(replace(state, ready=(replace(first, trajectories=trajectories), *others))))
+        run = CheckpointedRun([1.0], max_staleness=3, global_steps=2)
+        run.rollouter.teacher = object()  # pyright: ignore[reportAttributeAccessIssue]
+        assert restore(state, run.rollouter) == len(others) > 0
+        (taken,) = run.rollouter.buffer.ready
+        assert taken.prompt.ordinal == first.ordinal and taken.is_taught
+        kept = only(taken.trajectories[0]).teacher_logprobs
+        assert kept is not None and kept.tolist() == scored.tolist() and kept.dtype == np.float32
+
+    run_virtual(main())

@@ -13,7 +13,8 @@ from configs.schema import Config
 from scripts import plot_curve
 from scripts.launch.command import STOPPED, UNPROVEN, Invocation
 from scripts.launch.ending import CommandLine
-from scripts.train import _point_latest_at, conclude
+from scripts.launch.recorded import point_latest_at
+from scripts.train import conclude
 from tests.support.recordings import Screen
 from trainer.tracking import audit
 from trainer.tracking.recorder import RunRecorder
@@ -67,7 +68,7 @@ def test_a_folder_beside_which_no_link_can_be_made_is_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "symlink_to", raises(PermissionError(13, "Permission denied")))
-    (told,) = _point_latest_at(tmp_path / "run", beside=tmp_path / "run")
+    (told,) = point_latest_at(tmp_path / "run", beside=tmp_path / "run")
     assert told.startswith(f"{tmp_path}/latest does not point at this run: ") and "Permission denied" in told
 
 

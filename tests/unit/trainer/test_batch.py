@@ -155,9 +155,7 @@ def check_shapes(batch: MicroBatch) -> None:
         assert (batch.position_ids == np.arange(batch.input_ids.shape[1])).all()
     else:
         assert batch.last.shape == batch.input_ids.shape
-        is_padding = batch.input_ids == 0
-        assert (batch.last == np.arange(batch.input_ids.shape[1]))[is_padding].all()
-        assert (batch.position_ids[is_padding] == 0).all()
+        assert len(batch.last) == 1 and (batch.input_ids != 0).all()  # no padding
 
 
 def check_sequences(batch: MicroBatch, layout: Layout) -> None:
@@ -169,9 +167,12 @@ def check_sequences(batch: MicroBatch, layout: Layout) -> None:
         assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
         assert len(set(batch.rows[mine])) == 1
         assert np.array_equal(batch.index[mine], np.arange(batch.index[mine[0]], batch.index[mine[-1]] + 1))
-    if layout is Layout.padded:
+    if layout is Layout.rows:
         assert batch.last is None
         assert len(set(batch.rows)) == batch.num_sequences
+    elif layout is Layout.packed:
+        assert (batch.last is None) == (batch.num_sequences <= 1)
+        assert batch.num_sequences == max(1, (batch.position_ids == 0).sum()) or not len(batch.index)
 
 
 def check_gather(batch: StepBatch) -> None:
@@ -238,17 +239,18 @@ def test_a_tree_beyond_the_budget_is_cut_and_each_part_has_the_beginning() -> No
 
 def test_a_beginning_is_shared_from_a_quarter_of_the_sequence_on() -> None:
     assert shapes(similar_step(num_shared=5, num_own=15).assemble(Layout.tree)) == [(1, 5 + 4 * 15)]
-    assert shapes(similar_step(num_shared=5, num_own=16).assemble(Layout.tree)) == [(4, 21)]
+    assert shapes(similar_step(num_shared=5, num_own=16).assemble(Layout.tree)) == [(1, 4 * 21)]
 
 
 @given(num_own=st.integers(1, 9), num_ranks=st.integers(1, 3), budget=st.integers(1, 99))
-def test_where_nothing_is_shared_a_tree_is_what_padded_rows_are(num_own: int, num_ranks: int, budget: int) -> None:
+def test_where_nothing_is_shared_trees_are_packed_sequences(num_own: int, num_ranks: int, budget: int) -> None:
     step = similar_step(0, num_own)
-    tree, padded = (step.assemble(layout, num_ranks, budget) for layout in (Layout.tree, Layout.padded))
-    for found, expected in zip(tree.micro_batches, padded.micro_batches, strict=True):
+    tree, packed = (step.assemble(layout, num_ranks, budget) for layout in (Layout.tree, Layout.packed))
+    for found, expected in zip(tree.micro_batches, packed.micro_batches, strict=True):
         for ours, theirs in zip(found, expected, strict=True):
-            assert ours.last is theirs.last is None
             assert np.array_equal(ours.input_ids, theirs.input_ids)
+            assert np.array_equal(ours.position_ids, theirs.position_ids)
+            assert ours.last is theirs.last or np.array_equal(ours.last, theirs.last)
 
 
 def lengths_step(*lengths: int) -> Step:
@@ -264,11 +266,28 @@ def test_ranks_get_about_as_many_tokens(layout: Layout) -> None:
     assert [sum(len(b.index) for b in micro_batches) for micro_batches in batch.micro_batches] == [11, 10]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_like_length_share_a_micro_batch(layout: Layout) -> None:
+def test_rows_of_like_length_share_a_micro_batch() -> None:
     step = lengths_step(2, 20, 3, 19, 2)
-    batch = step.assemble(layout, 1, 40)
-    assert [b.input_ids.shape for b in batch.micro_batches[0]] == [(2, 20), (3, 3)]
+    assert shapes(step.assemble(Layout.rows, 1, 40)) == [(2, 20), (3, 3)]
+
+
+@pytest.mark.parametrize("layout", [Layout.tree, Layout.packed])
+def test_sequences_end_to_end_fill_the_budget(layout: Layout) -> None:
+    """Each where the least room is left, and one beyond the budget alone."""
+    step = lengths_step(9, 50, 25, 30, 15, 2)
+    assert shapes(step.assemble(layout, 1, 40)) == [(1, 50), (1, 30 + 9), (1, 25 + 15), (1, 2)]
+
+
+def test_packed_sequences_by_hand() -> None:
+    """[p q] -> [a b] and [p q] -> [x y z], whose last tokens are targets only."""
+    (batch,) = example_step().assemble(Layout.packed).micro_batches[0]
+    assert batch.input_ids.tolist() == [[11, 12, 15, 16, 11, 12, 13]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert batch.last is not None
+    assert batch.last.tolist() == [[3, 3, 3, 3, 6, 6, 6]]
+    assert batch.sources.tolist() == [1, 3, 5, 6]
+    assert batch.tokens.targets.tolist() == [15, 17, 13, 14]
+    assert batch.tokens.sequences.tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from configs.schema import AlgorithmConfig
 from rollout.types import FloatArray
+from tests.support.given import random_demonstrations
 from tests.support.loop_world import World, run
 from trainer.advantages.estimators import ScoredGroup
+from trainer.supervised.demonstrations import DemonstrationStream
+from trainer.tokens import given_tokens
 from trainer.tracking.bad_batches import SkippedStepsError
 
 
@@ -50,6 +54,22 @@ def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
     assert [step for step, metrics in world.records.items() if "weight_sync/pause_ms" in metrics] == [3, 6]
     # Staleness is counted in updates: the groups are of version 0, and each version lasts three steps.
     assert [metrics["staleness/max"] for metrics in world.records.values()] == [0, 0, 0, 1, 1, 1]
+
+
+def test_demonstrations_are_trained_beside_the_groups_and_are_no_part_of_their_records() -> None:
+    alone = run(World(), mini_batches=2)
+    stream = DemonstrationStream(random_demonstrations(0, 5), seed=0)
+    world = run(World(), mini_batches=2, demonstrations=stream)
+    assert world.recorded_advantages == alone.recorded_advantages
+    for step, (batch, before) in enumerate(zip(world.batches, alone.batches, strict=True)):
+        given = given_tokens(stream.batch(step, 2))
+        assert batch.num_tokens == before.num_tokens + len(given.targets)
+        assert world.records[step + 1]["perf/trained_tokens"] == before.num_trained + len(given.targets)
+        recorded = world.recorded_tokens[step + 1]
+        assert recorded is not None and len(recorded.logprobs) == before.num_tokens
+        micro_batches = batch.micro_batches[0]
+        learned = [one.tokens.targets[(one.tokens.ce_weights > 0)] for one in micro_batches]  # pyright: ignore
+        assert sorted(np.concatenate(learned)) == sorted(given.targets)
 
 
 def test_a_record_has_what_its_own_step_made_of_its_tokens() -> None:
@@ -134,8 +154,8 @@ def test_workers_train_on_the_groups_advantages(algorithm: AlgorithmConfig, adva
     assert batch.num_tokens == 2 * 4 * 3
     weights = [float(w) for rank in batch.micro_batches for b in rank for w in b.tokens.loss_weights]
     assert weights == pytest.approx([1 / 24] * 24)
-    # Eight rows of four tokens, two to a micro-batch, on two ranks.
-    assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(2, 4)] * 2] * 2
+    # Eight sequences of four tokens, two to a row, on two ranks.
+    assert [[b.input_ids.shape for b in rank] for rank in batch.micro_batches] == [[(1, 8)] * 2] * 2
     trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
     assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))
 

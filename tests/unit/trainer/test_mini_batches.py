@@ -21,7 +21,7 @@ from trainer.tokens import TokenSignals, sampled_tokens
 CONFIG = Config(
     seed=3,
     algorithm=AlgorithmConfig(group_size=2),
-    trainer=TrainerConfig(layout=Layout.padded, tokens_per_micro_batch=16),
+    trainer=TrainerConfig(layout=Layout.packed, tokens_per_micro_batch=16),
 )
 
 

@@ -189,7 +189,6 @@ class RunView:
         for stamped in reader.read():
             view.add(stamped)
         view.steps[7].parts, view.groups[112].trajectories[0].turns
-        view.forget_before(7)  # what steps before the seventh were trained on
     """
 
     def __init__(self) -> None:
@@ -212,7 +211,6 @@ class RunView:
         """Restarts of train workers, and resumes, in words."""
         self.num_dropped = 0
         """Events that are not in the files."""
-        self._forgotten_to = -1
 
     def add(self, stamped: Stamped) -> None:
         time = stamped.time
@@ -220,22 +218,6 @@ class RunView:
         handle = _HANDLERS.get(type(stamped.event))
         if handle is not None:
             handle(self, time, stamped.who, stamped.event)
-
-    def forget_before(self, global_steps: int) -> None:
-        """Drop the steps before, and the groups and updates that belong to them or were discarded: for runs that are
-        longer than the memory."""
-        known = [step.recorded for step in self.steps.values() if step.global_steps < global_steps and step.recorded]
-        before = max(known, default=0.0)
-        self.steps = {number: step for number, step in self.steps.items() if number >= global_steps}
-        for of_replica in self.updates.values():
-            for version in [version for version in of_replica if version < global_steps]:
-                del of_replica[version]
-        self.groups = {
-            ordinal: group
-            for ordinal, group in self.groups.items()
-            if (global_steps if group.trained_step is None else group.trained_step) >= global_steps
-            and (group.discarded is None or group.discarded >= before)
-        }
 
     def step(self, global_steps: int) -> StepView:
         return self.steps.setdefault(global_steps, StepView(global_steps=global_steps))

@@ -17,7 +17,7 @@ from rollout.types import Completion
 from scripts.launch.cluster import without_trainer
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
 from scripts.launch.placement import Placement
-from scripts.launch.start import start_replica
+from scripts.launch.replicas import start_replica
 from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, creating, no_redirect
 from tests.support.fakes import make_request
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -56,7 +56,7 @@ class Scene:
             create=creating(no_redirect, Placement(without_trainer(CONFIG), "cpu")),
             config=CONFIG,
             spec=SPEC,
-            agents=self.agents,  # pyright: ignore[reportArgumentType]
+            connect=self.agents.connect,
             report=lambda event: self.told.append(event.text),
         )
         self.monitor, self.operator = make_monitor_and_operator(

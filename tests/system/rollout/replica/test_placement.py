@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from configs.schema import Config
 from rollout.actor_group import PLACEMENTS
 from rollout.replica.replica_group import ReplicaHandle
-from scripts.launch.start import start_replica
+from scripts.launch.replicas import start_replica
 from tests.support.actors import SPEC, NoAgents, creating
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -41,7 +41,7 @@ def start(prepare: Callable[[], None], told: list[str]) -> ReplicaHandle:
                 create=creating(lambda name: prepare),
                 config=Config(),
                 spec=SPEC,
-                agents=agents,  # pyright: ignore[reportArgumentType]
+                connect=agents.connect,
                 report=lambda event: told.append(event.text),
             )
         assert agents.connected == ["replica-7"]

@@ -10,7 +10,8 @@ import pytest
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
-PARTS = ("tests", "updates_small", "shared_gpu", "trainer_0.5b", "trainer_7b", "asynchrony", "recipe")
+PARTS = ("tests", "updates_small", "shared_gpu", "trainer_0.5b", "trainer_7b", "attention", "logprobs", "loading_7b")
+PARTS += ("adapter_1.5b", "speculation", "asynchrony", "recipe")
 """The other sizes are the same on a CPU."""
 
 
@@ -27,4 +28,7 @@ def test_every_part_runs_and_leaves_its_figures(tmp_path: Path) -> None:
         assert found[f"updates_small.{staging}_shared_memory_pause_ms"] > 0
     assert found["trainer_7b.tokens_per_s"] > 0 and found["recipe.steps"] == found["shared_gpu.steps"] == 2
     assert found["asynchrony.async_over_sync"] > 0
+    assert found["attention.packed_varlen_logprob_gap"] < 1e-5 and found["logprobs.gradient_gap"] < 1e-5
+    assert 0 < found["adapter_1.5b.host_adapter_sent_mb"] < found["adapter_1.5b.host_shared_memory_sent_mb"]
+    assert found["loading_7b.gb_per_s"] > 0 and 0 < found["speculation.ngram_acceptance"] <= 1
     assert done.stdout.count("| done |") == len(PARTS)

@@ -25,13 +25,15 @@ def test_pause_and_keep_at_the_smallest_size() -> None:
     ).stdout
     *_, pauses, keep, last = output.rstrip().split("\n\n")
     arms = [f"{place}, {transport}" for transport in ("shared_memory", "collective") for place in ("staged", "inside")]
+    arms.append("adapter, shared_memory")
     assert [line.partition("  ")[0] for line in pauses.splitlines()[3:]] == arms
     assert [line.split()[0] for line in keep.splitlines()[3:]] == ["keep", "abort", "recompute"]
     results = json.loads(last)
     measured = {f"{way}_{what}" for way in ("keep", "abort", "recompute") for what in ("tokens_per_s", "pause_ms")}
     measured |= {"pause_ms_1m", "pause_over_floor", "publish_over_memcpy"}
-    measured |= {"inside_over_staged", "inside_over_staged_shared_memory"}
+    measured |= {"inside_over_staged", "inside_over_staged_shared_memory", "adapter_over_full"}
     assert all(results[name] > 0 for name in measured)
     assert results["keep_reprefill_tokens"] == 0
+    assert 0.01 < results["adapter_bytes_over_full"] < 0.1
     prompt_tokens = 32 * 80  # at least
     assert results["abort_reprefill_tokens"] > prompt_tokens and results["recompute_reprefill_tokens"] > prompt_tokens

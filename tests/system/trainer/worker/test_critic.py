@@ -70,7 +70,7 @@ def test_the_first_values_are_zero_and_only_the_head_has_a_gradient() -> None:
     causal_lm = build_model(VOCAB_SIZE, seed=0)
     model = ValueModel(causal_lm.model, causal_lm.config.hidden_size)
     groups = random_groups(double(causal_lm), seed=3)
-    values = model(pack(groups, Layout.padded, keep_idle=True).micro_batches[0][0], torch.device("cpu"))
+    values = model(pack(groups, Layout.packed, keep_idle=True).micro_batches[0][0], torch.device("cpu"))
     assert not values.any()
     values.sum().backward()
     assert model.value_head.weight.grad is not None and model.value_head.weight.grad.any()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from configs.model import LoraConfig
+from configs.model import LoraConfig, LoraServing
 from configs.schema import AlgorithmConfig, Config, DType, Layout, ModelConfig, RolloutConfig, TrainerConfig
 from configs.trainer import GradientCheckpointing
 from rollout.types import FloatArray, TrajectoryGroup
@@ -59,7 +59,7 @@ def scored(steps: Sequence[Sequence[TrajectoryGroup]], num_ranks: int) -> Any:
     """Batches with the logprobs of the first policy, by plain forwards."""
     first = build_model(VOCAB_SIZE, seed=0)
     return [
-        batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
+        batches.pack(groups, Layout.packed, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
         for groups in steps
     ]
 
@@ -208,6 +208,15 @@ def test_the_base_travels_to_new_replicas_only(folder: Path) -> None:
         assert first.adapter == second.adapter and first.adapter is not None and first.adapter.scale == 2.0
 
     run_worker(CONFIG, str(folder / "model"), use)
+
+
+def test_the_base_travels_to_nobody_who_has_weights_of_its_own(folder: Path, runs: dict[str, Outcome]) -> None:
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        worker.publish(make_order(0))
+        assert inbox.weights and all(name.startswith(PREFIX) for name in inbox.weights)
+
+    beside = replace(CONFIG, model=ModelConfig(lora=replace(LORA, serve=LoraServing.adapter)))
+    run_worker(beside, str(folder / "model"), use)
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,12 @@ from tests.support.reference import (
     advantages_of,
     branched_groups,
     double,
+    loss_mask_of,
     random_groups,
+    sequence_logprobs,
 )
 from tests.support.worker_runs import Inbox, Job, Outcome, Weights, one_rank, run_worker
+from trainer.advantages.credit import keeps_idle
 from trainer.batch import StepBatch
 from trainer.metrics import merge_metrics, to_floats
 from trainer.mini_batches import mini_batched, owning_groups, split
@@ -50,6 +53,11 @@ CONFIG = Config(
     ),
 )
 CURRENT = replace(CONFIG, algorithm=replace(CONFIG.algorithm, proximal=Proximal.current, importance_cap=1.1))
+KL = replace(
+    CURRENT,
+    algorithm=replace(CURRENT.algorithm, kl_loss_coef=0.2, entropy_coef=0.05),
+    trainer=replace(CONFIG.trainer, lr=1e-3),  # with more, the estimate of the KL reaches its limit
+)
 ONCE = replace(CONFIG, trainer=replace(CONFIG.trainer, mini_batches=1, epochs=1))
 
 
@@ -62,7 +70,15 @@ def steps() -> list[list[TrajectoryGroup]]:
 
 
 def signals(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
-    return learning(groups, [np.array(advantages_of(group), np.float32) for group in groups])
+    """With the logprobs of the first policy, the reference."""
+    tokens = learning(groups, [np.array(advantages_of(group), np.float32) for group in groups])
+    reference = double(build_model(VOCAB_SIZE, seed=0))
+    known = [
+        sequence_logprobs(reference, trajectory, 0.8)[0].detach().numpy()[loss_mask_of(trajectory).numpy()]
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    return replace(tokens, reference_logprobs=np.concatenate(known).astype(np.float32))
 
 
 def batched(
@@ -80,7 +96,7 @@ def by_hand(steps: Sequence[Sequence[TrajectoryGroup]], config: Config) -> Outco
     for groups, batch in zip(steps, batched(steps, config), strict=True):
         tokens = signals(groups)
         owners = owning_groups(groups, tokens)
-        learns = np.array([any(advantages_of(group)) for group in groups])
+        learns = np.array([keeps_idle(config.algorithm) or any(advantages_of(group)) for group in groups])
         parts = split(np.bincount(owners, minlength=len(groups)), learns, config.trainer.mini_batches)
         before, taken = copy.deepcopy(plain.model), []
         for micro_batches in batch.optimizer_steps:
@@ -108,7 +124,7 @@ def two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {
-        "rollout": Job(CONFIG, model_path, batched(steps, CONFIG, Layout.padded, 2)),
+        "rollout": Job(CONFIG, model_path, batched(steps, CONFIG, Layout.packed, 2)),
         "current": Job(CURRENT, model_path, batched(steps, CURRENT, Layout.tree, 2)),
     }
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
@@ -126,6 +142,19 @@ def test_every_mini_batch_is_an_optimizer_step_against_the_policy_before_the_fir
         assert [metrics["actor/skipped_steps"] for metrics in found.metrics] == [0, 0]
         assert [metrics["actor/lr"] for metrics in found.metrics] == [0.01, 0.01], "three optimizer steps of warm-up"
         assert all(metrics["actor/ppo_kl"] != 0 for metrics in found.metrics), "pi has left pi_old"
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_kl_and_entropy_are_divided_by_what_a_mini_batch_holds_too(
+    layout: Layout, model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    """Solved groups are computed for them, and pi leaves the reference from the second optimizer step on."""
+    found = one_rank(Job(KL, model_path, batched(steps, KL, layout)))
+    weights = by_hand(steps, KL).weights
+    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
+        moved, error = weights[name].double() - untrained.detach().double(), found.weights[name] - weights[name]
+        assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+    assert all(metrics["actor/kl_loss"] > 0 for metrics in found.metrics)
 
 
 def test_one_mini_batch_and_one_epoch_are_the_step_as_it_was_to_the_last_bit(

@@ -31,7 +31,6 @@ from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
 from trainer.worker import head, token_logprobs
-from trainer.worker.attention import key_blocks, tree_mask
 from trainer.worker.model import Policy, prepared
 
 CPU = torch.device("cpu")
@@ -156,7 +155,7 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
     def logprobs_with(second: list[int]) -> Tensor:
         responses = [[10, 11, 12, 13], second, [30, 31, 32], [40]]
         group = make_group(0, [make_trajectory([5, 6, 7], response) for response in responses])
-        other = make_group(1, [make_trajectory([8], [50])])  # a shorter row, padded
+        other = make_group(1, [make_trajectory([8], [50])])  # another tree, after it
         advantages = [np.ones(4, np.float32), np.ones(1, np.float32)]
         batch = assemble(
             [group, other],
@@ -174,32 +173,6 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
     assert changed == [False] * 4 + [True] * 5 + [False] * 5
 
 
-def test_tree_mask_by_hand() -> None:
-    """Prompt [p q], a response of one token, one of two, and padding."""
-    mask = tree_mask(torch.tensor([[4, 4, 2, 4, 4, 5]]))
-    assert mask.shape == (1, 1, 6, 6)
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
-
-
-def test_attention_in_blocks_is_over_ancestors_only() -> None:
-    """A prompt of 100 tokens with responses of 29 and 171: the first one ends with the first token of the second block,
-    and is not read in the third."""
-    last = torch.tensor([[299] * 100 + [128] * 29 + [299] * 171])
-    blocks = [(list(range(300))[queries], keys.tolist()) for queries, keys in key_blocks(last)]
-    assert blocks == [
-        (list(range(128)), list(range(128))),
-        (list(range(128, 256)), list(range(256))),
-        (list(range(256, 300)), [*range(100), *range(129, 300)]),
-    ]
-
-
 @pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)
 def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
     causal_lm: Qwen3ForCausalLM, gradient_checkpointing: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +185,7 @@ def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
         prepared(copy.deepcopy(causal_lm), "", TrainerConfig(gradient_checkpointing=gradient_checkpointing)),
         TEMPERATURE,
     )
-    tree, padded = (pack(groups, layout) for layout in (Layout.tree, Layout.padded))
+    tree, packed = (pack(groups, layout) for layout in (Layout.tree, Layout.packed))
     assert tree.micro_batches[0][0].input_ids.shape == (1, 120 + 4 * 89)
     pairs, attend = [], torch.nn.functional.scaled_dot_product_attention
 
@@ -227,8 +200,8 @@ def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
         1 if gradient_checkpointing is GradientCheckpointing.none else 2
     )
     assert sum(pairs) < 0.6 * passes * (120 + 4 * 89) ** 2
-    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, padded)[0], rtol=0, atol=1e-5)
-    assert_same_gradients(gradients(policy, tree), gradients(policy, padded), relative=1e-5)
+    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, packed)[0], rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(policy, tree), gradients(policy, packed), relative=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""Every family of causal LMs is computed as its own forward does, in both layouts, or refused by name."""
+"""Every family of causal LMs is computed as its own forward does, in every layout, or refused by name."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer.worker.model
 from configs.schema import AlgorithmConfig, Config, DataConfig, Layout, RolloutConfig, TrainerConfig
 from configs.trainer import GradientCheckpointing
 from configs.validate import ConfigError
@@ -29,6 +28,7 @@ from tests.support.worker_runs import Inbox, run_worker
 from trainer.batch import MicroBatch
 from trainer.metrics import to_floats
 from trainer.worker import head
+from trainer.worker.attention.attention import Attention
 from trainer.worker.head import LogprobHead
 from trainer.worker.loading import open_causal_lm
 from trainer.worker.model import Policy, decoder_layers, prepared
@@ -90,9 +90,11 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
             logprobs = policy(batch, CPU, SEVEN_TOKENS)[0].double()
             torch.testing.assert_close(logprobs, plain(policy.causal_lm, groups, batch), rtol=0, atol=2e-5)
     if family in BY_PLACE_IN_ROW | RECURRENT:
-        assert refused.keys() == {Layout.tree}
-        assert f"trainer.layout=tree: {type(policy.causal_lm).__name__}" in refused[Layout.tree]
-        assert "set trainer.layout=padded, which works" in refused[Layout.tree]
+        assert refused.keys() == ({Layout.tree} if family == "bloom" else {Layout.tree, Layout.packed})
+        for layout, line in refused.items():
+            assert f"trainer.layout={layout.value}: {type(policy.causal_lm).__name__}" in line
+            works = "packed" if family == "bloom" else "rows"
+            assert f"set trainer.layout={works}, which works" in line
     else:
         assert refused == {}
 
@@ -105,7 +107,7 @@ def test_gradients_are_those_of_the_models_own_forward(
     if is_general:  # as if its head were not understood
         monkeypatch.setattr(head, "find_rule", lambda *_: None)
     causal_lm = random_model(family)
-    batch = micro_batch(groups, Layout.padded if family in RECURRENT else Layout.tree)
+    batch = micro_batch(groups, Layout.rows if family in RECURRENT else Layout.tree)
     weights = torch.randn(len(batch.index), generator=torch.Generator().manual_seed(0))
     gradients = []
     for logprobs in (Policy(causal_lm, TEMPERATURE)(batch, CPU, SEVEN_TOKENS)[0], plain(causal_lm, groups, batch)):
@@ -135,8 +137,8 @@ def test_nothing_is_dropped_or_jittered_in_training(
 
 
 def test_a_wrong_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.worker.model, "tree_masks", lambda last, position_ids: nullcontext())
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes other .*set trainer.layout=padded, which works"):
+    monkeypatch.setattr(Attention, "within", lambda self, rows, decoder: nullcontext())
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes other .*set trainer.layout=rows, which works"):
         refuse_other_logprobs(Policy(random_model("llama"), 1.0), with_layout(Layout.tree), CPU)
 
 
@@ -158,10 +160,27 @@ def test_positions_that_depend_on_the_batch_are_refused_where_they_are_reached()
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     sizes = {"max_position_embeddings": 2048, "original_max_position_embeddings": 512}
     policy = Policy(random_model("phi3", rope_parameters=rope, **sizes), 1.0)
-    config = replace(with_layout(Layout.padded), data=DataConfig(max_prompt_tokens=100))
+    config = replace(with_layout(Layout.rows), data=DataConfig(max_prompt_tokens=100))
     refuse_other_logprobs(policy, replace(config, rollout=RolloutConfig(max_response_tokens=412)), CPU)
     with pytest.raises(ConfigError, match=r"max_response_tokens=413: must be at most 412 with Phi3ForCausalLM"):
         refuse_other_logprobs(policy, replace(config, rollout=RolloutConfig(max_response_tokens=413)), CPU)
+
+
+def test_rows_too_long_for_a_mask_of_all_pairs_are_refused_where_a_model_needs_one() -> None:
+    def tokens(policy: Policy, layout: Layout, num_tokens: int) -> None:
+        config = with_layout(layout)
+        trainer = replace(config.trainer, tokens_per_micro_batch=num_tokens)
+        refuse_other_logprobs(policy, replace(config, trainer=trainer), CPU)
+
+    falcon, llama = (Policy(random_model(family), 1.0) for family in ("falcon", "llama"))
+    for policy, layout, num_tokens in (
+        (falcon, Layout.tree, 8192),
+        (falcon, Layout.rows, 8193),
+        (llama, Layout.tree, 8193),
+    ):
+        tokens(policy, layout, num_tokens)
+    with pytest.raises(ConfigError, match=r"trainer.layout=tree: FalconForCausalLM .* up to 8192 tokens"):
+        tokens(falcon, Layout.tree, 8193)
 
 
 @pytest.mark.usefixtures("process_as_it_was")
@@ -179,6 +198,7 @@ def test_policy_reference_and_critic_of_another_family_train(
     """OPT's last hidden states are narrower than its hidden size, and its decoder is not what its base model is."""
     causal_lm = random_model(family)
     causal_lm.save_pretrained(tmp_path)
+    causal_lm.set_attn_implementation("eager")  # the other leaves out Gemma's soft cap
     config = replace(with_layout(Layout.tree), algorithm=AlgorithmConfig(advantage="gae", kl_loss_coef=0.1))
     size = sum(group.num_tokens for group in groups)
     known = {"values": np.zeros(size, np.float32), "returns": np.ones(size, np.float32)}

@@ -61,7 +61,7 @@ def runs(process_as_it_was: None, folder: Path) -> dict[str, Outcome]:
 def with_values(groups: Any, num_ranks: int) -> StepBatch:
     count = sum(int(only(trajectory).loss_mask.sum()) for group in groups for trajectory in group.trajectories)
     values, returns = np.random.default_rng(0).normal(size=(2, count)).astype(np.float32)
-    return batches.pack(groups, Layout.padded, num_ranks, 48, keep_idle=True, values=values, returns=returns)
+    return batches.pack(groups, Layout.packed, num_ranks, 48, keep_idle=True, values=values, returns=returns)
 
 
 @pytest.mark.parametrize(("whole", "resumed"), [("one", "1 -> 1"), ("two", "2 -> 2")])

@@ -18,7 +18,7 @@ from trainer.worker.model import Policy
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
-ROWS = (Layout.padded, 1, 10_000)
+ROWS = (Layout.packed, 1, 10_000)
 SPLITS = [(Layout.tree, 1, 10_000), (Layout.tree, 2, 30)]
 """(layout, ranks, tokens per micro-batch)"""
 Gradients = dict[str, torch.Tensor]

@@ -85,7 +85,7 @@ def two_ranks(
 ) -> dict[str, Outcome]:
     jobs = {layout.value: Job(CONFIG, model_path, pack(steps, layout, 2)) for layout in Layout}
     always = replace(CONFIG, trainer=replace(CONFIG.trainer, unsharded_gradients_mb=0))
-    jobs["reduced after every micro-batch"] = Job(always, model_path, pack(steps, Layout.padded, 2))
+    jobs["reduced after every micro-batch"] = Job(always, model_path, pack(steps, Layout.packed, 2))
     jobs["two chunks"] = Job(WITH_ENTROPY, wide_model_path, pack(steps, Layout.tree, 2))
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
@@ -128,8 +128,8 @@ def test_two_ranks_are_one_where_the_vocabulary_is_more_than_a_chunk(
 def test_gradients_may_be_reduced_after_every_micro_batch(
     two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    assert len(pack(steps, Layout.padded, 2)[0].micro_batches[0]) > 1
-    assert_same(two_ranks["reduced after every micro-batch"], two_ranks["padded"], tolerance=1e-5)
+    assert len(pack(steps, Layout.packed, 2)[0].micro_batches[0]) > 1
+    assert_same(two_ranks["reduced after every micro-batch"], two_ranks["packed"], tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("max_mb", "is_kept"), [(0, False), (1, True)])
@@ -137,7 +137,7 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
     max_mb: int, is_kept: bool, model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, unsharded_gradients_mb=max_mb))
-    first, *rest = pack(steps, Layout.padded, 1)[0].micro_batches[0]
+    first, *rest = pack(steps, Layout.packed, 1)[0].micro_batches[0]
     assert rest
     seen: list[bool] = []
 
@@ -159,7 +159,7 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
 def test_metrics_do_not_depend_on_ranks_or_layout(
     two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    expected = one_rank(Job(CONFIG, model_path, pack(steps, Layout.padded, 1))).metrics
+    expected = one_rank(Job(CONFIG, model_path, pack(steps, Layout.packed, 1))).metrics
     keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")
     for outcome in (two_ranks[name] for name in two_ranks if name != "two chunks"):
         for found_step, expected_step in zip(outcome.metrics, expected, strict=True):
@@ -178,7 +178,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
     )  # the largest difference is negative
     groups = [replace(steps[0][0], trajectories=(first, surprising, *rest)), *steps[0][1:]]
     config = replace(CONFIG, algorithm=AlgorithmConfig(proximal=proximal, importance_cap=1.1))
-    batches = pack([groups], Layout.padded, 1, budget=10_000)
+    batches = pack([groups], Layout.packed, 1, budget=10_000)
     metrics = one_rank(Job(config, model_path, batches)).metrics[0]
     model = build_model(VOCAB_SIZE, seed=0)
     log_ratios, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
@@ -255,7 +255,7 @@ def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weight
     config = replace(
         CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=GradientCheckpointing.full)
     )
-    found = one_rank(Job(config, model_path, pack(steps[:1], Layout.padded, 1)))
+    found = one_rank(Job(config, model_path, pack(steps[:1], Layout.packed, 1)))
     norm = reference.metrics[0]["actor/grad_norm"]
     assert found.metrics[0]["actor/grad_norm"] == pytest.approx(norm, rel=0.05)
     assert found.metrics[0]["actor/grad_norm"] != pytest.approx(norm, rel=1e-5)

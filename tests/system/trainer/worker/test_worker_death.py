@@ -95,7 +95,7 @@ def scene(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPath
         report=reports.append,
     )
     model = double(Qwen3ForCausalLM.from_pretrained(tiny_model))
-    steps = [batches.pack(random_groups(model, seed), Layout.padded, 2, 48) for seed in range(NUM_STEPS)]
+    steps = [batches.pack(random_groups(model, seed), Layout.packed, 2, 48) for seed in range(NUM_STEPS)]
     with asyncio.Runner() as runner:
         scene = Scene(runner, group, workers, checkpointer, store, steps, reports)
         try:

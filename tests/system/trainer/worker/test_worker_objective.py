@@ -1,4 +1,5 @@
-"""TrainWorker with a reference policy, a critic and losses of whole trajectories, on one FSDP rank and on two."""
+"""TrainWorker with a reference policy, a critic and losses of whole trajectories, on one FSDP rank, on two, and on two
+that share every row."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,14 +86,21 @@ def with_critic(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: i
     return [batches.pack(g, layout, num_ranks, 48, keep_idle=True, **critic_signals(g)) for g in steps]
 
 
+def sharing(config: Config) -> Config:
+    return replace(config, trainer=replace(config.trainer, num_ranks=2, sequence_parallel=2))
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(
     steps: list[list[TrajectoryGroup]], model_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     jobs = {
         "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.tree, 2)),
-        "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.padded, 2)),
+        "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.packed, 2)),
         "critic": Job(CRITIC, model_path, with_critic(steps, Layout.tree, 2)),
+        "bonuses of shared rows": Job(sharing(BONUSES), model_path, with_reference(steps, Layout.tree, 1)),
+        "sequences of shared rows": Job(sharing(SEQUENCES), model_path, of_sequences(steps, Layout.packed, 1)),
+        "critic of shared rows": Job(sharing(CRITIC), model_path, with_critic(steps, Layout.rows, 1)),
     }
     return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
@@ -106,16 +114,16 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("ranks", ["one", "two", "two that share rows"])
 def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer(
-    num_ranks: int, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+    ranks: str, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), BONUSES)
     expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
-    if num_ranks == 1:
-        found = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.padded, 1)))
+    if ranks == "one":
+        found = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.packed, 1)))
     else:
-        found = on_two_ranks["bonuses"]
+        found = on_two_ranks["bonuses" if ranks == "two" else "bonuses of shared rows"]
     assert_close(found.weights, {name: p.detach() for name, p in plain.model.named_parameters()})
     algorithm = BONUSES.algorithm
     for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):
@@ -136,12 +144,13 @@ def test_losses_of_whole_trajectories_do_not_depend_on_ranks_or_layout(
     on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.tree, 1)))
-    found = on_two_ranks["sequences"]
-    assert_close(found.weights, expected.weights)
     keys = expected.metrics[0].keys() - {"perf/trainer_busy_s", "perf/padded_tokens"}
-    for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
-        assert {key: ours[key] for key in keys} == pytest.approx({key: theirs[key] for key in keys}, rel=1e-3, abs=1e-5)
-    assert found.scores == {}
+    for found in (on_two_ranks["sequences"], on_two_ranks["sequences of shared rows"]):
+        assert_close(found.weights, expected.weights)
+        for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+            same = pytest.approx({key: theirs[key] for key in keys}, rel=1e-3, abs=1e-5)
+            assert {key: ours[key] for key in keys} == same
+        assert found.scores == {}
 
 
 class PlainCritic:
@@ -156,7 +165,7 @@ class PlainCritic:
         self.adamw = torch.optim.AdamW(self.model.parameters(), betas=betas, weight_decay=trainer.weight_decay)
 
     def values(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
-        (batch,) = batches.pack(groups, Layout.padded, keep_idle=True).micro_batches[0]
+        (batch,) = batches.pack(groups, Layout.packed, keep_idle=True).micro_batches[0]
         order = torch.from_numpy(np.argsort(batch.index))
         return self.model(batch, torch.device("cpu"))[order]
 
@@ -172,16 +181,16 @@ class PlainCritic:
         return losses.mean().item(), norm.item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("ranks", ["one", "two", "two that share rows"])
 def test_the_critic_learns_its_returns_as_a_plain_one_does(
-    num_ranks: int, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+    ranks: str, on_two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     plain = PlainCritic(CRITIC)
     expected = [plain.step(groups, step) for step, groups in enumerate(steps)]
-    if num_ranks == 1:
-        found = one_rank(Job(CRITIC, model_path, with_critic(steps, Layout.padded, 1)))
+    if ranks == "one":
+        found = one_rank(Job(CRITIC, model_path, with_critic(steps, Layout.packed, 1)))
     else:
-        found = on_two_ranks["critic"]
+        found = on_two_ranks["critic" if ranks == "two" else "critic of shared rows"]
     for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):
         assert metrics["critic/vf_loss"] == pytest.approx(loss, rel=1e-4)
         assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-3)

@@ -32,7 +32,7 @@ CONFIG = Config(
 @pytest.fixture(scope="module")
 def batches() -> list[StepBatch]:
     model = double(build_model(VOCAB_SIZE, seed=0))
-    return pack([random_groups(model, seed=seed) for seed in range(3)], Layout.padded, 1, budget=10_000)
+    return pack([random_groups(model, seed=seed) for seed in range(3)], Layout.packed, 1, budget=10_000)
 
 
 def with_signals(batch: StepBatch, rank: int = 0, **changed: Callable[[Any], Any]) -> StepBatch:
@@ -149,7 +149,7 @@ def test_skipping_by_order_moves_only_the_version(model_path: str, batches: list
 def test_what_breaks_on_one_rank_is_skipped_on_all(model_path: str, tmp_path: Path) -> None:
     """The loss of the second rank is NaN where there is no gradient: the first cannot see it in the norm."""
     groups = random_groups(double(build_model(VOCAB_SIZE, seed=0)), seed=0)
-    (step,) = pack([groups], Layout.padded, 2)
+    (step,) = pack([groups], Layout.packed, 2)
     broken = with_signals(step, rank=1, rollout_logprobs=to_nan)
     jobs = {"skipped": Job(CONFIG, model_path, [broken, step]), "taken": Job(CONFIG, model_path, [step, step])}
     outcomes = worker_runs.two_ranks(jobs, tmp_path / "answer.pickle", TIMEOUT_S)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.checks.engine_args import ONLY_WITHOUT_TRAINING, OURS, known_arguments
+from configs.checks.engine_args import OURS, QUANTIZING, SERVING_ADAPTERS, known_arguments
 from configs.cli.overrides import check_overrides
+from configs.model import LoraServing
 from configs.schema import Config
 from configs.validate import ConfigError, check
 from scripts.launch.models import engine_spec
@@ -48,12 +49,19 @@ def test_an_argument_that_a_key_of_ours_says_names_that_key(name: str) -> None:
 
 
 def test_every_refused_argument_is_one_of_vllm() -> None:
-    assert OURS.keys() | ONLY_WITHOUT_TRAINING.keys() <= known_arguments()
+    assert OURS.keys() | QUANTIZING.keys() | SERVING_ADAPTERS.keys() <= known_arguments()
 
 
 def test_a_quantized_engine_serves_and_does_not_train() -> None:
     config = changed(Config(), rollout__engine_args={"quantization": "fp8"})
     assert "cannot be updated" in refused(config)
+    check(config, needed_files=())
+    check(changed(config, model__lora__rank=8, model__lora__serve=LoraServing.adapter))
+
+
+def test_vllms_own_adapters_are_for_serving() -> None:
+    config = changed(Config(), rollout__engine_args={"enable_lora": True})
+    assert "enable_lora=true: a run that trains says what adapters its replicas have: set model.lora" in refused(config)
     check(config, needed_files=())
 
 

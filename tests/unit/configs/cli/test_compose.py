@@ -76,12 +76,13 @@ def test_what_is_wrong_is_said_in_one_line(override: str, line: str) -> None:
 
 def test_a_former_value_is_refused_with_its_new_name(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "old.yaml").write_text("# @package _global_\ntrainer:\n  layout: shared_prompt\n")
-    for line in (
-        refusal("trainer.layout=shared_prompt"),
-        refusal(f"hydra.searchpath=[file://{tmp_path}]", "recipe=old"),
-    ):
-        assert "trainer.layout" in line and line.endswith("[tree, padded]; shared_prompt is called tree now")
+    for former, now in (("shared_prompt", "tree"), ("padded", "packed")):
+        (tmp_path / "recipe" / "old.yaml").write_text(f"# @package _global_\ntrainer:\n  layout: {former}\n")
+        for line in (
+            refusal(f"trainer.layout={former}"),
+            refusal(f"hydra.searchpath=[file://{tmp_path}]", "recipe=old"),
+        ):
+            assert "trainer.layout" in line and line.endswith(f"[tree, packed, rows]; {former} is called {now} now")
 
 
 def test_a_reward_whose_module_exits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

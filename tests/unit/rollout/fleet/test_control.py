@@ -349,4 +349,6 @@ async def test_gauges_are_of_the_time_since_the_last_call(setup: FleetSetup, mon
     }
     await asyncio.gather(*groups)
     await asyncio.sleep(10)
-    assert (await control.gauges())["perf/replica_idle"] == 1
+    setup.replicas["b"]._counters.update(drafted_tokens=8, accepted_tokens=6)  # as of an engine that drafts
+    gauges = await control.gauges()
+    assert gauges["perf/replica_idle"] == 1 and gauges["rollout/spec_acceptance"] == 0.75

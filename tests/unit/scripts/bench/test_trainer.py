@@ -8,6 +8,7 @@ import torch
 from scripts.bench.trainer import logprobs
 from scripts.bench.trainer.logprobs import Shape
 from scripts.bench.trainer.memory import Memory
+from scripts.bench.trainer.packing import PackingShape, measure_packing
 
 
 def test_both_ways_give_the_same_gradient_and_one_takes_less_memory(
@@ -21,6 +22,13 @@ def test_both_ways_give_the_same_gradient_and_one_takes_less_memory(
     assert figures["logprobs_gb_fused"] < 0.8 * figures["logprobs_gb_dense"]
     assert figures["logprobs_gb_checkpointed"] < 0.5 * figures["logprobs_gb_dense"]
     assert "checkpointed" in capsys.readouterr().out
+
+
+def test_packed_sequences_have_the_logprobs_of_padded_rows_without_their_padding() -> None:
+    shape = PackingShape(sequences=6, response=12, longest=40, tokens_per_micro_batch=160, hidden=32, layers=1)
+    figures = asyncio.run(measure_packing(shape, repeats=1))
+    assert figures["packing_padding_share_packed"] == 0 < figures["packing_padding_share_rows"] < 1
+    assert figures["packing_speedup"] > 0 and figures["packing_logprob_difference"] < 1e-5
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -10,8 +10,14 @@ from scripts.dashboard.advice import RULES, advise, gather
 CALM = {"timing_s/step": 2.0, "perf/trainer_idle": 0.05, "perf/replica_idle": 0.06, "rollout/free_slots": 3.0}
 CONFIG = {"rollout.max_staleness": 2, "rollout.max_num_seqs": 64, "rollout.num_replicas": 3}
 WAITS = {"perf/trainer_idle": 0.38}
-CASES: list[tuple[str, dict[str, float], list[dict[str, Any]], str]] = [
+CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], str]] = [
     ("skipped", {"actor/skipped_steps": 2.0}, [], "2 of the last 5 steps broke"),
+    (
+        "supervised",
+        {"actor/ce_loss": 0.25, "perf/replica_idle": None},
+        [],
+        "loss of the last 5 steps is 0.2500, at 2.00 s",
+    ),
     ("failed_rewards", {"rollout/failed_rewards": 4.0}, [], "4 rewards failed"),
     ("failed_groups", {"rollout/failed_groups": 1.0}, [], "1 groups were given up"),
     ("replicas_lost", {"rollout/replicas_lost": 1.0}, [], "1 replicas were lost"),
@@ -34,7 +40,7 @@ CASES: list[tuple[str, dict[str, float], list[dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize(("rule", "metrics", "loads", "words"), CASES, ids=[case[0] for case in CASES])
 def test_each_rule_speaks_with_its_numbers(
-    rule: str, metrics: dict[str, float], loads: list[dict[str, Any]], words: str
+    rule: str, metrics: dict[str, Any], loads: list[dict[str, Any]], words: str
 ) -> None:
     name, text = advise(gather([CALM | metrics] * 5, CONFIG, loads))
     assert name == rule and words in text

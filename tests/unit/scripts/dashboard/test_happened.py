@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.events.kinds import StepPart, StepPartEnded, StepPartStarted
+from rollout.events.kinds import BatchAssembled, GroupReady, StepPart, StepPartEnded, StepPartStarted
 from scripts.dashboard import happened
 from scripts.dashboard.anatomy import anatomy
-from scripts.dashboard.happened import Happenings
+from scripts.dashboard.happened import Happenings, Window
 from scripts.dashboard.lanes import timeline
 from scripts.dashboard.runs import DashboardError
 from tests.support.dashboards import JOB, simulated_run
-from tests.support.happenings import at, make_writer
+from tests.support.happenings import at, make_writer, turn
 from trainer.tracking.events.reader import EventReader
 from trainer.tracking.events.view import RunView
 
@@ -128,3 +128,20 @@ def test_the_anatomy_marks_the_trajectory_that_ended_last(seen: Happenings, run_
     assert picture["critical"] == [last.ordinal, max(ends, key=lambda episode: ends[episode] or 0)]
     assert f"The last group to be ready was of prompt {last.ordinal}" in picture["why"]
     assert picture["groups"][0]["ordinal"] == last.ordinal and picture["total"] == 3
+
+
+def test_a_step_takes_as_long_as_all_its_parts_and_marks_no_trajectory_it_did_not_wait_for() -> None:
+    """It updates twice: it waits for the update before, and publishes."""
+    ready = GroupReady(ordinal=3, min_version=0, num_tokens=9, reward=1.0)
+    parts = [("wait", 5.0, 5.0), ("train", 5.0, 6.0), ("update", 6.0, 8.0), ("update", 8.0, 9.5)]
+    view = RunView()
+    for stamped in [*turn(3, 1.0, 2.0, [(0, 0)], "replica-0"), at(2.5, ready)]:
+        view.add(stamped)
+    view.add(at(5.0, BatchAssembled(global_steps=1, ordinals=(3,), num_tokens=9)))
+    for name, start, end in parts:
+        view.add(at(start, StepPartStarted(global_steps=1, part=StepPart(name))))
+        view.add(at(end, StepPartEnded(global_steps=1, part=StepPart(name))))
+    picture = anatomy(Window(view, 5.0, 10.0, is_cut=False), 1)
+    assert picture["critical"] is None
+    longest = "Step 1 took 4.50 s, 3.50 s of it waiting for a weight update or publishing."
+    assert picture["why"] == f"{longest} Its groups were ready before it began."

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.data.sources import DataError
 from scripts.launch.command import FAILED, Ended, Invocation, Main
-from scripts.train import _failure
+from scripts.launch.recorded import failure
 from tests.support.paths import ROOT
 
 JOB = """
@@ -129,9 +129,9 @@ def never(given: Invocation) -> Ended:
 
 
 def test_bad_data_ends_a_run_in_one_line_and_a_bug_with_its_traceback() -> None:
-    ended, said = _failure(DataError("rows.jsonl:3: not JSON"))
+    ended, said = failure(DataError("rows.jsonl:3: not JSON"))
     assert (ended.exit_code, said) == (FAILED, "config error: rows.jsonl:3: not JSON\n")
-    assert "\nfailed: RuntimeError: a bug\n" in _failure(RuntimeError("a bug"))[1]
+    assert "\nfailed: RuntimeError: a bug\n" in failure(RuntimeError("a bug"))[1]
 
 
 def test_a_command_that_is_refused_leaves_the_folder_of_another_run_as_it_is(tmp_path: Path) -> None:

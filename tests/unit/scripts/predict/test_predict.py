@@ -28,6 +28,13 @@ def test_a_synchronous_step_is_generation_then_training() -> None:
     assert (found.staleness_p50, found.staleness_max) == (0, 0)
 
 
+def test_1024_replicas_can_be_planned() -> None:
+    """Each has one request, and 16 ranks take the 16th part of the time that depends on tokens."""
+    profile = replace(EQUAL, train_s=0.2, train_s_per_token=1e-4)
+    cluster = Setup(num_replicas=1024, num_ranks=16, max_staleness=0, group_size=4, prompts_per_step=256, steps=1)
+    assert simulate(profile, cluster).step_s == pytest.approx([0.5 + 0.2 + 1024 * 50 * 1e-4 / 16])
+
+
 def test_one_step_off_hides_generation_behind_training() -> None:
     found = simulate(EQUAL, replace(SMALL, max_staleness=1))
     assert found.step_s == pytest.approx([1.0] * SMALL.steps)
@@ -85,6 +92,35 @@ def test_every_change_around_a_configuration_can_be_simulated() -> None:
     changes = around(replace(SETUP, num_replicas=2))
     assert {"max_staleness": 0} in changes and {"num_replicas": 1, "num_ranks": 2} in changes
     assert all(replace(SETUP, **change) for change in changes)
+
+
+def test_every_configuration_has_as_many_evaluations_and_updates() -> None:
+    """Whole periods of both are simulated; evaluations that are rarer are left out."""
+
+    def steps(words: str, **of_run: int) -> tuple[int, int]:
+        found = parse(["run=a", *words.split()]).setup(replace(SETUP, **of_run))
+        return found.steps, found.eval_every
+
+    assert steps("") == (20, 0)
+    assert steps("trainer.total_steps=8", eval_every=10) == (10, 10)
+    assert steps("weight_sync.interval=3", eval_every=10) == (30, 10)
+    assert steps("weight_sync.interval=1,4 trainer.eval_every=6", eval_every=10) == (24, 6)
+    assert steps("", eval_every=41) == (20, 0)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_a_period_of_evaluations_tells_as_much_as_several(max_staleness: int) -> None:
+    evaluated = replace(EQUAL, evaluation_requests=64, train_s=0.1)
+    setup = replace(SMALL, max_num_seqs=16, max_staleness=max_staleness, steps=8, eval_every=8)
+    short, long = simulate(evaluated, setup), simulate(evaluated, replace(setup, steps=40))
+    assert short.samples_per_s == pytest.approx(long.samples_per_s, rel=0.02)
+    assert simulate(evaluated, replace(setup, eval_every=0)).samples_per_s > 1.2 * long.samples_per_s
+
+
+def test_tokens_that_are_masked_are_not_trained() -> None:
+    slow = replace(PROFILE, turn_tokens=Quantiles.lognormal(60, 1.2, 900))
+    setup = replace(SETUP, max_staleness=1, max_num_seqs=64)
+    assert simulate(slow, replace(setup, stale_policy="mask")).staleness_max == 1
 
 
 @pytest.mark.parametrize("profile", [PROFILE, WITH_TOOLS, SHARED])

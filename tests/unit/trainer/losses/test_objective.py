@@ -70,14 +70,14 @@ def policy_outputs(groups: list[TrajectoryGroup], spread: float = 0.3) -> tuple[
     return (rollout_logprobs + spread * noise).clamp(max=-0.01), noise.abs()
 
 
-SPLITS = [(Layout.padded, 1, 1), (Layout.padded, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
+SPLITS = [(Layout.packed, 1, 1), (Layout.packed, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_split_changes_the_objective_its_gradient_or_the_metrics(name: str) -> None:
     groups, algorithm = random_groups(0), ALGORITHMS[name]
     outputs = policy_outputs(groups)
-    whole = run(split(groups, algorithm, Layout.padded, 1, 10_000), algorithm, *outputs)
+    whole = run(split(groups, algorithm, Layout.packed, 1, 10_000), algorithm, *outputs)
     assert whole[1].any()
     for layout, num_ranks, budget in SPLITS:
         batch = split(groups, algorithm, layout, num_ranks, budget)
@@ -133,7 +133,7 @@ def test_gmpo_weighs_a_trajectory_by_one_number() -> None:
     algorithm = AlgorithmConfig(loss="gmpo", proximal=Proximal.current, correction=Correction.token_is)
     groups = random_groups(2)
     logprobs, entropies = policy_outputs(groups, spread=1.0)
-    found = run(split(groups, algorithm, Layout.padded, 1, 10_000), algorithm, logprobs, entropies)[0]
+    found = run(split(groups, algorithm, Layout.packed, 1, 10_000), algorithm, logprobs, entropies)[0]
     tokens = credited(groups, algorithm)
     weights = np.exp(logprobs.numpy() - tokens.rollout_logprobs).clip(max=2)
     expected = []
@@ -154,7 +154,7 @@ def test_solved_groups_are_computed_only_where_something_besides_the_advantage_t
         (AlgorithmConfig(loss="my.module:loss"), True),
     ):
         tokens = sampled_tokens(groups, STEP)
-        batch = split(groups, algorithm, Layout.padded, 1, 100)
+        batch = split(groups, algorithm, Layout.packed, 1, 100)
         computed = sum(len(b.index) for b in batch.micro_batches[0])
         assert computed == (len(tokens.targets) if is_kept else int((tokens.trajectories < 20).sum())), algorithm
 
@@ -182,7 +182,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_loss_by_dotted_path_is_used(own: str) -> None:
     groups, algorithm = random_groups(3), AlgorithmConfig(loss=f"{own}:twice")
     outputs = policy_outputs(groups)
-    batch = split(groups, algorithm, Layout.padded, 1, 100)
+    batch = split(groups, algorithm, Layout.packed, 1, 100)
     _, gradient, _, metrics = run(batch, algorithm, *outputs)
     tokens = credited(groups, algorithm)
     np.testing.assert_allclose(gradient.numpy(), -2 * tokens.advantages * tokens.loss_weights, rtol=1e-6)
@@ -195,7 +195,7 @@ def test_a_loss_by_dotted_path_is_used(own: str) -> None:
 def test_a_loss_that_returns_something_else_is_told_what_it_must_return(own: str, function: str, returned: str) -> None:
     groups, algorithm = random_groups(3), AlgorithmConfig(loss=f"{own}:{function}")
     with pytest.raises(TypeError, match=rf"algorithm.loss={own}:{function}: must return .*but returned {returned}"):
-        run(split(groups, algorithm, Layout.padded, 1, 1000), algorithm, *policy_outputs(groups))
+        run(split(groups, algorithm, Layout.packed, 1, 1000), algorithm, *policy_outputs(groups))
 
 
 def test_a_loss_with_another_signature_is_refused(own: str) -> None:
@@ -210,9 +210,9 @@ def test_the_interpolated_policy_counts_optimizer_steps_and_not_versions() -> No
     tokens = sampled_tokens([group], global_steps=7, interval=3)
     learning = assign_credit([group], tokens, {}, Config(algorithm=algorithm), 7).tokens
     batch = assemble(
-        [group], learning, layout=Layout.padded, num_ranks=1, tokens_per_micro_batch=99, keep_idle=False
+        [group], learning, layout=Layout.packed, num_ranks=1, tokens_per_micro_batch=99, keep_idle=False
     ).micro_batches[0][0]
-    found = loss_tokens(torch.full((2,), -1.0, dtype=torch.float64), batch, algorithm)
+    found = loss_tokens(torch.full((2,), -1.0, dtype=torch.float64), batch.tokens, algorithm)
     assert found.staleness.tolist() == [2, 2]
     assert found.old_logprobs.tolist() == pytest.approx([-3 + 6 / 7 * 2] * 2)
 

@@ -119,6 +119,7 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "began": 0.0,
         "generate_s": 0.0,
         "reward_s": 0.0,
+        "score_s": 0.0,
     }
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
 

@@ -77,17 +77,6 @@ def test_a_resume_takes_back_steps_and_what_they_trained() -> None:
     assert [view.groups[ordinal].trained_step for ordinal in (1, 2)] == [1, None]
 
 
-def test_what_is_old_can_be_forgotten() -> None:
-    events, _, _ = simulated()
-    view = RunView()
-    for stamped in events:
-        view.add(stamped)
-    trained = {group.trained_step for group in view.groups.values()}
-    view.forget_before(3)
-    assert {1, 2, 3} <= trained and {group.trained_step for group in view.groups.values()} == trained - {1, 2}
-    assert min(view.steps) == 3 and min(view.updates["replica-0"]) == 3
-
-
 def test_a_turn_is_cut_where_its_replica_swapped() -> None:
     cut = version_slices(0.0, 9.0, [(0, 4), (12, 5)], [(3.0, 5), (20.0, 6)])
     assert cut == [VersionSlice(0.0, 3.0, 4), VersionSlice(3.0, 9.0, 5)]

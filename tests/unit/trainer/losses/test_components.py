@@ -1,0 +1,179 @@
+"""The objective of batches with demonstrations: components with a count each, which nothing else moves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from configs.data import SftConfig
+from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig
+from rollout.types import TrajectoryGroup
+from tests.support.batches import ALGORITHMS, STEP, credited
+from tests.support.given import demonstration, random_demonstrations
+from tests.support.reference import make_group, make_trajectory
+from trainer.batch import StepBatch
+from trainer.losses.objective import Objective
+from trainer.metrics import merge_metrics, to_floats
+from trainer.mini_batches import mini_batched
+from trainer.supervised.demonstrations import beside, supervised_batch
+from trainer.tokens import TokenSignals, given_tokens
+
+SPLITS = [(Layout.padded, 1, 10_000), (Layout.padded, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
+COEF = 0.3
+
+
+def random_groups(seed: int) -> list[TrajectoryGroup]:
+    """The last trajectory of each group has no token that is trained."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(4):
+        prompt = random.integers(4, 60, random.integers(1, 4)).tolist()
+        trajectories = []
+        for index in range(4):
+            length = int(random.integers(1, 7))
+            sampled = random.integers(4, 60, length).tolist()
+            mask = np.zeros(length, np.bool_) if index == 3 else random.random(length) < 0.9
+            logprobs, reward = random.uniform(-3, -0.1, length), float(index % 2)
+            trajectories.append(
+                make_trajectory(prompt, sampled, loss_mask=mask, rollout_logprobs=logprobs, reward=reward)
+            )
+        groups.append(make_group(ordinal, trajectories))
+    return groups
+
+
+def config_of(
+    algorithm: AlgorithmConfig, layout: Layout = Layout.padded, num_ranks: int = 1, budget: int = 10_000, parts: int = 1
+) -> Config:
+    trainer = TrainerConfig(
+        layout=layout, num_ranks=num_ranks, tokens_per_micro_batch=budget, mini_batches=parts, prompts_per_step=16
+    )
+    return Config(algorithm=replace(algorithm, ce_coef=COEF), trainer=trainer, sft=SftConfig(per_step=5))
+
+
+def outputs(num_tokens: int) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropies) of some policy."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, num_tokens, generator=generator, dtype=torch.float64).abs()
+    return -noise[0] - 0.01, noise[1]
+
+
+def run(
+    batch: StepBatch, config: Config, logprobs: Tensor, entropies: Tensor
+) -> tuple[float, Tensor, dict[str, float]]:
+    """(objective, its gradient in the logprobs of the step's tokens, metrics)"""
+    objective, total, parts = Objective(config.algorithm), 0.0, []
+    logprobs = logprobs.clone().requires_grad_()
+    for micro_batch in (one for of_rank in batch.micro_batches for one in of_rank):
+        index = torch.from_numpy(micro_batch.index)
+        share = objective(logprobs[index], entropies[index], micro_batch)
+        share.loss.backward()
+        total += share.loss.item()
+        assert len(share.is_clipped) == len(share.is_kept) == len(index)
+        parts.append(share.metrics)
+    assert logprobs.grad is not None
+    return total, logprobs.grad, to_floats(merge_metrics(parts))
+
+
+def signals(sampled: list[TrajectoryGroup], given: list[TrajectoryGroup], algorithm: AlgorithmConfig) -> TokenSignals:
+    return beside(sampled, credited(sampled, algorithm), given)[1]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_with_demonstrations_alone_it_is_the_mean_cross_entropy_of_what_is_learned(
+    split: tuple[Layout, int, int],
+) -> None:
+    given = random_demonstrations(0, 9)
+    num_tokens = len(given_tokens(given).targets)
+    logprobs, entropies = outputs(num_tokens)
+    config = replace(config_of(AlgorithmConfig(), *split))
+    config = replace(config, algorithm=replace(config.algorithm, ce_coef=1.0))
+    batch = supervised_batch(given, config, 0)
+    assert batch.num_trained == batch.num_tokens == num_tokens
+    total, gradient, metrics = run(batch, config, logprobs, entropies)
+    assert total == pytest.approx(-logprobs.mean().item(), rel=1e-6)
+    torch.testing.assert_close(gradient, torch.full_like(gradient, -1 / num_tokens), rtol=1e-6, atol=0)
+    assert metrics == {"actor/ce_loss": pytest.approx(total), "actor/ce_tokens": num_tokens}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_component_is_what_it_would_be_without_the_other(name: str) -> None:
+    """Loss, gradient and metrics of what was sampled, whatever the layout and the ranks."""
+    algorithm, sampled, given = ALGORITHMS[name], random_groups(1), random_demonstrations(2, 5)
+    tokens = credited(sampled, algorithm)
+    num_sampled, num_given = len(tokens.targets), len(given_tokens(given).targets)
+    logprobs, entropies = outputs(num_sampled + num_given)
+    plain = config_of(algorithm)
+    alone = run(mini_batched(sampled, tokens, plain, STEP), plain, logprobs[:num_sampled], entropies[:num_sampled])
+    assert alone[1].any()
+    for split in SPLITS:
+        config = config_of(algorithm, *split)
+        batch = mini_batched(*beside(sampled, tokens, given), config, STEP)
+        total, gradient, metrics = run(batch, config, logprobs, entropies)
+        ce_loss = -logprobs[num_sampled:].mean().item()
+        assert total == pytest.approx(alone[0] + COEF * ce_loss, rel=1e-6)
+        torch.testing.assert_close(gradient[:num_sampled], alone[1], rtol=1e-6, atol=1e-12)
+        of_given = torch.full_like(gradient[num_sampled:], -COEF / num_given)
+        torch.testing.assert_close(gradient[num_sampled:], of_given, rtol=1e-6, atol=0)
+        assert metrics.pop("actor/ce_loss") == pytest.approx(ce_loss)
+        assert metrics.pop("actor/ce_tokens") == num_given
+        assert metrics == pytest.approx(alone[2], rel=1e-6)
+
+
+def test_without_demonstrations_nothing_is_selected() -> None:
+    """The arithmetic of a batch that has none is the one before there were any."""
+    sampled, algorithm = random_groups(3), ALGORITHMS["everything at once"]
+    tokens, config = credited(sampled, algorithm), config_of(algorithm)
+    assert tokens.ce_weights is None
+    batch = mini_batched(sampled, tokens, config, STEP)
+    zeros = replace(tokens, ce_weights=np.zeros(len(tokens.targets), np.float32))
+    with_zeros = mini_batched(sampled, zeros, config, STEP)
+    logprobs, entropies = outputs(len(tokens.targets))
+    found, expected = (run(one, config, logprobs, entropies) for one in (with_zeros, batch))
+    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+    assert {key: found[2][key] for key in expected[2]} == expected[2]
+
+
+def test_a_mini_batch_has_its_share_of_both_and_divides_each_by_what_it_holds() -> None:
+    algorithm, sampled, given = AlgorithmConfig(), random_groups(4), random_demonstrations(5, 4)
+    groups, tokens = beside(sampled, credited(sampled, algorithm), given)
+    batch = mini_batched(groups, tokens, config_of(algorithm, parts=2), STEP)
+    assert len(batch.optimizer_steps) == 2
+    for part in batch.optimizer_steps:
+        of_part = [batch.micro_batches[0][place].tokens for place in part]
+        ce_weights = np.concatenate([one.ce_weights for one in of_part if one.ce_weights is not None])
+        learned = ce_weights[ce_weights != 0]
+        assert len(learned) and learned == pytest.approx(np.full(len(learned), 1 / len(learned)))
+        assert sum(one.loss_weights.sum() for one in of_part) > 0
+        sampled_weights = np.concatenate([one.loss_weights for one in of_part])
+        assert len(set(sampled_weights[sampled_weights != 0].tolist())) == 1
+
+
+def test_demonstrations_do_not_move_the_groups_between_mini_batches() -> None:
+    algorithm, sampled = AlgorithmConfig(), random_groups(6)
+    tokens, config = credited(sampled, algorithm), config_of(AlgorithmConfig(), parts=2)
+    alone = mini_batched(sampled, tokens, config, STEP)
+    mixed = mini_batched(*beside(sampled, tokens, random_demonstrations(7, 3)), config, STEP)
+
+    def places(batch: StepBatch) -> list[set[int]]:
+        mine = [
+            {int(i) for place in part for i in batch.micro_batches[0][place].index} for part in batch.optimizer_steps
+        ]
+        return [{place for place in one if place < len(tokens.targets)} for one in mine]
+
+    assert places(mixed) == places(alone)
+
+
+def test_signals_that_one_side_lacks_are_0_on_the_other_and_numbers_do_not_meet() -> None:
+    """The last trajectory of the groups has no token, and still has its number."""
+    algorithm = ALGORITHMS["everything at once"]
+    sampled, given = random_groups(8), [demonstration([5], [([6, 7], True)]), demonstration([8], [([9], True)])]
+    tokens = signals(sampled, given, algorithm)
+    assert tokens.targets[-3:].tolist() == [6, 7, 9]
+    assert tokens.trajectories[-3:].tolist() == [16, 16, 17], "of sixteen trajectories"
+    assert tokens.reference_logprobs is not None and tokens.ce_weights is not None
+    assert not tokens.reference_logprobs[-3:].any() and tokens.reference_logprobs[:-3].all()
+    assert tokens.ce_weights.tolist() == [0] * (len(tokens.targets) - 3) + [1] * 3
+    assert tokens.sequences.dtype == np.int32 and len(set(tokens.sequences[-3:].tolist())) == 2
+    assert tokens.sequences[-3] == tokens.sequences[-4] + 1

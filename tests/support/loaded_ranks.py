@@ -1,5 +1,7 @@
 """Train workers that only load, each rank in a process of its own: what they hold, and how much memory it took."""
 
+import ctypes
+import gc
 import multiprocessing
 import pickle
 import resource
@@ -73,6 +75,8 @@ def load_all(jobs: Sequence[LoadJob], place: int, masters: Sequence[Sequence[str
 
 def hold(job: LoadJob, rank: int, master: str) -> Held:
     worker = TrainWorker(config=job.config, device="cpu", make_sender=Inbox())
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the jobs before have freed would be taken again unseen
     before = psutil.Process().memory_info().rss
     worker.setup(str(job.model), rank, job.num_ranks, master)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before

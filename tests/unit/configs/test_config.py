@@ -122,10 +122,6 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
 @pytest.mark.parametrize(
     "values, line",
     [
-        (
-            {"trainer__activation_offload": True},
-            "trainer.activation_offload=True: needs trainer.gradient_checkpointing=full: the inputs of recomputed",
-        ),
         ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: must be above 0 (evaluation may be greedy)"),
         ({"rollout__temperature": math.nan}, "rollout.temperature=nan: must be above 0 (evaluation may be greedy)"),
         ({"rollout__temperature": math.inf}, "rollout.temperature=inf: must be above 0 (evaluation may be greedy)"),
@@ -249,6 +245,10 @@ def test_an_adapter_that_cannot_be_is_refused(values: dict[str, object], line: s
 @pytest.mark.parametrize(
     "values, line",
     [
+        (
+            {"trainer__activation_offload": True},
+            "trainer.activation_offload=True: needs trainer.gradient_checkpointing=full: the inputs of recomputed",
+        ),
         ({"trainer__sequence_parallel": 2}, "trainer.sequence_parallel=2: must divide trainer.num_ranks=1"),
         (
             {"trainer__sequence_parallel": 3, "trainer__num_ranks": 3},

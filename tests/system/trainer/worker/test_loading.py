@@ -117,9 +117,8 @@ def large(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loads(folder: Path, large: Path) -> dict[tuple[str, int], list[Held]]:
-    """By model and number of ranks: small models of every kind with reference and critic, one with an adapter, and the
-    large one after them, when all that is imported is there."""
+def loads(folder: Path) -> dict[tuple[str, int], list[Held]]:
+    """By model and number of ranks: small models of every kind with reference and critic, and one with an adapter."""
     for family in FEW_ROWS:
         random_model(family).save_pretrained(folder / family)
     jobs = {
@@ -127,7 +126,6 @@ def loads(folder: Path, large: Path) -> dict[tuple[str, int], list[Held]]:
         for num_ranks in (4, 2, 1)
         for model, name, config in (*((family, family, WITH_ALL) for family in FEW_ROWS), ("adapter", "qwen2", LORA))
     }
-    jobs |= {("large", num_ranks): LoadJob(Config(), large, num_ranks) for num_ranks in (4, 2)}
     return dict(zip(jobs, load_on_ranks(list(jobs.values()), 4, folder, TIMEOUT_S), strict=True))
 
 
@@ -171,15 +169,16 @@ def test_an_adapter_and_its_base_do_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_takes_memory_for_its_rows_only(
-    num_ranks: int, loads: dict[tuple[str, int], list[Held]], large: Path
-) -> None:
-    """And for what one parameter takes while it is read."""
+def test_a_rank_takes_memory_for_its_rows_only(num_ranks: int, large: Path, tmp_path: Path) -> None:
+    """And for what one parameter takes while it is read. A small model is loaded before, for all that is imported."""
+    random_model("qwen3").save_pretrained(tmp_path / "small")
+    jobs = [LoadJob(Config(), model, num_ranks) for model in (tmp_path / "small", large)]
+    _, held = load_on_ranks(jobs, num_ranks, tmp_path, TIMEOUT_S)
     index = json.loads((large / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     total = index["metadata"]["total_size"]
     assert total > 140 * MIB
-    for rank in loads["large", num_ranks]:
+    for rank in held:
         share, peak = total / num_ranks, rank.peak_bytes
         print(f"{num_ranks} ranks: share {share / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB")
-        assert share < peak < share + 30 * MIB
+        assert share < peak < share + 40 * MIB

@@ -23,7 +23,7 @@ from rollout.agents.open_episodes import OpenByAttempt
 from rollout.agents.worker import AgentWorker, OnOpen
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
 from rollout.events.driver import NO_EVENTS, DriverEvents
-from rollout.events.log import EventBatch, EventLog
+from rollout.events.log import EventBatch, EventLog, Notices
 from rollout.progress import Attempt
 from rollout.prompts import Row
 from rollout.replica.processes import end_descendants_with_this
@@ -36,6 +36,8 @@ STDERR = 2
 CLOSE_S = 10.0
 """At the end of a run: what an agent loop needs longer for is left behind."""
 EVENTS_EVERY_S = 1.0
+NOTICED = ("rollout.search", "rollout.environments")
+"""Loggers whose warnings are for the person who watches the run, too."""
 LOGGED_AFTER = 0.8
 """Part of rollout.agent_worker_timeout_s after which a worker that hangs writes into its log: before it is killed."""
 
@@ -77,6 +79,8 @@ class AgentWorkerActor:
             events=(events := EventLog(is_on=config.trainer.events)),
         )
         self._events = events
+        for name in NOTICED:
+            logging.getLogger(name).addHandler(Notices(events))
         self._open = OpenByAttempt()
         collect_rarely()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rollout.events.clock import DriverClock, RemoteClock
-from rollout.events.kinds import ClockMeasured, Event, EventsDropped, FleetEvent, Report, Stamped
+from rollout.events.kinds import ClockMeasured, Event, EventsDropped, FleetEvent, Noticed, Report, Stamped
 from rollout.events.log import EventBatch
 
 DRIVER = "driver"
@@ -22,9 +22,18 @@ class DriverEvents:
         events.take("replica-0", report.events, asked)
     """
 
-    def __init__(self, write: Write, clock: Callable[[], float] | None = None, *, is_on: bool = True):
-        """`is_on`: False takes no frequent events (trainer.events=false)."""
+    def __init__(
+        self,
+        write: Write,
+        clock: Callable[[], float] | None = None,
+        *,
+        show: Callable[[str], None] = lambda text: None,
+        is_on: bool = True,
+    ):
+        """`show`: tells a person what a process has noticed. `is_on`: False takes no frequent events, and none of other
+        processes (trainer.events=false)."""
         self._write = write
+        self._show = show
         self.clock = clock or DriverClock()
         self.is_on = is_on
         self._clocks: dict[str, RemoteClock] = {}
@@ -56,6 +65,9 @@ class DriverEvents:
         pairs = zip(batch.times, batch.events, strict=True)
         stamped += [Stamped(clock.to_driver(time), process, event) for time, event in pairs]
         self._write(stamped)
+        for event in batch.events:
+            if isinstance(event, Noticed):
+                self._show(f"{process}: {event.text}")
 
     @property
     def num_lost(self) -> int:

@@ -339,6 +339,16 @@ class ReplicaLoad(Event):
     """Sampled since its start."""
 
 
+@dataclass(frozen=True, slots=True)
+class Noticed(Event):
+    """A process of episodes warns of what a person should know: a server that they wait for, say, is down.
+
+    Example: Noticed("http://127.0.0.1:8000 is down after 3 failures in a row, ...")
+    """
+
+    text: str
+
+
 class FleetEventKind(Enum):
     STARTING = "starting"
     IN_SERVICE = "in service"

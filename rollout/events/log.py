@@ -1,12 +1,13 @@
 """Events on their way out of a process: agent workers and replicas keep them until the driver asks."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.events.kinds import Event
+from rollout.events.kinds import Event, Noticed
 
 MOST_KEPT = 50_000
 """Events that wait in a process. With more, nobody has asked for long, and the oldest are dropped and counted."""
@@ -62,6 +63,20 @@ class EventLog:
     def __reduce__(self) -> tuple[Any, ...]:
         """What is sent to another process leaves the events here, and those of there reach nobody."""
         return _silent, ()
+
+
+class Notices(logging.Handler):
+    """Makes events of warnings, beside the log where they stand, so that the driver shows them to a person.
+
+    Example: logging.getLogger("rollout.search").addHandler(Notices(events))
+    """
+
+    def __init__(self, events: EventLog):
+        super().__init__(logging.WARNING)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._events.emit(Noticed(record.getMessage()))
 
 
 def _silent() -> EventLog:

@@ -73,7 +73,7 @@ def recorded(
     console = make_console(config.trainer.total_steps, run_dir, plain=config.plain_console or None)
     failed = FailedWrites(console.message)
     writer = EventWriter(run_dir=run_dir, max_mb=config.trainer.events_mb, failed=failed)
-    events = DriverEvents(writer.put, is_on=config.trainer.events)
+    events = DriverEvents(writer.put, show=console.message, is_on=config.trainer.events)
     tracker, ended = None, Ended(exit_code=FAILED)
     writer.start()
     try:

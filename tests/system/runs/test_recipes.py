@@ -120,14 +120,13 @@ def test_search_r1_outlasts_a_retriever_that_dies(tmp_path: Path, data: Path) ->
     ):
         run.wait_for("step  ")
         retriever.kill()
-        log = run.run_dir / "logs/agent-worker-0.log"
         deadline = time.monotonic() + OUTAGE_DEADLINE_S
-        while "is down after 1 failures in a row" not in log.read_text():
+        while "is down after 1 failures in a row" not in run.output.read_text():
             assert time.monotonic() < deadline and run.process.poll() is None, run.output.read_text()
             time.sleep(0.1)
         with serves_the_world(port):
             metrics = steps_of(run)
-        assert f"the retriever at http://127.0.0.1:{port}/retrieve is back after" in log.read_text()
+        assert f"the retriever at http://127.0.0.1:{port}/retrieve is back after" in run.output.read_text()
         assert f"train: {NUM_QUESTIONS} prompts, 0 left out" in run.output.read_text()
         evaluations = [record for record in metrics if "eval/accuracy" in record]
         assert [(record["step"], record["eval/num_prompts"]) for record in evaluations] == [(0, 4), (STEPS, 4)]

@@ -1,5 +1,6 @@
 """Events on their way to the driver: one clock, nothing twice, and what is lost is counted."""
 
+import logging
 import pickle
 from collections.abc import Callable
 
@@ -9,8 +10,17 @@ from hypothesis import strategies as st
 
 from rollout.events.clock import RemoteClock
 from rollout.events.driver import DriverEvents
-from rollout.events.kinds import ClockMeasured, Emit, EventsDropped, GroupClaimed, Resumed, Stamped, UpdateStarted
-from rollout.events.log import MOST_KEPT, EventLog
+from rollout.events.kinds import (
+    ClockMeasured,
+    Emit,
+    EventsDropped,
+    GroupClaimed,
+    Noticed,
+    Resumed,
+    Stamped,
+    UpdateStarted,
+)
+from rollout.events.log import MOST_KEPT, EventLog, Notices
 
 TICK = UpdateStarted(global_steps=7)
 
@@ -111,3 +121,15 @@ def test_in_another_process_nobody_listens() -> None:
     emit: Emit = pickle.loads(pickle.dumps(log.emit))
     emit(TICK)
     assert log.take().events == ()
+
+
+def test_a_person_is_shown_what_a_process_warns_of() -> None:
+    stamped, shown = list[Stamped](), list[str]()
+    events, log, source = DriverEvents(stamped.extend, show=shown.append), EventLog(), logging.getLogger("a.retriever")
+    source.addHandler(handler := Notices(log))
+    source.info("it was asked for %d documents", 3)
+    source.warning("it is down after %d failures", 3)
+    source.removeHandler(handler)
+    events.take("agent-worker-0", log.take(), events.clock())
+    assert shown == ["agent-worker-0: it is down after 3 failures"]
+    assert stamped[-1].event == Noticed("it is down after 3 failures")

@@ -25,10 +25,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """An event with its place in time.
-
-    Example: Stamped(1764000000.25, "replica-0", ReplicaFrozen())
-    """
+    """An event with its place in time."""
 
     time: float
     """Seconds since the epoch, on the driver's clock (`rollout.events.clock`)."""
@@ -161,7 +158,7 @@ class ScoringEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReady(Event):
-    """The group is in the buffer, complete, and waits for the trainer."""
+    """The group is in the buffer, complete."""
 
     is_frequent: ClassVar[bool] = True
     ordinal: int
@@ -341,10 +338,7 @@ class ReplicaLoad(Event):
 
 @dataclass(frozen=True, slots=True)
 class Noticed(Event):
-    """A process of episodes warns of what a person should know: a server that they wait for, say, is down.
-
-    Example: Noticed("http://127.0.0.1:8000 is down after 3 failures in a row, ...")
-    """
+    """A process of episodes warns of what a person should know: a server that they wait for, say, is down."""
 
     text: str
 
@@ -366,10 +360,7 @@ class FleetEventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent(Event):
-    """A replica comes, goes or fails, and what is done about it; or a client pauses all of them.
-
-    Example: FleetEvent(FleetEventKind.GIVEN_UP, "replica-1", "replica-1 is given up: its engine died")
-    """
+    """A replica comes, goes or fails, and what is done about it; or a client pauses all of them."""
 
     state: FleetEventKind
     replica: str | None

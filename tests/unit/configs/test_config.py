@@ -124,7 +124,6 @@ def test_no_more_arithmetic_problems_are_asked_for_than_there_are() -> None:
     [
         ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: must be above 0 (evaluation may be greedy)"),
         ({"rollout__temperature": math.nan}, "rollout.temperature=nan: must be above 0 (evaluation may be greedy)"),
-        ({"rollout__temperature": math.inf}, "rollout.temperature=inf: must be above 0 (evaluation may be greedy)"),
         ({"rollout__top_k": 0}, "rollout.top_k=0: must be -1 (the whole vocabulary) or at least 1"),
         ({"rollout__top_k": -2}, "rollout.top_k=-2: must be -1 (the whole vocabulary) or at least 1"),
         ({"algorithm__clip_ratio_c": 1.0}, "algorithm.clip_ratio_c=1.0: must be above 1"),

@@ -147,7 +147,7 @@ def test_an_episode_out_of_turns_is_cut_off() -> None:
     assert len(policy.calls) == 2
     assert "".join(map(chr, only(episode).response_ids)) == "a\0?a\0"
     assert episode.finish_reason == "length"
-    with pytest.raises(ValueError, match="max_turns=0: must be at least 1"):
+    with pytest.raises(ValueError, match="max_turns=0: must be a whole number, at least 1"):
         MultiTurn(Script, Characters(), max_turns=0)  # pyright: ignore
 
 

@@ -109,10 +109,12 @@ def test_a_token_of_a_version_that_was_not_there_is_found() -> None:
             updates.check_versions([completion(*wrong)], before=3, updates=[5])
 
 
-def test_a_full_batch_trains_the_second_half_of_every_row() -> None:
+def test_a_full_batch_trains_the_second_half_of_every_sequence_in_its_row() -> None:
     batch = trainer_step.full_batch(rows=3, length=8, vocab_size=50)
     assert batch.num_sequences == 3 and batch.tokens.loss_weights.sum() == pytest.approx(1)
-    assert [batch.sources[batch.rows == row].tolist() for row in range(3)] == [[3, 4, 5, 6]] * 3
+    assert batch.sources.tolist() == [3, 4, 5, 6, 11, 12, 13, 14, 19, 20, 21, 22] and not batch.rows.any()
+    assert batch.last is not None and batch.last[0].tolist() == [7] * 8 + [15] * 8 + [23] * 8
+    assert batch.position_ids[0].tolist() == [*range(8)] * 3
     assert (batch.tokens.targets == batch.input_ids[batch.rows, batch.sources + 1]).all()
 
 

@@ -20,7 +20,7 @@ from trainer.mini_batches import mini_batched
 from trainer.supervised.demonstrations import beside, supervised_batch
 from trainer.tokens import TokenSignals, given_tokens
 
-SPLITS = [(Layout.padded, 1, 10_000), (Layout.padded, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
+SPLITS = [(Layout.packed, 1, 10_000), (Layout.packed, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
 COEF = 0.3
 
 
@@ -44,7 +44,7 @@ def random_groups(seed: int) -> list[TrajectoryGroup]:
 
 
 def config_of(
-    algorithm: AlgorithmConfig, layout: Layout = Layout.padded, num_ranks: int = 1, budget: int = 10_000, parts: int = 1
+    algorithm: AlgorithmConfig, layout: Layout = Layout.packed, num_ranks: int = 1, budget: int = 10_000, parts: int = 1
 ) -> Config:
     trainer = TrainerConfig(
         layout=layout, num_ranks=num_ranks, tokens_per_micro_batch=budget, mini_batches=parts, prompts_per_step=16

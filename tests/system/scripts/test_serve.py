@@ -390,8 +390,8 @@ def test_what_was_sampled_for_a_client_that_went_away_is_in_the_record_and_in_no
         session = await opened(client, server)
         async with openai.AsyncOpenAI(base_url=f"{server.gateway}/v1", api_key=session["key"], max_retries=0) as sdk:
             said: Any = [{"role": "user", "content": "How many?"}]
-            call = sdk.chat.completions.create(model="policy", messages=said, max_tokens=STAYS, timeout=None)
-            asking = asyncio.create_task(call)
+            asked: Any = {"model": "policy", "messages": said, "max_tokens": STAYS, "temperature": 0, "timeout": None}
+            asking = asyncio.create_task(sdk.chat.completions.create(**asked))  # greedy, it does not end by itself
 
             async def is_at_work() -> bool:
                 return any([await is_metric(client, url, RUNNING, 1) for url in server.replicas])

@@ -15,9 +15,19 @@ fails does not keep the others from running.
     <staging>_<transport>_pause_ms, _over_floor, _gb_per_s
                                median pause of a streamed request; over the time of one copy of as many bytes (from
                                pinned host memory, or within the device); the weights' bytes per second of the pause
-- `trainer_0.5b`, `trainer_1.5b`, `trainer_7b`: optimizer steps of one FSDP rank on full rows, without generation; of 7B
-  parameters forward and backward only, since AdamW's state does not fit on the GPU: tokens_per_s, and mfu (6 x
-  parameters and attention, over the dense bfloat16 peak).
+- `adapter_1.5b`: the same over one transport, and by turns an adapter of rank 32 that the engine merges: sent_mb,
+  update_s and pause_ms of each, and adapter_pause_over_full.
+- `trainer_0.5b`, `trainer_1.5b`, `trainer_7b`: optimizer steps of one FSDP rank on full rows of sequences end to end,
+  without generation; of 7B parameters forward and backward only, since AdamW's state does not fit on the GPU:
+  tokens_per_s, and mfu (6 x parameters and attention, over the dense bfloat16 peak).
+- `attention`: forward and backward of 0.5B parameters over a group of sessions, as a tree and end to end, by dense, flex
+  and varlen attention: ms, over_dense (dense over it), and how far logprobs and a gradient are from those of dense.
+- `logprobs`: of 16k tokens at a vocabulary of 152k, in chunks that are reduced at once (fused) and in checkpointed
+  chunks of logits: seconds, gb, speedup, gradient_gap.
+- `loading_7b`: a rank reads 7B parameters from files: seconds, gb_per_s, and peaks of host and device besides its rows.
+  It fails where the device held more than a layer besides them.
+- `speculation`: greedy answers of random weights, which repeat themselves, with drafts by n-grams and without:
+  tokens_per_s of both, ngram_over_plain, ngram_acceptance.
 - `shared_gpu`: a short run with trainer and replica on the GPU (gpu_share=0.5) and weights over CUDA IPC.
 - `asynchrony`: samples/s of the same short job with max_staleness=2 over 0, both on the GPU.
 - `recipe`: `make train`, both on the GPU.

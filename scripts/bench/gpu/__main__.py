@@ -20,7 +20,7 @@ fails does not keep the others from running.
 - `trainer_0.5b`, `trainer_1.5b`, `trainer_7b`: optimizer steps of one FSDP rank on full rows of sequences end to end,
   without generation; of 7B parameters forward and backward only, since AdamW's state does not fit on the GPU:
   tokens_per_s, and mfu (6 x parameters and attention, over the dense bfloat16 peak).
-- `attention`: forward and backward of 0.5B parameters over a group of sessions, as a tree and end to end, by dense, flex
+- `attention`: forward and backward of 0.5B parameters over some sessions, as a tree and end to end, by dense, flex
   and varlen attention: ms, over_dense (dense over it), and how far logprobs and a gradient are from those of dense.
 - `logprobs`: of 16k tokens at a vocabulary of 152k, in chunks that are reduced at once (fused) and in checkpointed
   chunks of logits: seconds, gb, speedup, gradient_gap.

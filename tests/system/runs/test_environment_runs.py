@@ -53,7 +53,7 @@ server = MCPServer("calculators", log_level="ERROR")
 @server.tool()
 def calculator(expression: str) -> str:
     \"\"\"Computes an expression of numbers, + - * / and parentheses.\"\"\"
-    if len(expression) % 4 == 0:
+    if len(expression) % 7 == 0:
         os._exit(1)
     return solver.calculator(expression)
 

@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -94,6 +95,14 @@ def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
+
+
+def peak_host_bytes() -> int:
+    """Host memory that this process has held at most. Linux counts in `ru_maxrss` what the process that started this
+    one held, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(kilobytes) * 1024
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.events.kinds import Event, OfStep, Stamped
-from scripts.bench.common import LogNormalLengths, show_table
+from scripts.bench.common import LogNormalLengths, peak_host_bytes, show_table
 from scripts.dashboard.answers import PULSE_KEYS, Answers
 from tests.support.browser import opened_browser
 from tests.support.dashboards import JOB, simulated_run
@@ -56,7 +55,7 @@ def main(words: Sequence[str]) -> None:
 
 def peak_mb() -> float:
     """Most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return peak_host_bytes() / 1e6
 
 
 def make(run_dir: Path, steps: int, prompts: int, detailed: int) -> None:

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import multiprocessing
 import pickle
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import Config
+from scripts.bench.common import peak_host_bytes
 from tests.support.worker_runs import Inbox, free_master
 from trainer.worker import worker as worker_module
 from trainer.worker.rows import local, rows_of
@@ -79,7 +79,7 @@ def hold(job: LoadJob, rank: int, master: str) -> Held:
     ctypes.CDLL(None).malloc_trim(0)  # what the jobs before have freed would be taken again unseen
     before = psutil.Process().memory_info().rss
     worker.setup(str(job.model), rank, job.num_ranks, master)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    peak = peak_host_bytes() - before
     critic = None if worker._critic is None else worker._critic._model
     modules = {"policy": worker._policy, "reference": worker._reference, "critic": critic}
     parameters = {f"{part}.{name}": p for part, m in modules.items() if m for name, p in m.named_parameters()}

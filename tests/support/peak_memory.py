@@ -6,7 +6,6 @@ python -m tests.support.peak_memory JOB.json RANK
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from configs.schema import Config, TrainerConfig
 from configs.trainer import GradientCheckpointing
+from scripts.bench.common import peak_host_bytes
 from scripts.bench.gpu.trainer_step import full_batch
 from tests.support.worker_runs import Inbox, free_master
 from trainer.worker.worker import TrainWorker
@@ -63,7 +63,7 @@ def run_rank(job: dict[str, Any], rank: int) -> int:
         batch = full_batch(rows, 256, worker._policy.causal_lm.config.vocab_size)
         for step in range(2):
             worker.train_step((batch, batch), step)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        peak = peak_host_bytes() - before
         dist.barrier()  # rank 0 holds the store: it must not go first
         dist.destroy_process_group()
     return peak

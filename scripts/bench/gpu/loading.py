@@ -1,7 +1,6 @@
 """Loading a model of random weights from safetensors files, as a train worker does."""
 
 import os
-import resource
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils.logging import disable_progress_bar
 
-from scripts.bench.common import write_line
+from scripts.bench.common import peak_host_bytes, write_line
 from scripts.bench.gpu.models import Shape, build, shape_of, write_config
 from scripts.bench.gpu.outcome import Setting
 from scripts.bench.gpu.trainer_step import free_port
@@ -49,7 +48,7 @@ def write_model(shape: Shape, folder: Path, device: str) -> int:
 
 
 def _load(folder: str, num_bytes: int, device: torch.device) -> dict[str, float]:
-    host_before, started = _host_peak(), time.perf_counter()
+    host_before, started = peak_host_bytes(), time.perf_counter()
     causal_lm, weights = open_causal_lm(folder)
     shard(causal_lm, init_device_mesh(device.type, (1,), mesh_dim_names=("data_parallel",)), torch.bfloat16)
     if device.type == "cuda":
@@ -63,7 +62,7 @@ def _load(folder: str, num_bytes: int, device: torch.device) -> dict[str, float]
     figures = {
         "seconds": seconds,
         "gb_per_s": num_bytes / seconds / 1e9,
-        "host_peak_gb": (_host_peak() - host_before) / 1e9,
+        "host_peak_gb": (peak_host_bytes() - host_before) / 1e9,
         "layer_gb": layer / 1e9,
     }
     if device.type == "cuda":
@@ -74,8 +73,3 @@ def _load(folder: str, num_bytes: int, device: torch.device) -> dict[str, float]
         if extra > max(layer, largest):
             raise RuntimeError(f"loading took {extra / 1e9:.2f} GB besides the rows: more than a layer")
     return figures
-
-
-def _host_peak() -> int:
-    """Bytes of host memory that the process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

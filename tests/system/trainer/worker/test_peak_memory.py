@@ -15,7 +15,6 @@ from tests.support.peak_memory import peak_bytes, trainer_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 TIMEOUT_S = 200.0
-ATTEMPTS = 3
 MANY_WEIGHTS: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
 MANY_TOKENS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
 
@@ -45,12 +44,6 @@ def test_a_rank_takes_what_the_plan_says(sizes: dict[str, Any], keys: dict[str, 
     shape = model_shape(changed(config, model__kind=ModelKind.hf, model__path=str(model)))
     assert shape is not None
     parts = of_rank(config, shape, "cpu").host
-    found = float("inf")
-    for attempt in range(ATTEMPTS):  # memory that the allocator was slow to give back adds to a peak, now and then
-        (folder := tmp_path / str(attempt)).mkdir()
-        measured = peak_bytes(folder, (tiny, model), {"tokens_per_micro_batch": 2048, **keys}, TIMEOUT_S)
-        found = min(found, measured)
-        if found < 1.15 * total(parts):
-            break
+    found = peak_bytes(tmp_path, (tiny, model), {"tokens_per_micro_batch": 2048, **keys}, TIMEOUT_S)
     print(f"{keys}: measured {shown(found)}, computed {shown(total(parts))} ({listed(parts)})")
     assert found == pytest.approx(total(parts), rel=0.15)

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
-from rollout.events.kinds import Emit, GroupReady, finite, nobody
+from rollout.events.event import Emit, finite, nobody
+from rollout.events.kinds import GroupReady
 from rollout.failures import FailureBudget, failure_budget
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import (

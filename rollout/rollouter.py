@@ -9,7 +9,8 @@ from typing import Protocol
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import AgentWorkerLostError, EpisodesLostError, ReplicaLostError, TooFewReplicasError
-from rollout.events.kinds import Emit, GroupClaimed, GroupMoved, nobody
+from rollout.events.event import Emit, nobody
+from rollout.events.kinds import GroupClaimed, GroupMoved
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.progress import Attempt, PartialCompletion
 from rollout.prompts import PromptStream

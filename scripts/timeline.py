@@ -20,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from rollout.events.kinds import StepPartStarted, StepRecorded
+from trainer.tracking.events.kinds import StepPartStarted, StepRecorded
 from trainer.tracking.events.lines import EVENTS_FILE
 from trainer.tracking.events.reader import still_valid
 from trainer.tracking.events.trace import Trace

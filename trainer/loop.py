@@ -2,33 +2,24 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from configs.schema import Config
-from rollout.events.kinds import (
-    BatchAssembled,
-    Emit,
-    EvaluationStarted,
-    GroupTrained,
-    StepPart,
-    StepPartEnded,
-    StepPartStarted,
-    UpdateEnded,
-    UpdateStarted,
-    nobody,
-)
+from rollout.events.event import Emit, nobody
+from rollout.events.kinds import GroupTrained
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
 from trainer.advantages.credit import Credit, assign_credit, needs_scores, no_credit, trainable
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
-from trainer.metrics import timed, to_floats
+from trainer.metrics import to_floats
 from trainer.mini_batches import mini_batched
+from trainer.step_parts import StepParts
 from trainer.supervised.demonstrations import DemonstrationStream, beside
 from trainer.tokens import TokenSignals, TrainedTokens, sampled_tokens
 from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
+from trainer.tracking.events.kinds import BatchAssembled, EvaluationStarted, StepPart, UpdateEnded, UpdateStarted
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.step_metrics import group_metrics
 from trainer.worker.recovery import RecoveringWorkers, WeightUpdater
@@ -127,34 +118,34 @@ class TrainLoop:
     async def _step(self, global_steps: int, tasks: asyncio.TaskGroup) -> None:
         """Take one step: train on a batch, and publish the weights. `global_steps` were taken before it."""
         done = global_steps + 1
-        timings: dict[str, float] = {}
-        with timed(timings, "step"):
-            with self._part(done, StepPart.wait, timings, "wait_batch"):
+        parts = StepParts(done, self.emit)
+        with parts.whole():
+            with parts.part(StepPart.wait):
                 batch = await self.buffer.next_batch(global_steps)
             self._tell_batch(done, batch.groups)
             broken = broken_rollouts(batch.groups)
             if broken is None:
-                step_batch, credit = await self._assemble(batch.groups, global_steps, timings)
+                step_batch, credit = await self._assemble(batch.groups, global_steps, parts)
             else:
                 step_batch, credit = None, no_credit(batch.groups)
             advantages = credit.advantages
             (actor, tokens), fleet = await asyncio.gather(
-                self._train(step_batch, global_steps, timings), self.fleet.gauges()
+                self._train(step_batch, global_steps, parts), self.fleet.gauges()
             )  # outside the publishing lock, which a slow replica must not hold
-            with self._part(done, StepPart.update, timings, "update_weights"):
+            with parts.part(StepPart.update):
                 await self._settled()
             if actor["actor/skipped_steps"]:
                 self._record_skipped(done, broken or not_finite(actor), batch.groups, advantages)
-            update = await self._publish(done, timings, tasks)
+            update = await self._publish(parts, tasks)
         of_groups = group_metrics(batch.groups, advantages, global_steps, self.config.weight_sync.interval)
-        seconds = timings["timing_s/step"]
+        seconds = parts.timings["timing_s/step"]
         has_learned = step_batch is not None and actor["actor/skipped_steps"] < len(step_batch.optimizer_steps)
         trained = step_batch.num_trained if step_batch is not None and has_learned else 0
         metrics = {
             **of_groups,
             **credit.metrics,
             **actor,
-            **timings,
+            **parts.timings,
             **fleet,
             "staleness/masked_tokens": float(batch.masked_tokens),
             "perf/trained_tokens": float(trained),
@@ -166,23 +157,22 @@ class TrainLoop:
         step = TakenStep(done, batch.groups, advantages, metrics, tokens)
         self._settling = tasks.create_task(self._settle(step, update, tasks), name=f"settle-{done}")
 
-    async def _publish(
-        self, done: int, timings: dict[str, float], tasks: asyncio.TaskGroup
-    ) -> asyncio.Task[UpdateReport] | None:
+    async def _publish(self, parts: StepParts, tasks: asyncio.TaskGroup) -> asyncio.Task[UpdateReport] | None:
         """Every weight_sync.interval steps: stage a checkpoint if one is due, and publish the weights. Returns the
         update, the rest of which is under way."""
+        done = parts.done
         if done % self.config.weight_sync.interval:
             return None
         is_last = done == self.config.trainer.total_steps
         if not is_last:
-            await self._stage_if_due(done, timings)
+            await self._stage_if_due(parts)
         published = asyncio.Event()
-        with self._part(done, StepPart.update, timings, "update_weights"):
+        with parts.part(StepPart.update):
             update = tasks.create_task(self._update(done, published), name=f"update-{done}")
             await published.wait()
         if is_last:  # no step is kept waiting, and workers that start again in the update would lose what is staged
             await update
-            await self._stage_if_due(done, timings)
+            await self._stage_if_due(parts)
         return update
 
     async def _update(self, done: int, published: asyncio.Event) -> UpdateReport:
@@ -192,21 +182,12 @@ class TrainLoop:
         self.emit(UpdateEnded(global_steps=done, replicas=names, failures=report.failures))
         return report
 
-    async def _stage_if_due(self, done: int, timings: dict[str, float]) -> None:
-        """Copy the state of version `done`. The slots of what it was trained on are still held, so the rollouts that
+    async def _stage_if_due(self, parts: StepParts) -> None:
+        """Copy the state after the step. The slots of what it was trained on are still held, so the rollouts that
         are saved with it have every prompt in one place."""
-        if self.checkpointer.is_due(done):
-            with self._part(done, StepPart.checkpoint, timings, "checkpoint"):
-                await self.checkpointer.stage(done)
-
-    @contextmanager
-    def _part(self, done: int, part: StepPart, timings: dict[str, float], key: str | None = None) -> Iterator[None]:
-        """Tell that the block is this part of the step, and add its seconds to `timing_s/<key>`, by default the part's
-        name."""
-        self.emit(StepPartStarted(global_steps=done, part=part))
-        with timed(timings, key or part.value):
-            yield
-        self.emit(StepPartEnded(global_steps=done, part=part))
+        if self.checkpointer.is_due(parts.done):
+            with parts.part(StepPart.checkpoint):
+                await self.checkpointer.stage(parts.done)
 
     def _tell_batch(self, done: int, groups: Sequence[TrajectoryGroup]) -> None:
         ordinals = tuple(group.prompt.ordinal for group in groups)
@@ -243,17 +224,17 @@ class TrainLoop:
         await self._evaluate_if_due(step.done, tasks)
 
     async def _assemble(
-        self, groups: Sequence[TrajectoryGroup], global_steps: int, timings: dict[str, float]
+        self, groups: Sequence[TrajectoryGroup], global_steps: int, parts: StepParts
     ) -> tuple[StepBatch, Credit]:
         """Return the micro-batches with what every token learns, and the credit of the groups' own."""
-        algorithm, done = self.config.algorithm, global_steps + 1
-        with self._part(done, StepPart.assemble, timings):
+        algorithm = self.config.algorithm
+        with parts.part(StepPart.assemble):
             tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
         if needs_scores(algorithm):
-            with self._part(done, StepPart.score, timings):
+            with parts.part(StepPart.score):
                 async with self.manager.publishing:  # workers that score cannot publish: who wants them to waits here
                     scores = await self.workers.score(self._whole(groups, tokens))
-        with self._part(done, StepPart.assemble, timings):
+        with parts.part(StepPart.assemble):
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
             trained, tokens = trainable(groups, algorithm.mask_truncated), credit.tokens
             if self.demonstrations is not None:
@@ -275,11 +256,11 @@ class TrainLoop:
         )
 
     async def _train(
-        self, step_batch: StepBatch | None, global_steps: int, timings: dict[str, float]
+        self, step_batch: StepBatch | None, global_steps: int, parts: StepParts
     ) -> tuple[dict[str, float], TrainedTokens | None]:
         """Take the batch's optimizer steps on the workers, while nobody reads their weights."""
         async with self.manager.publishing:
-            with self._part(global_steps + 1, StepPart.train, timings, "train_step"):
+            with parts.part(StepPart.train):
                 result = await self.workers.train_step(step_batch, global_steps)
         return to_floats(result.metrics), result.tokens
 

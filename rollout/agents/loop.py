@@ -10,7 +10,7 @@ import numpy as np
 
 from configs.runtime.dotted import find
 from configs.schema import Config
-from rollout.events.kinds import Emit, nobody
+from rollout.events.event import Emit, nobody
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult

@@ -12,7 +12,8 @@ from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Ends, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
 from rollout.agents.relay import Relay
 from rollout.errors import EpisodesLostError, NoTokensError
-from rollout.events.kinds import EpisodeEnded, EpisodeStarted, RewardEnded, RewardStarted, finite
+from rollout.events.event import finite
+from rollout.events.kinds import EpisodeEnded, EpisodeStarted, RewardEnded, RewardStarted
 from rollout.events.log import SILENT, EventLog
 from rollout.progress import Attempt
 from rollout.request_ids import RequestId

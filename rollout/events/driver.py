@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from rollout.events.clock import DriverClock, RemoteClock
-from rollout.events.kinds import ClockMeasured, Event, EventsDropped, FleetEvent, Noticed, Report, Stamped
+from rollout.events.event import Event, Stamped
+from rollout.events.kinds import ClockMeasured, EventsDropped, FleetEvent, Noticed, Report
 from rollout.events.log import EventBatch
 
 DRIVER = "driver"

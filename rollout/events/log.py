@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.events.kinds import Event, Noticed
+from rollout.events.event import Event
+from rollout.events.kinds import Noticed
 
 MOST_KEPT = 50_000
 """Events that wait in a process. With more, nobody has asked for long, and the oldest are dropped and counted."""

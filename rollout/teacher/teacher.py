@@ -12,7 +12,8 @@ import numpy as np
 
 from configs.runtime.deadline import within
 from rollout.errors import ReplicaLostError
-from rollout.events.kinds import Emit, ScoringEnded, ScoringStarted, nobody
+from rollout.events.event import Emit, nobody
+from rollout.events.kinds import ScoringEnded, ScoringStarted
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
 

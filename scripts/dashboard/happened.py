@@ -11,9 +11,11 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.events.kinds import KINDS, ReplicaLoad, kind_name
+from rollout.events.event import kind_name
+from rollout.events.kinds import ReplicaLoad
 from scripts.dashboard.pages import read_page
 from scripts.dashboard.runs import DashboardError
+from trainer.tracking.events.kinds import KINDS
 from trainer.tracking.events.lines import DamagedLineError, UnknownKindError, event_files, event_path, from_line
 from trainer.tracking.events.reader import EventReader, Position
 from trainer.tracking.events.view import RunView

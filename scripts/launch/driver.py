@@ -8,7 +8,8 @@ from rollout.agents.loop import is_replayable
 from rollout.buffer import make_buffer
 from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
 from rollout.events.driver import NO_EVENTS, DriverEvents
-from rollout.events.kinds import Emit, Report, nobody
+from rollout.events.event import Emit, nobody
+from rollout.events.kinds import Report
 from rollout.failures import FailureBudget
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet

@@ -15,11 +15,11 @@ from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, OVERRIDES
 from configs.schema import Config, SinkName, WandbMode
 from configs.validate import ConfigError
 from rollout.events.driver import DriverEvents
-from rollout.events.kinds import RunEnded
 from scripts.launch.command import FAILED, STOPPED, Ended, Invocation, first_error, interruptible
 from scripts.launch.ending import CommandLine, stopped
 from trainer.checkpoint.store import Checkpoint
 from trainer.tracking.console import Console, make_console
+from trainer.tracking.events.kinds import RunEnded
 from trainer.tracking.events.lines import event_files
 from trainer.tracking.events.writer import EventWriter
 from trainer.tracking.recorder import STEP_FOLDERS, SUMMARY_FILE

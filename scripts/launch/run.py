@@ -11,7 +11,6 @@ from configs.runtime.tasks import run_with_background
 from configs.schema import Config
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.events.driver import NO_EVENTS, DriverEvents
-from rollout.events.kinds import EvaluationStarted, RunStarted
 from rollout.fleet.app import fleet_app
 from rollout.fleet.pause_limit import PauseLimit
 from rollout.http.access import Access
@@ -30,6 +29,7 @@ from scripts.launch.start import StartedRun, owner, start
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.loop import TrainLoop
 from trainer.tracking.console import Console
+from trainer.tracking.events.kinds import EvaluationStarted, RunStarted
 from trainer.tracking.recorder import RunRecorder
 from weight_sync.transports.cleanup import release_all
 
@@ -131,7 +131,7 @@ class Training:
         self.first_step = 0 if self.resumed is None else self.resumed.global_steps
         self.rollouter = make_rollouter(
             config,
-            rows=started.train_rows,
+            rows=started.rows.train,
             runner=started.agents,
             fleet=started.fleet,
             global_steps=self.first_step,
@@ -141,7 +141,7 @@ class Training:
         )
         self.evaluator = make_evaluator(
             config,
-            rows=started.val_rows,
+            rows=started.rows.held_out,
             router=started.fleet.router,
             runner=started.agents,
             failures=self.rollouter.buffer.failures,
@@ -180,7 +180,7 @@ class Training:
             recorder=recorder,
             checkpointer=checkpointer,
             emit=self.events.emit,
-            demonstrations=started.demonstrations,
+            demonstrations=started.rows.demonstrations,
         )
         self._tell_started()
         console.stage("giving the replicas the weights")

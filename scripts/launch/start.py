@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
@@ -18,7 +17,8 @@ from rollout.agents.loop import AgentLoop
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.engines.base import EngineSpec
 from rollout.events.driver import NO_EVENTS, DriverEvents, reporting
-from rollout.events.kinds import Emit, Report, nobody
+from rollout.events.event import Emit, nobody
+from rollout.events.kinds import Report
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.lifecycle import ReplicaState
@@ -47,6 +47,16 @@ from weight_sync.transports.cleanup import release_all
 from weight_sync.transports.registry import make_sender
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """What there is to learn from, in tokens."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    demonstrations: DemonstrationStream | None
+    """With algorithm.ce_coef: what is learned beside the rollouts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRun:
     """Everything of a run, started and waiting for its first weights."""
@@ -60,11 +70,8 @@ class StartedRun:
     workers: RecoveringWorkers
     manager: WeightUpdater
     store: CheckpointStore
-    train_rows: list[Prompt]
-    val_rows: list[Prompt]
+    rows: EncodedRows
     teacher: StartedTeacher | None
-    demonstrations: DemonstrationStream | None = None
-    """With algorithm.ce_coef: what is learned beside the rollouts."""
 
     def views(self) -> list[ReplicaView]:
         """The replicas as the console shows them."""
@@ -78,6 +85,17 @@ class StartedRun:
             )
             for life in list(self.fleet.lives.values())  # at once, because the panel is drawn by another thread
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """The fleet of the replicas, and what updates it and keeps it whole."""
+
+    fleet: ReplicaFleet
+    control: FleetControl
+    manager: WeightUpdater
+    monitor: FleetMonitor
+    operator: FleetOperator
 
 
 async def start(  # noqa: PLR0913
@@ -103,46 +121,55 @@ async def start(  # noqa: PLR0913
     boot_path = await boot_model(config, run_dir)
     teacher_path = await teacher_model(config, run_dir, boot_path)
     report = reporting(events, console.message)
-    if serves_adapter(config):  # updates bring the adapter only: the weights must be the policy's from the start
-        boot_path = await policy_model(config, boot_path, console)
-        spec = adapter_spec(config, device, boot_path)
-    else:
-        spec = engine_spec(config, device, boot_path)
-    recorded = {"recorded_in": run_dir if config.trainer.record_tokens else None, "tells_events": events.is_on}
-    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class, **recorded)
+    boot_path, spec = await _engine(config, device, boot_path, console)
+    recorded_in = run_dir if config.trainer.record_tokens else None
+    create = partial(create_replica, spec=spec, on_start=on_start, actor_class=actor_class)
+    create = partial(create, recorded_in=recorded_in, tells_events=events.is_on)
     replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
-    clients = [replica.client for replica in replicas]
-    of_agents: dict[str, Any] = {"on_start": on_start, "agent_loop": agent_loop, "events": events}
-    agents = AgentWorkerGroup(config=config, tokenizer_path=boot_path, replicas=clients, **of_agents)
+    make_agents = partial(AgentWorkerGroup, config=config, on_start=on_start, agent_loop=agent_loop, events=events)
+    agents = make_agents(tokenizer_path=boot_path, replicas=[replica.client for replica in replicas])
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    told: dict[str, Any] = {"report": console.message, "emit": events.emit, "placement": placement.trainer}
-    workers = make_workers(config, device, run_dir, store=store, **told)
+    train_workers = partial(make_workers, config, device, run_dir, store=store, placement=placement.trainer)
+    workers = train_workers(report=console.message, emit=events.emit)
 
     console.stage("starting replicas and train workers")
     deadline = within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas and train workers")
     async with deadline, asyncio.TaskGroup() as starting:
         for replica in replicas:
             starting.create_task(_load_engine(replica, spec, config, console))
-        with_it = {"placement": placement, "on_start": on_start, "report": report, "events": events}
-        teacher = starting.create_task(start_teacher(config, device, teacher_path, console, **with_it))
+        teach = partial(start_teacher, placement=placement, on_start=on_start, report=report, events=events)
+        teacher = starting.create_task(teach(config, device, teacher_path, console))
         policy = starting.create_task(_load_policy(config, workers, boot_path, console, resumed))
         encoded = await _encode(config, agents, rows, conversations, boot_path=boot_path, console=console)
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
-    create_later = partial(_create_later, create=create, placement=placement)
-    connect = partial(_connect, agents)
-    later = partial(start_replica, create=create_later, connect=connect, config=config, spec=spec, report=report)
+    later = partial(start_replica, create=partial(_create_later, create=create, placement=placement), spec=spec)
+    start_one = partial(later, connect=partial(_connect, agents), config=config, report=report)
+    fleet = _make_fleet(config, replicas, workers, start_one=start_one, report=report, events=events)
     return StartedRun(
         replicas=replicas,
+        fleet=fleet.fleet,
+        control=fleet.control,
+        monitor=fleet.monitor,
+        operator=fleet.operator,
         agents=agents,
         workers=workers,
+        manager=fleet.manager,
         store=store,
-        **encoded,
+        rows=encoded,
         teacher=teacher.result(),
-        **_fleet_parts(config, replicas, workers, start_one=later, report=report, events=events),
     )
 
 
-def _fleet_parts(
+async def _engine(config: Config, device: str, boot_path: str, console: Console) -> tuple[str, EngineSpec]:
+    """Returns what replicas start with: a folder of weights and how to load it. Those of `boot_path` are untrained;
+    where updates bring the adapter only, they must be the policy's from the start."""
+    if serves_adapter(config):
+        policy_path = await policy_model(config, boot_path, console)
+        return policy_path, adapter_spec(config, device, policy_path)
+    return boot_path, engine_spec(config, device, boot_path)
+
+
+def _make_fleet(
     config: Config,
     replicas: Sequence[ReplicaHandle],
     workers: RecoveringWorkers,
@@ -150,14 +177,13 @@ def _fleet_parts(
     start_one: Callable[[str], Awaitable[ReplicaHandle]],
     report: Report,
     events: DriverEvents,
-) -> dict[str, Any]:
-    """Fields of `StartedRun`: the fleet of the replicas, and what updates it and keeps it whole."""
+) -> _Fleet:
     fleet, control = make_fleet(config, replicas, report, events)
     manager = RecoveringUpdater(CheckpointManager(workers, fleet, config.weight_sync), workers)
     monitor, operator = make_monitor_and_operator(
         config, fleet=fleet, control=control, catch_up=manager.catch_up, start=start_one
     )
-    return {"fleet": fleet, "control": control, "manager": manager, "monitor": monitor, "operator": operator}
+    return _Fleet(fleet, control, manager, monitor, operator)
 
 
 async def _encode(
@@ -168,11 +194,10 @@ async def _encode(
     *,
     boot_path: str,
     console: Console,
-) -> dict[str, Any]:
-    """Returns `train_rows`, `val_rows` and `demonstrations` of a `StartedRun`. Warns of a chat template that sessions
-    have trouble with."""
-    train_rows = await encode_rows(config, agents, "train", rows[0], console)
-    val_rows = await encode_rows(config, agents, "held-out", rows[1], console)
+) -> EncodedRows:
+    """Warns of a chat template that sessions have trouble with, too."""
+    train = await encode_rows(config, agents, "train", rows[0], console)
+    held_out = await encode_rows(config, agents, "held-out", rows[1], console)
     if (problem := await agents.check_chat_template()) is not None:
         console.message(f"warning: {problem}")
     demonstrations = None
@@ -180,7 +205,7 @@ async def _encode(
         learned = await encode_conversations(config, boot_path, conversations)
         console.message(learned.sentence(config))
         demonstrations = DemonstrationStream(learned.train, config.seed)
-    return {"train_rows": train_rows, "val_rows": val_rows, "demonstrations": demonstrations}
+    return EncodedRows(train, held_out, demonstrations)
 
 
 async def _load_engine(replica: ReplicaHandle, spec: EngineSpec, config: Config, console: Console) -> None:

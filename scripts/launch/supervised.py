@@ -9,7 +9,6 @@ from configs.checkpoint import CHECKPOINTS
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.events.driver import NO_EVENTS, DriverEvents
-from rollout.events.kinds import RunStarted
 from scripts.launch import budget
 from scripts.launch.cluster import cluster, needed_resources
 from scripts.launch.conversations import Learned, conversations_here, encode_conversations, load_all
@@ -25,6 +24,7 @@ from trainer.supervised.demonstrations import DemonstrationStream
 from trainer.supervised.loop import SupervisedLoop
 from trainer.supervised.recorder import SNAPSHOT, OtherConversationsError, SupervisedRecorder
 from trainer.tracking.console import Console
+from trainer.tracking.events.kinds import RunStarted
 from trainer.tracking.set_aside import SetAside
 from weight_sync.transports.cleanup import release_all
 

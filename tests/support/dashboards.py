@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rollout.events.driver import Write
-from rollout.events.kinds import FleetEvent, FleetEventKind, RunEnded, RunStarted, Stamped
+from rollout.events.event import Stamped
+from rollout.events.kinds import FleetEvent, FleetEventKind
 from rollout.types import IntArray, TokenSequence, TrajectoryGroup, VersionSpan
 from scripts.bench.asynchrony.limits import Job
 from scripts.bench.asynchrony.simulated import run_job_here
@@ -22,6 +23,7 @@ from tests.support.event_runs import Trained
 from tests.support.happenings import at, make_writer, write
 from tests.support.recordings import Screen
 from trainer.tokens import TrainedTokens, sampled_tokens
+from trainer.tracking.events.kinds import RunEnded, RunStarted
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.records import TRAJECTORIES
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker

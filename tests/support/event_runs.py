@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.events.kinds import Stamped, StepRecorded
+from rollout.events.event import Stamped
 from scripts.bench.asynchrony.limits import Job
 from scripts.bench.asynchrony.outcome import Outcome
 from scripts.bench.asynchrony.simulated import run_job_here
 from scripts.bench.common import LogNormalLengths
 from scripts.bench.stand_ins import Nothing
 from scripts.bench.virtual_clock import run_virtual
+from trainer.tracking.events.kinds import StepRecorded
 
 JOB = Job(
     length_of=LogNormalLengths(mean=20, sigma=0.8, cap=120), num_steps=6, prompts_per_step=3, group_size=3, train_s=1.0

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rollout.events.kinds import Event, GroupClaimed, OfEpisode, Stamped, StepRecorded, TurnEnded, TurnStarted
+from rollout.events.event import Event, Stamped
+from rollout.events.kinds import GroupClaimed, OfEpisode, TurnEnded, TurnStarted
+from trainer.tracking.events.kinds import StepRecorded
 from trainer.tracking.events.writer import EventWriter
 from trainer.tracking.sinks import FailedWrites
 

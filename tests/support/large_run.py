@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.events.kinds import Event, OfStep, Stamped
+from rollout.events.event import Event, OfStep, Stamped
 from scripts.bench.common import LogNormalLengths, peak_host_bytes, show_table
 from scripts.dashboard.answers import PULSE_KEYS, Answers
 from tests.support.browser import opened_browser

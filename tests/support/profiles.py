@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rollout.events.kinds import Stamped
+from rollout.events.event import Stamped
 from scripts.bench.stand_ins import Nothing
 from scripts.predict.profile import Profile
 from scripts.predict.quantiles import Quantiles

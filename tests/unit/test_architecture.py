@@ -122,7 +122,7 @@ def test_packages_import_only_those_below_them() -> None:
 @pytest.mark.parametrize(
     ("package", "below", "border"),
     [
-        ("trainer", "rollout", {"rollout.events.kinds", "rollout.sampled", "rollout.types"}),
+        ("trainer", "rollout", {"rollout.events.event", "rollout.events.kinds", "rollout.sampled", "rollout.types"}),
         ("trainer", "weight_sync", {"weight_sync.adapter", "weight_sync.protocol"}),
         ("rollout", "weight_sync", {"weight_sync.protocol"}),
     ],

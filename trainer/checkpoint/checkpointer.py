@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from configs.checkpoint import CheckpointConfig
 from configs.runtime.deadline import within
-from rollout.events.kinds import CheckpointFailed, CheckpointSaved, CheckpointStaged, Emit, nobody
+from rollout.events.event import Emit, nobody
 from trainer.checkpoint.store import MODEL_FOLDER, TRAIN_FOLDER, CheckpointError, CheckpointStore, snapshot_file
+from trainer.tracking.events.kinds import CheckpointFailed, CheckpointSaved, CheckpointStaged
 
 if TYPE_CHECKING:
     from trainer.worker.recovery import RecoveringWorkers

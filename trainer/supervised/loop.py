@@ -1,18 +1,19 @@
 """The loop of supervised fine-tuning: demonstrations in, a checkpoint out. The workers are those of a training run."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from configs.schema import Config
-from rollout.events.kinds import Emit, StepPart, StepPartEnded, StepPartStarted, StepSkipped, nobody
+from rollout.events.event import Emit, nobody
 from rollout.types import TrajectoryGroup
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.metrics import timed, to_floats
+from trainer.metrics import to_floats
+from trainer.step_parts import StepParts
 from trainer.supervised.demonstrations import DemonstrationStream, supervised_batch, validation_batch
 from trainer.supervised.recorder import SNAPSHOT, SupervisedRecorder
 from trainer.tracking.bad_batches import SkippedStepsError, not_finite
+from trainer.tracking.events.kinds import StepPart, StepSkipped
 from trainer.worker.recovery import RecoveringWorkers
 
 
@@ -48,14 +49,14 @@ class SupervisedLoop:
     async def _step(self, global_steps: int) -> None:
         """Take one step, save and validate what is due. `global_steps` were taken before it."""
         done, size = global_steps + 1, self.config.trainer.prompts_per_step
-        timings: dict[str, float] = {}
-        with timed(timings, "step"):
-            with self._part(done, StepPart.assemble, timings):
+        parts = StepParts(done, self.emit)
+        with parts.whole():
+            with parts.part(StepPart.assemble):
                 groups = self.train.batch(global_steps, size)
                 batch = supervised_batch(groups, self.config, global_steps)
-            with self._part(done, StepPart.train, timings, "train_step"):
+            with parts.part(StepPart.train):
                 result = await self.workers.train_step(batch, global_steps)
-        actor, seconds = to_floats(result.metrics), timings["timing_s/step"]
+        actor, seconds = to_floats(result.metrics), parts.timings["timing_s/step"]
         if actor["actor/skipped_steps"]:
             self._record_skipped(done, not_finite(actor), groups)
         has_learned = actor["actor/skipped_steps"] < len(batch.optimizer_steps)
@@ -69,22 +70,14 @@ class SupervisedLoop:
             **self.workers.gauges(),
         }
         if self.checkpointer.is_due(done):
-            with self._part(done, StepPart.checkpoint, timings):
+            with parts.part(StepPart.checkpoint):
                 await self.checkpointer.stage(done)
-        metrics |= timings | self.checkpointer.gauges() | {"timing_s/elapsed": time.perf_counter() - self._started}
+        metrics |= parts.timings | self.checkpointer.gauges()
+        metrics["timing_s/elapsed"] = time.perf_counter() - self._started
         self.recorder.record_step(done, metrics)
         if self.checkpointer.is_due(done):
             self.checkpointer.commit({SNAPSHOT: self.recorder.state()})
         await self._validate_if_due(done)
-
-    @contextmanager
-    def _part(self, done: int, part: StepPart, timings: dict[str, float], key: str | None = None) -> Iterator[None]:
-        """Tell that the block is this part of the step, and add its seconds to `timing_s/<key>`, by default the part's
-        name."""
-        self.emit(StepPartStarted(global_steps=done, part=part))
-        with timed(timings, key or part.value):
-            yield
-        self.emit(StepPartEnded(global_steps=done, part=part))
 
     def _record_skipped(self, done: int, reason: str, groups: Sequence[TrajectoryGroup]) -> None:
         """Raise past trainer.max_skipped_steps."""

@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rollout.events.kinds import (
-    Emit,
-    EvaluationEnded,
-    GroupDiscarded,
-    Resumed,
-    StepRecorded,
-    StepSkipped,
-    nobody,
-)
+from rollout.events.event import Emit, nobody
+from rollout.events.kinds import GroupDiscarded
 from rollout.types import DiscardedGroup, FloatArray, TrajectoryGroup
 from trainer.tokens import TrainedTokens
 from trainer.tracking.console import Console
+from trainer.tracking.events.kinds import EvaluationEnded, Resumed, StepRecorded, StepSkipped
 from trainer.tracking.flat_groups import FlatGroups
 from trainer.tracking.records import (
     DISCARDED,

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from configs.schema import Config
-from rollout.events.kinds import Emit, TrainersRestarted, nobody
+from rollout.events.event import Emit, nobody
 from rollout.types import FloatArray
 from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
+from trainer.tracking.events.kinds import TrainersRestarted
 from weight_sync.protocol import Manifest, PublishOrder, UpdateReport, WeightUpdateError
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import Config
-from rollout.events.kinds import Emit, RankPublished, nobody
+from rollout.events.event import Emit, nobody
 from rollout.types import FloatArray
 from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.store import CheckpointError
 from trainer.metrics import merge_metrics
+from trainer.tracking.events.kinds import RankPublished
 from weight_sync.protocol import Manifest, PublishOrder, combine, merge
 
 if TYPE_CHECKING:

@@ -187,7 +187,8 @@ async def _train_once(
     with (run_dir / "console.log").open("a") as log:
         console = PlainConsole(config.trainer.total_steps, log)
         recorder = RunRecorder(arm_dir, Tracker([sink]), console)
-        labelled = replace(started, train_rows=_labelled(parts.train_rows, lengths))
+        rows = replace(parts.rows, train=_labelled(parts.rows.train, lengths))
+        labelled = replace(started, rows=rows)
         await train(config, labelled, console=console, recorder=recorder)
     outcome = sink.outcome(recorder.counts.trajectories)
     logger.info("%s: %.1f samples/s", arm_dir.name, outcome.samples_per_s)
@@ -294,7 +295,7 @@ async def compare_with_bare_engine(
 
 
 async def _bare_throughput(config: Config, parts: StartedRun, num_groups: int, repetition: int) -> float:
-    stream = PromptStream(parts.train_rows, config.seed)
+    stream = PromptStream(parts.rows.train, config.seed)
     length_of = LENGTHS["uniform"]
     requests = [
         GenerationRequest(
@@ -316,7 +317,7 @@ async def _framework_throughput(config: Config, parts: StartedRun, num_groups: i
     window = StalenessWindow(groups_per_step=num_groups, max_staleness=0)
     buffer = TrajectoryBuffer(SlotLedger(window, config.rollout.stale_policy, num_groups), batch_timeout_s=600)
     rollouter = Rollouter(
-        stream=PromptStream(_labelled(parts.train_rows, "uniform"), config.seed),
+        stream=PromptStream(_labelled(parts.rows.train, "uniform"), config.seed),
         buffer=buffer,
         fleet=parts.fleet,
         runner=parts.agents,

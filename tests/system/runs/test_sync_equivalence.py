@@ -71,7 +71,7 @@ async def with_new_workers(config: Config, parts: StartedRun, run_dir: Path, con
 
 async def synchronous_run(config: Config, parts: StartedRun) -> Steps:
     """Generate a batch, train on it, update; nothing overlaps."""
-    steps, stream = [], PromptStream(parts.train_rows, config.seed)
+    steps, stream = [], PromptStream(parts.rows.train, config.seed)
     replica = parts.replicas[0].name
     await parts.manager.update_weights(0)
     for step in range(STEPS):

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from rollout.events.driver import DriverEvents, reporting
-from rollout.events.kinds import FleetEvent, FleetEventKind, UpdateStarted
+from rollout.events.kinds import FleetEvent, FleetEventKind
 from rollout.fleet.app import fleet_app
 from rollout.http.server import linked_socket, served
 from scripts import fleet
 from tests.support.fakes import settle
 from tests.support.fleets import OperatedFleet
 from tests.support.happenings import make_writer
+from trainer.tracking.events.kinds import UpdateStarted
 from trainer.tracking.events.lines import EVENTS_FILE
 
 Call = Callable[..., Awaitable[str]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.events.kinds import Stamped
+from rollout.events.event import Stamped
 from scripts import timeline
 from tests.support.event_runs import JOB, simulated
 from tests.support.happenings import recorded, turn, write

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.events.kinds import KINDS, Event, Stamped, kind_name
+from rollout.events.event import Event, Stamped, kind_name
+from trainer.tracking.events.kinds import KINDS
 
 EVENTS_FILE = "events.jsonl"
 """The first file of a run folder; the next ones are events.2.jsonl, events.3.jsonl and so on."""

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.events.kinds import Event, GroupDiscarded, OfStep, Resumed, Stamped
+from rollout.events.event import Event, OfStep, Stamped
+from rollout.events.kinds import GroupDiscarded
+from trainer.tracking.events.kinds import Resumed
 from trainer.tracking.events.lines import DamagedLineError, UnknownKindError, event_files, event_path, from_line
 
 CHUNK = 4 << 20

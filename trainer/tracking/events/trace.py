@@ -14,18 +14,13 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Any
 
+from rollout.events.event import Event, Stamped
 from rollout.events.kinds import (
-    BatchAssembled,
-    CheckpointSaved,
-    EvaluationEnded,
-    EvaluationStarted,
-    Event,
     FleetEvent,
     GroupClaimed,
     GroupDiscarded,
     GroupReady,
     OfEpisode,
-    RankPublished,
     ReplicaFrozen,
     ReplicaHeld,
     ReplicaLoad,
@@ -36,14 +31,20 @@ from rollout.events.kinds import (
     RewardStarted,
     StageEnded,
     StageStarted,
-    Stamped,
-    StepPart,
-    StepPartEnded,
-    StepPartStarted,
     ToolEnded,
     ToolStarted,
     TurnEnded,
     TurnStarted,
+)
+from trainer.tracking.events.kinds import (
+    BatchAssembled,
+    CheckpointSaved,
+    EvaluationEnded,
+    EvaluationStarted,
+    RankPublished,
+    StepPart,
+    StepPartEnded,
+    StepPartStarted,
 )
 from trainer.tracking.events.slices import Lanes, version_slices
 

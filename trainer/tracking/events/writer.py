@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.events.kinds import EventsDropped, Stamped
+from rollout.events.event import Stamped
+from rollout.events.kinds import EventsDropped
 from trainer.tracking.events.lines import EVENTS_FILE, event_files, event_path, is_frequent, to_line
 from trainer.tracking.sinks import FailedWrites, write_atomically
 

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 from rollout.events.clock import RemoteClock
 from rollout.events.driver import DriverEvents
-from rollout.events.kinds import (
-    ClockMeasured,
-    Emit,
-    EventsDropped,
-    GroupClaimed,
-    Noticed,
-    Resumed,
-    Stamped,
-    UpdateStarted,
-)
+from rollout.events.event import Emit, Stamped
+from rollout.events.kinds import ClockMeasured, EventsDropped, GroupClaimed, Noticed
 from rollout.events.log import MOST_KEPT, EventLog, Notices
+from trainer.tracking.events.kinds import Resumed, UpdateStarted
 
 TICK = UpdateStarted(global_steps=7)
 

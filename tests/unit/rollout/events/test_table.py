@@ -3,8 +3,10 @@
 import re
 from dataclasses import fields
 
-from rollout.events.kinds import KINDS, Event, OfEpisode
+from rollout.events.event import Event
+from rollout.events.kinds import OfEpisode
 from tests.support.paths import ROOT
+from trainer.tracking.events.kinds import KINDS
 
 ROW = re.compile(r"^\| `(\w+)`( \*)? \| (.*?)\s*\| (driver|replica|agent worker) \|", re.MULTILINE)
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rollout.errors import TooFewReplicasError
-from rollout.events.kinds import Event, ScoringEnded, ScoringStarted
+from rollout.events.event import Event
+from rollout.events.kinds import ScoringEnded, ScoringStarted
 from rollout.teacher.teacher import TeacherError
 from rollout.types import TrajectoryGroup
 from tests.support.fakes import now

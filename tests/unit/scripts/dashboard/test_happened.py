@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.events.kinds import BatchAssembled, GroupReady, StepPart, StepPartEnded, StepPartStarted
+from rollout.events.kinds import GroupReady
 from scripts.dashboard import happened
 from scripts.dashboard.anatomy import anatomy
 from scripts.dashboard.happened import Happenings, Window
@@ -12,6 +12,7 @@ from scripts.dashboard.lanes import timeline
 from scripts.dashboard.runs import DashboardError
 from tests.support.dashboards import JOB, simulated_run
 from tests.support.happenings import at, make_writer, turn
+from trainer.tracking.events.kinds import BatchAssembled, StepPart, StepPartEnded, StepPartStarted
 from trainer.tracking.events.reader import EventReader
 from trainer.tracking.events.view import RunView
 

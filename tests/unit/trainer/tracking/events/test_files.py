@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.events.kinds import (
-    KINDS,
-    Event,
-    EventsDropped,
-    FleetEvent,
-    FleetEventKind,
-    GroupClaimed,
-    Resumed,
-    Stamped,
-)
+from rollout.events.event import Event, Stamped
+from rollout.events.kinds import EventsDropped, FleetEvent, FleetEventKind, GroupClaimed
 from tests.support.happenings import at, claims, make_writer, recorded, write
+from trainer.tracking.events.kinds import KINDS, Resumed
 from trainer.tracking.events.lines import event_files, from_line, to_line
 from trainer.tracking.events.reader import EventReader, Position, still_valid
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rollout.events.kinds import KINDS, GroupTrained, ReplicaLoad, Resumed, StepPartEnded, TurnEnded, TurnStarted
+from rollout.events.kinds import GroupTrained, ReplicaLoad, TurnEnded, TurnStarted
 from tests.support.event_runs import JOB, simulated
 from tests.support.happenings import at, recorded, turn
+from trainer.tracking.events.kinds import KINDS, Resumed, StepPartEnded
 from trainer.tracking.events.slices import Lanes, VersionSlice, served_slices, version_slices
 from trainer.tracking.events.view import RunView
 

@@ -4,8 +4,8 @@ from configs.schema import Config
 from configs.validate import ConfigError
 from scripts.launch.machine import Machine, listed, refusals, shown, this_machine
 from scripts.launch.memory import in_shared_memory as shared_bytes
-from scripts.launch.memory import kv_tokens, of_rank, of_replica_worker, total
-from scripts.launch.model_shape import ModelShape, model_shape
+from scripts.launch.memory import kv_tokens, of_rank, of_replica_worker, of_teacher_worker, total
+from scripts.launch.model_shape import ModelShape, model_shape, teacher_shape
 from trainer.learning_rate import num_warmup_steps
 from weight_sync.transports.cleanup import DIRECTORY
 
@@ -36,7 +36,9 @@ def memory_parts(config: Config, shape: ModelShape | None, device: str, machine:
     rank, worker = of_rank(config, shape, device), of_replica_worker(config, shape, device, machine.gpu)
     parts = {"memory": f"{shape.num_parameters / 1e6:,.1f}M parameters; libraries come on top, about 1 GB each process"}
     of_replicas = [("per_worker", worker)] if config.rollout.num_replicas else []
-    for name, memory in [("per_rank", rank), *of_replicas]:
+    teacher = teacher_shape(config)
+    of_teacher = [] if teacher is None else [("per_teacher", of_teacher_worker(config, teacher, device, machine.gpu))]
+    for name, memory in [("per_rank", rank), *of_replicas, *of_teacher]:
         if memory.device:
             of_gpu = "" if machine.gpu is None else f" of {shown(machine.gpu)}"
             parts[name] = f"GPU {shown(total(memory.device))}{of_gpu}: {listed(memory.device)}"
@@ -56,5 +58,8 @@ def memory_parts(config: Config, shape: ModelShape | None, device: str, machine:
 def refuse_without_memory(config: Config, device: str) -> None:
     """Raises ConfigError for a run that cannot fit into what is known of the memory here."""
     shape = model_shape(config)
-    if shape is not None and (found := refusals(config, shape, device, this_machine(config))):
+    if shape is None:
+        return
+    found = refusals(config, shape, device, this_machine(config), teacher_shape(config))
+    if found:
         raise ConfigError("\n".join(found))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from configs.schema import Config
-from scripts.launch.memory import Part, in_shared_memory, of_rank, of_replica_worker, total
+from scripts.launch.memory import Memory, Part, in_shared_memory, of_rank, of_replica_worker, of_teacher_worker, total
 from scripts.launch.model_shape import ModelShape
 from weight_sync.transports.cleanup import DIRECTORY
 
@@ -56,12 +56,15 @@ def host_memory() -> float:
     return min(whole, float(limit)) if limit.isdecimal() else whole
 
 
-def refusals(config: Config, shape: ModelShape, device: str, machine: Machine) -> list[str]:
-    """Why the run cannot fit, each with the key to change."""
+def refusals(
+    config: Config, shape: ModelShape, device: str, machine: Machine, teacher: ModelShape | None = None
+) -> list[str]:
+    """Why the run cannot fit, each with the key to change. `teacher`: its sizes, where there is one and they are
+    known."""
     found = [
         f"{_largest(need.parts).advice}: {need.what} {shown(total(need.parts))} ({listed(need.parts)}), and there are "
         f"{shown(need.room)}; most is {_largest(need.parts).name}"
-        for need in _needs(config, shape, device, machine)
+        for need in _needs(config, shape, device, machine, teacher)
         if total(need.parts) > need.room * TOLERANCE
     ]
     shared = in_shared_memory(config, shape)
@@ -80,8 +83,12 @@ class _Need:
     room: float
 
 
-def _needs(config: Config, shape: ModelShape, device: str, machine: Machine) -> Iterator[_Need]:
+def _needs(
+    config: Config, shape: ModelShape, device: str, machine: Machine, teacher: ModelShape | None
+) -> Iterator[_Need]:
     rollout, num_ranks = config.rollout, config.trainer.num_ranks
+    of_teacher = Memory((), ()) if teacher is None else of_teacher_worker(config, teacher, device, machine.gpu)
+    num_teachers = 0 if teacher is None else config.teacher.num_replicas * config.teacher.tensor_parallel_size
     rank, worker = of_rank(config, shape, device), of_replica_worker(config, shape, device, machine.gpu)
     num_workers = rollout.num_replicas * rollout.tensor_parallel_size * rollout.data_parallel_size
     if machine.gpu is not None and device == "cuda":
@@ -91,12 +98,15 @@ def _needs(config: Config, shape: ModelShape, device: str, machine: Machine) -> 
             yield _Need("a train worker's GPU needs", rank.device, machine.gpu)
             if num_workers:
                 yield _Need("a replica's GPU needs", worker.device, machine.gpu)
+        if num_teachers:
+            yield _Need("a GPU of the teacher's needs", of_teacher.device, machine.gpu)
     if machine.host is not None:
         shared = Part("weights in shared memory", in_shared_memory(config, shape), "weight_sync.transport")
         on_host = [*_times(num_ranks, rank.host), *_times(num_workers, worker.host), shared]
-        yield _Need(
-            f"{num_ranks} train worker(s) and {num_workers} of replicas need host memory of", on_host, machine.host
-        )
+        on_host += _times(num_teachers, of_teacher.host)
+        teachers = f" and {num_teachers} of the teacher" if num_teachers else ""
+        who = f"{num_ranks} train worker(s) and {num_workers} of replicas{teachers}"
+        yield _Need(f"{who} need host memory of", on_host, machine.host)
 
 
 def _times(count: int, parts: Sequence[Part]) -> list[Part]:

@@ -13,6 +13,8 @@ from scripts.launch.model_shape import LayerShape, ModelShape
 
 FLOAT32 = 4
 NUM_BYTES = {DType.float32: 4, DType.bfloat16: 2}
+BYTES_OF_SCORES = {DType.float32: 8, DType.bfloat16: 6}
+"""For each token that a teacher reads at once and each word of its vocabulary: logits, and logprobs in float32."""
 COPIES_OF_LOGITS = 3
 """Of a chunk: logits, their powers, and the gradient."""
 
@@ -68,6 +70,23 @@ def of_replica_worker(config: Config, shape: ModelShape, device: str, gpu_bytes:
         rest = rollout.gpu_memory_utilization * gpu_bytes - of_worker.num_bytes
         on_device.append(Part("KV cache and vLLM's own", max(0.0, rest), "rollout.gpu_memory_utilization"))
     return Memory(tuple(on_device), tuple(on_host)).on(device)
+
+
+def of_teacher_worker(config: Config, shape: ModelShape, device: str, gpu_bytes: float | None = None) -> Memory:
+    """Of one of the workers of an engine that scores; no weights come to it. `gpu_bytes`: as `of_replica_worker`."""
+    teacher = config.teacher
+    weights = shape.num_parameters * NUM_BYTES[teacher.dtype] / teacher.tensor_parallel_size
+    parts = [Part("weights", weights, "teacher.tensor_parallel_size")]
+    if teacher.kv_cache_mb is not None:
+        parts.append(Part("KV cache", teacher.kv_cache_mb * 2**20, "teacher.kv_cache_mb"))
+    elif gpu_bytes is not None:
+        rest = max(0.0, teacher.gpu_memory_utilization * gpu_bytes - weights)
+        parts.append(Part("KV cache and vLLM's own", rest, "teacher.gpu_memory_utilization"))
+    if shape.layer is not None:
+        vocabulary = shape.of_head / shape.layer.hidden
+        size = teacher.max_num_batched_tokens * vocabulary * BYTES_OF_SCORES[teacher.dtype]
+        parts.append(Part("distributions", size, "teacher.max_num_batched_tokens"))
+    return Memory(tuple(parts), ()).on(device)
 
 
 def in_shared_memory(config: Config, shape: ModelShape) -> float:

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from configs.checkpoint import is_checkpoint
 from configs.model import ALL_LINEAR
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
@@ -76,17 +77,27 @@ def model_shape(config: Config) -> ModelShape | None:
     model = config.model
     if model.kind is ModelKind.tiny:
         return _tiny_shape(model.hidden_size, model.num_layers)
-    folder = Path(model.path or "").expanduser()
+    return _shape_at("model.path", model.path or "")
+
+
+def teacher_shape(config: Config) -> ModelShape | None:
+    """As `model_shape`, of the model that a distillation learns from. None for a checkpoint of this project, too."""
+    path = config.teacher.path
+    return None if path is None or is_checkpoint(Path(path).expanduser()) else _shape_at("teacher.path", path)
+
+
+def _shape_at(key: str, path: str) -> ModelShape | None:
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(model.path or "", local_files_only=True))
+            folder = Path(snapshot_download(path, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
             return None
-    tensors = dict(_headers(folder.glob("model*.safetensors")))  # what transformers loads
+    tensors = dict(_headers(key, folder.glob("model*.safetensors")))  # what transformers loads
     return _shape(tensors, _layer_of(folder, tensors)) if tensors else None
 
 
-def _headers(files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _headers(key: str, files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Raises ConfigError for a file that is damaged, or the pointer of git-lfs to one."""
     for file in files:
         try:
@@ -94,7 +105,7 @@ def _headers(files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
                 for name in tensors.keys():  # noqa: SIM118
                     yield f"{file.name}:{name}", tuple(tensors.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"model.path={file.parent}: {file.name} cannot be read: {error}") from error
+            raise ConfigError(f"{key}={file.parent}: {file.name} cannot be read: {error}") from error
 
 
 def _shape(tensors: Tensors, layer: LayerShape | None) -> ModelShape:

@@ -16,7 +16,7 @@ from scripts.launch.preview import chat_template_of_sessions, check_agent_loop, 
 ROWS = {Layout.tree: "rows of trees", Layout.packed: "packed rows", Layout.rows: "a row per sequence"}
 PARTS = {
     "train": "model prompts sft held_out cluster claims replicas trainer teacher agents sessions advantage "
-    "loss optimizer training step epochs staleness memory per_rank per_worker shared run_folder",
+    "loss optimizer training step epochs staleness memory per_rank per_worker per_teacher shared run_folder",
     "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
 }

@@ -1,5 +1,6 @@
 """The arithmetic of memory: what changes which part, and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ from torch import Tensor
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import GradientCheckpointing
 from scripts.launch.machine import Machine, refusals
-from scripts.launch.memory import Memory, kv_tokens, layer_bytes, of_rank, of_replica_worker, total
+from scripts.launch.memory import (
+    Memory,
+    kv_tokens,
+    layer_bytes,
+    of_rank,
+    of_replica_worker,
+    of_teacher_worker,
+    total,
+)
 from scripts.launch.model_shape import LayerShape, ModelShape, model_shape
 from tests.support.compose import changed
 from trainer.tiny.model import build_model
@@ -90,6 +99,25 @@ def test_a_worker_of_a_replica() -> None:
     assert gigabytes(on_device)["staging"] == 1.0 and on_device.host == ()
     by_share = changed(config, rollout__kv_cache_mb=None, rollout__gpu_memory_utilization=0.5)
     assert total(of_replica_worker(by_share, BILLION, "cuda", 80 * GIB).device) == 40 * GIB
+
+
+def test_a_worker_of_the_teacher() -> None:
+    """Its distributions are of a whole vocabulary, wherever its weights are."""
+    keys = {"teacher__tensor_parallel_size": 2, "teacher__kv_cache_mb": 1024, "teacher__max_num_batched_tokens": 4000}
+    memory = of_teacher_worker(changed(CONFIG, teacher__dtype=DType.bfloat16, **keys), BILLION, "cuda")
+    of_words = 4000 * BILLION.of_head / LAYER.hidden * 6 / 1e9
+    assert gigabytes(memory) == {"weights": 1.0, "KV cache": 1024 * 2**20 / 1e9, "distributions": of_words}
+    assert memory.host == ()
+
+
+def test_a_teacher_that_cannot_fit_is_refused() -> None:
+    here = Machine(gpu=24 * GIB, host=30 * GIB, shared=None)
+    config = changed(CONFIG, teacher__num_replicas=2, teacher__kv_cache_mb=30 * 1024)
+    assert refusals(config, BILLION, "cuda", here) == []
+    (found,) = refusals(config, BILLION, "cuda", here, BILLION)
+    assert found.startswith("teacher.kv_cache_mb: a GPU of the teacher's needs 34.5 GiB")
+    (found,) = refusals(changed(config, trainer__num_ranks=1), BILLION, "cpu", replace(here, gpu=None), BILLION)
+    assert found.startswith("teacher.kv_cache_mb: 1 train worker(s) and 1 of replicas and 2 of the teacher need host")
 
 
 @pytest.mark.parametrize(

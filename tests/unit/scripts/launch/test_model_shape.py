@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
-from scripts.launch.model_shape import LayerShape, ModelShape, model_shape
+from scripts.launch.model_shape import LayerShape, ModelShape, model_shape, teacher_shape
 from tests.support.compose import changed
 from tests.support.families import random_model
 from trainer.tiny.model import ModelSize, build_model
@@ -80,8 +80,18 @@ def test_a_model_that_is_not_here_has_no_shape_and_damaged_files_are_refused(tmp
     config = changed(Config(), model__kind=ModelKind.hf, model__path="no/such-model-here")
     assert model_shape(config) is None
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ConfigError, match="model.safetensors cannot be read: "):
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: model.safetensors cannot be read: "):
         shape_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"^teacher\.path=.*: model.safetensors cannot be read: "):
+        teacher_shape(changed(Config(), teacher__path=str(tmp_path)))
+
+
+def test_the_teacher_has_sizes_of_its_own(tmp_path: Path) -> None:
+    assert teacher_shape(Config()) is None
+    random_model("qwen2").save_pretrained(tmp_path)
+    assert teacher_shape(changed(Config(), teacher__path=str(tmp_path))) == shape_of(tmp_path)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert teacher_shape(changed(Config(), teacher__path=str(tmp_path / "run"))) is None, "its files are no safetensors"
 
 
 def test_only_the_files_that_transformers_loads_count(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ ON_POLICY = [
     f"trainer.total_steps={STEPS}",
     "trainer.eval_every=0",
     "checkpoint.every=2",
+    "trainer.mini_batches=2",
+    "trainer.lr_schedule=linear",
     "rollout.max_staleness=0",
     "rollout.seeded_sampling=true",
     "resume=auto",
@@ -37,7 +39,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(1200)
 def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path: Path, tiny_model: Path) -> None:
     """Killed between two checkpoints, with groups under way; the newest checkpoint is damaged besides, so that the one
-    before is taken. It is resumed with another number of replicas."""
+    before is taken. It is resumed with another number of replicas. A batch is two optimizer steps, their rates fall."""
     job = [*small(tiny_model, "a_second"), *ON_POLICY]
     with started(tmp_path / "whole", *job) as whole:
         assert whole.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, whole.output.read_text()

@@ -1,6 +1,7 @@
 """Rows shared by 2 and by 4 of four gloo ranks, sharded by FSDP2 over all of them, against one rank."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,14 @@ def test_models_whose_attention_cannot_be_shared_are_refused(family: str, size: 
     attention = Attention(group=SequenceGroup(group=None, rank=0, size=size))  # pyright: ignore
     with pytest.raises(ConfigError, match=reason):
         Policy(random_model(family), 1.0, attention=attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
+def test_a_state_that_runs_through_the_row_is_refused(family: str, tmp_path: Path) -> None:
+    """Each rank would begin with none."""
+    random_model(family).save_pretrained(tmp_path / "model")
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, num_ranks=2, sequence_parallel=2, layout=Layout.rows))
+    job = Job(config, str(tmp_path / "model"), [])
+    with pytest.raises(ConfigError, match=r"layout=rows trainer.sequence_parallel=2: .*trainer.sequence_parallel=1$"):
+        worker_runs.two_ranks({family: job}, tmp_path / "answer", TIMEOUT_S)

@@ -134,13 +134,14 @@ class MultiTurn:
             episode.prompt_ids, observation = await self._in_thread(self._opened, episode, first)
             recorded = episode.recorded_observation()
             observation = observation if recorded is None else recorded
+            if episode.room <= len(observation):
+                raise ValueError(
+                    f"the environment begins with {len(observation)} tokens, which leaves the policy none of "
+                    f"rollout.max_response_tokens={episode.room}"
+                )
+            episode.add_observation(observation)
         except Exception as error:
             self._fail(episode, error)
-            return
-        if episode.room <= len(observation):
-            episode.finish_reason = "length"
-        else:
-            episode.add_observation(observation)
 
     async def _take_turn(self, episode: "_Episode", completion: Completion) -> None:
         episode.add(completion, is_policy=True)

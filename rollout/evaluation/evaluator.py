@@ -124,7 +124,9 @@ class Evaluator:
         evaluation = Evaluation(prompts=tuple(sorted(prompts, key=lambda prompt: prompt.ordinal)), pinned=pinned)
         self.failures.count_rewards(sample.error for sample in evaluation.samples)
         if not evaluation.versions:
-            raise NoTokensError("the agent loop asked the policy for nothing in the whole evaluation")
+            error = next((sample.error for sample in evaluation.samples if sample.error is not None), None)
+            why = "" if error is None else f"; the first sample failed with {error}"
+            raise NoTokensError(f"the agent loop asked the policy for nothing in the whole evaluation{why}")
         return evaluation
 
     async def _replicas_of(self, left: list[str] | None) -> list[str]:

@@ -109,12 +109,6 @@ def test_the_first_observation_is_read_and_not_trained() -> None:
     assert (request.prompt_ids, request.sampling.max_tokens) == ((1, 2, ord("X"), ord("Y")), 38)
 
 
-def test_a_first_observation_without_room_for_an_answer_asks_nobody() -> None:
-    policy = Policy()
-    episode = play(Recorded(first="XY"), policy, task(max_tokens=2))
-    assert (episode.sequences, episode.finish_reason, policy.requests) == ((), "length", [])
-
-
 @pytest.mark.parametrize("step", [Step(done=True), ValueError("no such tool")], ids=["done", "raises"])
 def test_every_environment_is_closed(step: Step | Exception) -> None:
     environment = Recorded(step)
@@ -155,6 +149,17 @@ def test_an_environment_that_cannot_begin_leaves_its_episode_without_a_reward() 
     episode = play(environment, policy)
     assert episode.result is not None and episode.result.error == "OSError: no world"
     assert (episode.sequences, policy.requests, environment.events) == ((), [], ["close"])
+
+
+def test_a_first_observation_without_room_for_an_answer_leaves_its_episode_without_a_reward() -> None:
+    """The policy was not asked: a reward would be of something else."""
+    policy = Policy()
+    episode = play(Recorded(first="XY"), policy, task(max_tokens=2))
+    assert (episode.sequences, policy.requests) == ((), [])
+    assert episode.result is not None and episode.result.error == (
+        "ValueError: the environment begins with 2 tokens, which leaves the policy none of "
+        "rollout.max_response_tokens=2"
+    )
 
 
 # -- plain functions ---------------------------------------------------------------------------------------------------

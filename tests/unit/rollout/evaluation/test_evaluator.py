@@ -1,10 +1,18 @@
 """Every held-out prompt is asked, spread over the replicas, with a deadline, whoever dies; what the answers say."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from rollout.errors import AgentWorkerLostError, NoReplicaLeftError, ReplicaLostError, TooFewReplicasError
+from rollout.errors import (
+    AgentWorkerLostError,
+    NoReplicaLeftError,
+    NoTokensError,
+    ReplicaLostError,
+    TooFewReplicasError,
+)
 from rollout.evaluation.evaluator import Evaluation
 from rollout.failures import RewardFailuresError
 from rollout.router import ReplicaRouter
@@ -25,6 +33,17 @@ def test_every_prompt_is_asked_once_and_the_means_are_over_prompts_not_replicas(
     assert evaluation.metrics == {"val/avg@1": 2, "val/odd/avg@1": 2}, "0, 2 and 4; 1 and 3 of another data source"
     run_virtual(evaluator.evaluate())
     assert evaluator.num_requests == 10
+
+
+def test_an_evaluation_without_a_token_says_why() -> None:
+    class AsksNothing(FakeEvaluationRunner):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> list[EvaluatedPrompt]:
+            sample = EvaluatedSample(accuracy=0, answer=None, num_tokens=0, error="OSError: no world")
+            return [replace(prompt, samples=(sample,)) for prompt in await super().evaluate(*args, **kwargs)]
+
+    evaluator = make_evaluator(AsksNothing(), 2)
+    with pytest.raises(NoTokensError, match="in the whole evaluation; the first sample failed with OSError: no world$"):
+        run_virtual(evaluator.evaluate())
 
 
 def test_what_agents_measured_is_a_mean_over_the_samples_that_have_it() -> None:

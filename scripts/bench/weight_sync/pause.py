@@ -82,7 +82,8 @@ def _measure_quiet(host: Host, results: PauseResults) -> None:
 async def _measure_updates(
     host: Host, arms: dict[str, Arm], repetition: int, results: PauseResults
 ) -> list[tuple[str, Update]]:
-    """Update by all arms in turns while the same requests are in flight."""
+    """Update by all arms in turns while the same requests are in flight. Each round begins with another arm: what one
+    leaves in caches and allocators meets another one after it."""
     from scripts.bench.weight_sync.engine import StreamedTrajectory
 
     replica = next(iter(arms.values())).replica
@@ -93,9 +94,10 @@ async def _measure_updates(
     async with all_running(host, replica, runs, NUM_REQUESTS + 1) as tasks:
         begin = probe.times[-1]
         await settle(host, probe.times, tasks)
-        for _ in range(host.size.rounds):
-            for name, arm in arms.items():
-                updates.append((name, await arm.update()))
+        for turn in range(host.size.rounds):
+            begins = (repetition * host.size.rounds + turn) % len(arms)
+            for name in [*arms][begins:] + [*arms][:begins]:
+                updates.append((name, await arms[name].update()))
                 await settle(host, probe.times, tasks)
     completion, _ = await asyncio.gather(*tasks)
     first_token = {span.global_steps: span.start for span in completion.spans}

@@ -13,6 +13,8 @@ CONFIG_FILE = "config.yaml"
 """In a run folder: the config that the command line resolved to."""
 OVERRIDES = "hydra"
 """Folder of the run folder with the overrides of its command line."""
+LATEST = "latest"
+"""The link beside run folders to the one of the newest run."""
 MARKER = "COMPLETE.json"
 """File of a checkpoint that is written last."""
 

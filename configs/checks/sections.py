@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from configs.checkpoint import is_checkpoint
+from configs.checks.model_paths import path_problems
 from configs.checks.problem import Problem, dotted_problems
 from configs.data import Generated, parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
@@ -40,9 +40,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
     elif model.path is None:
         yield Problem("model.path", "model.kind=hf needs the folder or hub name of a Hugging Face model")
     else:
-        folder = Path(model.path).expanduser()
-        if folder.is_dir() and not ((folder / "config.json").is_file() or is_checkpoint(folder)):
-            yield Problem("model.path", "no Hugging Face model: the folder has no config.json; nor a checkpoint")
+        yield from path_problems(config, "model.path", model.path)
 
 
 def lora_problems(config: Config) -> Iterator[Problem]:
@@ -66,6 +64,8 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         if config.device is Device.cuda and config.rollout.dtype is DType.float32:
             allowed = "must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have no float32"
             yield Problem("rollout.dtype", allowed)
+        if lora.served_path is not None:
+            yield from path_problems(config, "model.lora.served_path", lora.served_path)
     elif lora.served_path is not None:
         allowed = "needs model.lora.serve=adapter: an adapter is merged into the weights that it was trained on"
         yield Problem("model.lora.served_path", allowed)

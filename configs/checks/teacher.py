@@ -1,10 +1,9 @@
 """Values of `teacher.*`, and of `algorithm.*` where it learns from a teacher, that contradict one another."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from configs.algorithm import DISTILLATION
-from configs.checkpoint import is_checkpoint
+from configs.checks.model_paths import path_problems
 from configs.checks.problem import Problem
 from configs.schema import Config, Device
 
@@ -17,9 +16,7 @@ def teacher_problems(config: Config) -> Iterator[Problem]:
         elif algorithm.teacher_coef != 1:
             yield Problem("algorithm.teacher_coef", "needs teacher.path, the model to learn from")
         return
-    folder = Path(teacher.path).expanduser()
-    if folder.is_dir() and not ((folder / "config.json").is_file() or is_checkpoint(folder)):
-        yield Problem("teacher.path", "no Hugging Face model: the folder has no config.json; nor a checkpoint")
+    yield from path_problems(config, "teacher.path", teacher.path)
     yield from _learning_problems(config)
     if teacher.min_replicas > teacher.num_replicas:
         yield Problem("teacher.min_replicas", f"at most teacher.num_replicas={teacher.num_replicas}")

@@ -4,13 +4,16 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
+from configs.checkpoint import LATEST
 from configs.validate import ConfigError
 
+MODEL_PATHS = ("model.path", "teacher.path")
 SWEEP_OPTIONS = {"-m", "--multirun"}
 HELP_OPTIONS = {"-h", "--help"}
 SWEEP_MODE = "hydra.mode=MULTIRUN"
@@ -66,13 +69,24 @@ class Arguments:
 def parse(arguments: Sequence[str]) -> Arguments:
     """Raises ConfigError for a word that is neither an override nor belongs to an option, and for an option that help
     does not go with."""
-    found = Arguments(tuple(arguments))
+    found = Arguments(tuple(map(_pinned, arguments)))
     others = [one for one in found.options if one.startswith("-") and one not in SWEEP_OPTIONS | HELP_OPTIONS]
     if found.asks_for_help and others:
         raise ConfigError(f"--help: takes a section, key=value and -m, not {others[0]}")
     if found.words and not found.asks_for_help and not others:
         raise ConfigError(f"{found.words[0]}: must be key=value, or one of the options that --hydra-help lists")
     return found
+
+
+def _pinned(argument: str) -> str:
+    """model.path=runs/latest with the folder that the link leads to now: a run that begins takes the link over."""
+    key, _, value = argument.partition("=")
+    if key.lstrip("+") not in MODEL_PATHS:
+        return argument
+    path = Path(value).expanduser()
+    links = (place for place in (path, *path.parents) if place.name == LATEST and place.is_symlink())
+    link = next(links, None)
+    return argument if link is None else override(key, str(link.resolve() / path.relative_to(link)))
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:

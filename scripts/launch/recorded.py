@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, OVERRIDES
+from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, LATEST, OVERRIDES
 from configs.schema import Config, SinkName, WandbMode
 from configs.validate import ConfigError
 from rollout.events.driver import DriverEvents
@@ -145,7 +145,7 @@ def offline_project(config: Config) -> str | None:
 def point_latest_at(run_dir: Path, beside: Path) -> list[str]:
     """Points the link `latest`, next to the folder `beside`, at the run folder; replaced in one step, so that it is
     never missing. Returns what to tell the user: that there is a `latest` which is no link, and stays."""
-    latest = beside.parent / "latest"
+    latest = beside.parent / LATEST
     if latest.exists() and not latest.is_symlink():
         return [f"{latest} is no link, and stays as it is: it does not point at this run"]
     temporary = latest.with_name(f".latest-{os.getpid()}")

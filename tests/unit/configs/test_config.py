@@ -418,6 +418,18 @@ def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
     check(changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("path", ["/no/model", "~/no/model", "./model", "runs/sft/model"])
+def test_a_model_that_is_no_folder_here_must_have_a_name_of_the_hub(path: str) -> None:
+    hf: dict[str, Any] = {"model__kind": ModelKind.hf}
+    line = f"model.path={path}: no such folder, and no name of the hub, which would be NAME or OWNER/NAME"
+    assert refusal(**hf, model__path=path) == line
+    for name in ("gpt2", "Qwen/Qwen2.5-0.5B"):
+        check(changed(Config(), **hf, model__path=name))
+    check(changed(Config(), **hf, model__path=path, ray__address="auto"))
+    served = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter, "model__lora__served_path": path}
+    assert refusal(**hf, model__path="gpt2", **served).startswith(f"model.lora.served_path={path}: no such folder")
+
+
 def test_a_run_folder_or_a_checkpoint_may_be_the_model(tmp_path: Path) -> None:
     step = tmp_path / "checkpoints" / "step_000020"
     step.mkdir(parents=True)

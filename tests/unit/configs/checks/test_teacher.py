@@ -51,6 +51,8 @@ def test_a_teacher_that_cannot_be_is_refused(values: dict[str, object], line: st
 
 
 def test_a_folder_that_is_no_model_is_no_teacher(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="teacher.path=/no/teacher: no such folder"):
+        check(changed(Config(), teacher__path="/no/teacher"))
     with pytest.raises(ConfigError, match="teacher.path=.*no Hugging Face model: the folder has no config.json"):
         check(changed(Config(), teacher__path=str(tmp_path)))
     (tmp_path / "config.json").touch()

@@ -25,7 +25,7 @@ class StepParts:
     """
 
     done: int
-    """The steps that are taken after this one."""
+    """Steps taken, this one included."""
     emit: Emit
     timings: dict[str, float] = field(default_factory=dict)
     """`timing_s/<name>` -> seconds so far, summed where a part comes twice."""

@@ -65,7 +65,7 @@ def lora_problems(config: Config) -> Iterator[Problem]:
             allowed = "must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have no float32"
             yield Problem("rollout.dtype", allowed)
         if lora.served_path is not None:
-            yield from path_problems(config, "model.lora.served_path", lora.served_path)
+            yield from path_problems(config, "model.lora.served_path", lora.served_path, may_be_checkpoint=False)
     elif lora.served_path is not None:
         allowed = "needs model.lora.serve=adapter: an adapter is merged into the weights that it was trained on"
         yield Problem("model.lora.served_path", allowed)

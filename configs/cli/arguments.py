@@ -80,13 +80,26 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 def _pinned(argument: str) -> str:
     """model.path=runs/latest with the folder that the link leads to now: a run that begins takes the link over."""
-    key, _, value = argument.partition("=")
-    if key.lstrip("+") not in MODEL_PATHS:
+    key = argument.partition("=")[0]
+    if key.lstrip("+") not in MODEL_PATHS or LATEST not in argument:
         return argument
-    path = Path(value).expanduser()
-    links = (place for place in (path, *path.parents) if place.name == LATEST and place.is_symlink())
+    value = parsed([argument])[0].value()
+    given = value.list if isinstance(value, ChoiceSweep) else [value]
+    paths = [one.text if isinstance(one, QuotedString) else one for one in given]
+    found = [_without_link(path) if isinstance(path, str) else path for path in paths]
+    if found == paths or not all(isinstance(path, str) for path in found):
+        return argument
+    return ",".join([override(key, str(found[0])), *(_quoted(str(path)) for path in found[1:])])
+
+
+def _without_link(path: str) -> str:
+    try:
+        whole = Path(path).expanduser()
+    except RuntimeError:  # ~nobody, which the checks refuse
+        return path
+    links = (place for place in (whole, *whole.parents) if place.name == LATEST and place.is_symlink())
     link = next(links, None)
-    return argument if link is None else override(key, str(link.resolve() / path.relative_to(link)))
+    return path if link is None else str(link.resolve() / whole.relative_to(link))
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
@@ -102,8 +115,12 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 def override(key: str, value: str) -> str:
     """An override in Hydra's grammar, which wants quotes around what is no plain word."""
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(value: str) -> str:
     is_plain = re.fullmatch(r"[\w./:@+-]+", value)
-    return f"{key}={value if is_plain else QuotedString(value, Quote.double).with_quotes()}"
+    return value if is_plain else QuotedString(value, Quote.double).with_quotes()
 
 
 def _choices(override: Override) -> list[str] | None:

@@ -51,4 +51,6 @@ def _content_of_run(folder: Path) -> dict[str, Any]:
     assert isinstance(config, dict)
     content: dict[str, Any] = {str(key): value for key, value in config.items() if key in TAKEN}
     content["model"] = content.get("model", {}) | {"kind": "hf", "path": str(folder)}
+    if "lora" in content["model"]:  # the adapter is merged into the weights that it was trained on
+        content["model"]["lora"]["served_path"] = None
     return content

@@ -67,8 +67,8 @@ class Chat(Protocol):
 class MultiTurn:
     """An `EpisodeLoop` with one call of `generate` per turn: a slow environment holds up its own episode only.
 
-    An environment that raises, or takes too long, leaves its episode without a reward, which counts under
-    rollout.max_failed_rewards like a reward that failed.
+    An environment that raises, takes too long, or begins with more than fits leaves its episode without a reward, which
+    counts under rollout.max_failed_rewards like a reward that failed.
 
     Example:
         def agent_loop(tokenizer):  # rollout.agent_loop=my_package.my_module:agent_loop

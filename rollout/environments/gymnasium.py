@@ -1,6 +1,7 @@
 """Environments of Gymnasium (https://gymnasium.farama.org) as environments of episodes: text in, text out.
 
 rollout.agent_loop=rollout.environments.gymnasium:agent_loop rollout.agent_args.env=slipstream/House-v0
+rollout.max_response_tokens=1024
 """
 
 import json

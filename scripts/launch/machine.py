@@ -92,7 +92,10 @@ def _needs(
     rank, worker = of_rank(config, shape, device), of_replica_worker(config, shape, device, machine.gpu)
     num_workers = rollout.num_replicas * rollout.tensor_parallel_size * rollout.data_parallel_size
     if machine.gpu is not None and device == "cuda":
-        if config.gpu_share < 1:
+        if num_teachers and config.gpu_share <= 1 / 3:
+            everyone = (*rank.device, *worker.device, *of_teacher.device)
+            yield _Need("a GPU of a rank, a replica and the teacher needs", everyone, machine.gpu)
+        elif config.gpu_share < 1:
             yield _Need("a GPU of a rank and a replica needs", (*rank.device, *worker.device), machine.gpu)
         else:
             yield _Need("a train worker's GPU needs", rank.device, machine.gpu)

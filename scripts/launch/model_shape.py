@@ -13,7 +13,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from configs.checkpoint import is_checkpoint
 from configs.model import ALL_LINEAR
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
@@ -81,12 +80,13 @@ def model_shape(config: Config) -> ModelShape | None:
 
 
 def teacher_shape(config: Config) -> ModelShape | None:
-    """As `model_shape`, of the model that a distillation learns from. None for a checkpoint of this project, too."""
+    """As `model_shape`, of the model that a distillation learns from."""
     path = config.teacher.path
-    return None if path is None or is_checkpoint(Path(path).expanduser()) else _shape_at("teacher.path", path)
+    return None if path is None else _shape_at("teacher.path", path)
 
 
 def _shape_at(key: str, path: str) -> ModelShape | None:
+    """None for a checkpoint of this project, too: its files are no safetensors."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         try:

@@ -49,7 +49,7 @@ from weight_sync.transports.registry import make_sender
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """What there is to learn from, in tokens."""
+    """The rows of the run, in tokens."""
 
     train: list[Prompt]
     held_out: list[Prompt]
@@ -144,7 +144,7 @@ async def start(  # noqa: PLR0913
     console.message(f"policy: {policy.result() / 1e6:.2f}M parameters; {device}; run folder {run_dir}")
     later = partial(start_replica, create=partial(_create_later, create=create, placement=placement), spec=spec)
     start_one = partial(later, connect=partial(_connect, agents), config=config, report=report)
-    fleet = _make_fleet(config, replicas, workers, start_one=start_one, report=report, events=events)
+    fleet = _fleet_parts(config, replicas, workers, start_one=start_one, report=report, events=events)
     return StartedRun(
         replicas=replicas,
         fleet=fleet.fleet,
@@ -169,7 +169,7 @@ async def _engine(config: Config, device: str, boot_path: str, console: Console)
     return boot_path, engine_spec(config, device, boot_path)
 
 
-def _make_fleet(
+def _fleet_parts(
     config: Config,
     replicas: Sequence[ReplicaHandle],
     workers: RecoveringWorkers,

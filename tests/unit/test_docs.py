@@ -193,7 +193,10 @@ TRAINING = {tuple(given) for page in PAGES for words in commands(page) if (given
 
 
 @pytest.mark.parametrize("given", [given for given in sorted(TRAINING) if "my_" not in str(given)], ids=" ".join)
-def test_commands_that_train_are_not_refused(given: tuple[str, ...]) -> None:
+def test_commands_that_train_are_not_refused(
+    given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there are no runs yet
     for job in parse([SWEEP_MODE, *given, "dry_run=true"]).jobs():  # one, unless it sweeps
         resolve(*job)
 

@@ -95,8 +95,8 @@ async def _measure_updates(
         begin = probe.times[-1]
         await settle(host, probe.times, tasks)
         for turn in range(host.size.rounds):
-            begins = (repetition * host.size.rounds + turn) % len(arms)
-            for name in [*arms][begins:] + [*arms][:begins]:
+            first_arm = (repetition * host.size.rounds + turn) % len(arms)
+            for name in [*arms][first_arm:] + [*arms][:first_arm]:
                 updates.append((name, await arms[name].update()))
                 await settle(host, probe.times, tasks)
     completion, _ = await asyncio.gather(*tasks)

@@ -418,7 +418,7 @@ def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
     check(changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("path", ["/no/model", "~/no/model", "./model", "runs/sft/model"])
+@pytest.mark.parametrize("path", ["/no/model", "~/no/model", "~nobody/model", "./model", "runs/sft/model"])
 def test_a_model_that_is_no_folder_here_must_have_a_name_of_the_hub(path: str) -> None:
     hf: dict[str, Any] = {"model__kind": ModelKind.hf}
     line = f"model.path={path}: no such folder, and no name of the hub, which would be NAME or OWNER/NAME"
@@ -428,6 +428,18 @@ def test_a_model_that_is_no_folder_here_must_have_a_name_of_the_hub(path: str) -
     check(changed(Config(), **hf, model__path=path, ray__address="auto"))
     served = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter, "model__lora__served_path": path}
     assert refusal(**hf, model__path="gpt2", **served).startswith(f"model.lora.served_path={path}: no such folder")
+
+
+def test_what_is_missing_among_runs_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "runs" / "sft"
+    (run / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    hf: dict[str, Any] = {"model__kind": ModelKind.hf}
+    check(changed(Config(), **hf, model__path="runs/stf"))
+    (tmp_path / "runs" / "latest").symlink_to("sft")
+    assert refusal(**hf, model__path="runs/stf").startswith("model.path=runs/stf: no such folder")
+    served = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter, "model__lora__served_path": "runs/sft"}
+    assert refusal(**hf, model__path="runs/sft", **served).startswith("model.lora.served_path=runs/sft: must be a Hugg")
 
 
 def test_a_run_folder_or_a_checkpoint_may_be_the_model(tmp_path: Path) -> None:

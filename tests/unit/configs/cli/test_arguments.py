@@ -15,8 +15,16 @@ def test_the_newest_run_as_a_model_is_the_one_before_this(
     (tmp_path / "runs" / "a run" / "checkpoints" / "step_000020").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("a run")
     monkeypatch.chdir(tmp_path)
-    here = f"{tmp_path.resolve()}/runs/a run{below}"
-    given = parse([f"model.path=runs/latest{below}", f"+teacher.path={tmp_path}/runs/latest{below}", "seed=1"])
+    here, link = f"{tmp_path.resolve()}/runs/a run{below}", f"runs/latest{below}"
+    given = parse([f"model.path={link}", f"+teacher.path={tmp_path}/{link}", "seed=1"])
     assert given.overrides == (f'model.path="{here}"', f'+teacher.path="{here}"', "seed=1")
-    others = ("model.path=runs/other", "data.train_files=runs/latest", "model.path=org/latest", "model.path=")
+    assert parse([f"model.path='{link}'"]).overrides == (f'model.path="{here}"',)
+    swept = parse(["-m", f"model.path=gpt2,{link}"])
+    assert swept.jobs() == [("model.path=gpt2",), (f'model.path="{here}"',)]
+    others = (
+        "model.path=runs/other",
+        f"data.train_files={link}",
+        "model.path=org/latest",
+        "model.path='~nobody/latest'",
+    )
     assert parse(others).overrides == others

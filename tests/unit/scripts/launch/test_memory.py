@@ -116,6 +116,13 @@ def test_a_teacher_that_cannot_fit_is_refused() -> None:
     assert refusals(config, BILLION, "cuda", here) == []
     (found,) = refusals(config, BILLION, "cuda", here, BILLION)
     assert found.startswith("teacher.kv_cache_mb: a GPU of the teacher's needs 34.5 GiB")
+    shared = changed(
+        config, teacher__num_replicas=1, teacher__kv_cache_mb=8 * 1024, gpu_share=0.3, trainer__num_ranks=1
+    )
+    large = replace(here, gpu=28 * GIB)
+    assert refusals(shared, BILLION, "cuda", large) == []
+    (found,) = refusals(shared, BILLION, "cuda", large, BILLION)
+    assert found.startswith("teacher.kv_cache_mb: a GPU of a rank, a replica and the teacher needs 34.2 GiB")
     (found,) = refusals(changed(config, trainer__num_ranks=1), BILLION, "cpu", replace(here, gpu=None), BILLION)
     assert found.startswith("teacher.kv_cache_mb: 1 train worker(s) and 1 of replicas and 2 of the teacher need host")
 

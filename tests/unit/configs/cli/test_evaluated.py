@@ -47,6 +47,18 @@ def test_a_checkpoint_stands_for_itself_and_its_run(run: Path) -> None:
     assert (config.model.path, config.rollout.reward) == (str(step), "0.5*gsm8k")
 
 
+def test_the_weights_that_an_adapter_was_served_with_are_not_needed(run: Path) -> None:
+    """The adapter is merged into those that it was trained on."""
+    quantized = run / "quantized"
+    quantized.mkdir()
+    (quantized / "config.json").touch()
+    adapter = ("model.lora.rank=8", "model.lora.serve=adapter", f"model.lora.served_path={quantized}")
+    composed, _ = compose_job("train", ("model=hf", "model.path=gpt2", *adapter))
+    OmegaConf.save(composed, run / "config.yaml", resolve=True)
+    (quantized / "config.json").unlink()
+    assert evaluation_of(run).model.lora.served_path is None
+
+
 def test_what_is_no_run_is_refused_and_other_arguments_stay(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/no/such: no such folder; slipstream-evaluate takes a run folder"):
         of_folder(["/no/such"])

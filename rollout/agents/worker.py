@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from configs.schema import Config
 from rollout.agents.loop import AgentLoop, Ends, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
@@ -21,6 +21,7 @@ from rollout.rewards.base import RewardResult
 from rollout.rewards.dapo import overlong_penalty
 from rollout.rewards.outcome import settled
 from rollout.rewards.scoring import RewardScorer
+from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import (
     EvaluatedPrompt,
     EvaluatedSample,
@@ -31,6 +32,7 @@ from rollout.types import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,24 +190,29 @@ class AgentWorker:
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
     ) -> list[EvaluatedPrompt]:
-        """Run `num_samples` episodes per prompt. `attempt`: differs in each call, since a lost one may still run."""
+        """Run `num_samples` episodes per prompt, as many at a time as the router lets in for the training: trajectories
+        that train on the replica wait for a seat, and not for the evaluation. `attempt`: differs in each call, since a
+        lost one may still run."""
+        rollout = self.config.rollout
+        seats = rollout.max_num_seqs * rollout.data_parallel_size
+        room = ReplicaRouter([replica], max_inflight(seats, num_samples, rollout.episodes_per_seat))
         sampling = self._with_stop(sampling)
-        tasks: list[EpisodeTask] = []
-        for prompt in prompts:
+
+        async def ask(prompt: Prompt) -> EvaluatedPrompt:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
-            tasks += _tasks(prompt, first, [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)])
-        scored = await self._run(tasks, self.replicas[replica], lambda count: None, replica)
-        samples = map(_evaluated, scored)
-        return [
-            EvaluatedPrompt(
+            every = [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)]
+            await room.acquire(num_samples)
+            end = partial(room.release, replica)
+            scored = await self._run(_tasks(prompt, first, every), self.replicas[replica], end, replica)
+            return EvaluatedPrompt(
                 ordinal=prompt.ordinal,
                 data_source=prompt.data_source,
-                samples=tuple(islice(samples, num_samples)),
+                samples=tuple(map(_evaluated, scored)),
                 text=prompt.text,
                 ground_truth=prompt.ground_truth,
             )
-            for prompt in prompts
-        ]
+
+        return await _all(map(ask, prompts))
 
     async def _run(
         self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None], replica: str
@@ -216,13 +223,8 @@ class AgentWorker:
             self.events.emit(EpisodeStarted(**_of(task), replica=replica))
         scorer = self.scorer.of_group()
         calls = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
-        try:
-            async with asyncio.TaskGroup() as group:  # a call that raises ends them all
-                running = [group.create_task(self._run_call(some, generate, end, scorer)) for some in calls]
-        except ExceptionGroup as errors:
-            first = errors.exceptions[0]
-            raise first from first.__cause__
-        return [scored for one in running for scored in one.result()]
+        ran = await _all(self._run_call(some, generate, end, scorer) for some in calls)
+        return [scored for one in ran for scored in one]
 
     async def _run_call(
         self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None], scorer: RewardScorer
@@ -296,6 +298,17 @@ class AgentWorker:
         if sampling.ignore_eos:
             return sampling
         return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.tokenizer.eos_token_id))
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What the calls return. One that raises ends them all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(call) for call in calls]
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [one.result() for one in running]
 
 
 def _of(task: EpisodeTask) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class FakeTokenizer:
 
 
 class FakeReplica:
-    """Answers request i with the letters of `answers[i]` and an EOS, sampled by version 4 and then 5."""
+    """Answers request i of a prompt with the letters of `answers[i]` and an EOS, sampled by version 4 and then 5."""
 
     def __init__(self, *answers: str):
         self.calls: list[list[GenerationRequest]] = []
@@ -53,6 +53,19 @@ class FakeReplica:
             finish_reason="stop",
             cached_tokens=len(answer),
         )
+
+
+class BusyReplica(FakeReplica):
+    """Takes a second for each call, and knows how many requests it had at a time at most."""
+
+    busy = most = 0
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.busy += len(requests)
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(1)
+        self.busy -= len(requests)
+        return await super().generate(requests)
 
 
 async def reward_of_length(prompt: Prompt, text: str) -> RewardResult:
@@ -285,17 +298,40 @@ async def reward_of_letters(prompt: Prompt, text: str) -> RewardResult:
 
 
 def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None:
-    replica = FakeReplica("a", "abcd", "ab", "", "b", "abc")
+    replica = FakeReplica("a", "abcd")
     prompts = [make_prompt(ordinal) for ordinal in (5, 3, 4)]
     sampling = SamplingParams(temperature=0.6, max_tokens=8)
     part = run_virtual(make_worker(reward_of_letters, r0=replica).evaluate(prompts, "r0", sampling, 2))
-    scores = [[(sample.accuracy, sample.answer, sample.num_tokens) for sample in some.samples] for some in part]
-    assert scores == [[(1, "5a", 2), (4, "5a", 5)], [(2, "3a", 3), (0, "3", 1)], [(1, "4b", 2), (3, "4a", 4)]]
+    assert [prompt.ordinal for prompt in part] == [5, 3, 4]
+    for prompt in part:
+        scores = [(sample.accuracy, sample.answer, sample.num_tokens) for sample in prompt.samples]
+        assert scores == [(1, f"{prompt.ordinal}a", 2), (4, f"{prompt.ordinal}a", 5)]
     assert {(sample.versions, sample.error) for some in part for sample in some.samples} == {(frozenset({4, 5}), None)}
-    [requests] = replica.calls
-    ids = ["eval-5-0", "eval-5-1", "eval-3-0", "eval-3-1", "eval-4-0", "eval-4-1"]
-    assert [str(request.request_id) for request in requests] == ids
-    assert {request.sampling for request in requests} == {replace(sampling, stop_token_ids=(EOS,))}
+    ids = [[str(request.request_id) for request in call] for call in replica.calls]
+    assert ids == [["eval-5-0", "eval-5-1"], ["eval-3-0", "eval-3-1"], ["eval-4-0", "eval-4-1"]]
+    sampled = {request.sampling for call in replica.calls for request in call}
+    assert sampled == {replace(sampling, stop_token_ids=(EOS,))}
+
+
+@pytest.mark.parametrize("per_seat", [2, 4])
+def test_an_evaluation_sends_no_more_at_a_time_than_the_training_would(per_seat: int) -> None:
+    """A trajectory that trains on the same replica would wait behind the evaluation. Rewards need no room there."""
+    replica = BusyReplica("a", "b")
+
+    async def slow_reward(prompt: Prompt, text: str) -> RewardResult:
+        await asyncio.sleep(20)
+        return RewardResult(reward=1.0)
+
+    async def scenario() -> float:
+        config = Config(rollout=RolloutConfig(max_num_seqs=4, episodes_per_seat=per_seat))
+        prompts = [make_prompt(ordinal) for ordinal in range(50)]
+        started = now()
+        assert len(await make_worker(slow_reward, config, r0=replica).evaluate(prompts, "r0", SAMPLING, 2)) == 50
+        return now() - started
+
+    seconds = run_virtual(scenario())
+    assert replica.most == 4 * per_seat + 2
+    assert seconds == pytest.approx(20 + -(-2 * 50 // replica.most))
 
 
 def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -> None:

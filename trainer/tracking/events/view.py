@@ -387,9 +387,12 @@ class RunView:
         self.evaluations[event.global_steps] = EvaluationView(start=time, global_steps=event.global_steps)
 
     def _evaluation_ended(self, time: float, who: str, event: EvaluationEnded) -> None:
-        new = EvaluationView(start=time, global_steps=event.global_steps)
-        one = self.evaluations.setdefault(event.global_steps, new)
-        one.end, one.accuracy, one.file = time, event.accuracy, event.file
+        """Which may be of a later version than it began with, where the replicas that answered were updated first."""
+        version = event.global_steps
+        under_way = [begun for begun, one in self.evaluations.items() if one.end is None and begun <= version]
+        one = self.evaluations.pop(max(under_way)) if under_way else EvaluationView(start=time, global_steps=version)
+        one.end, one.global_steps, one.accuracy, one.file = time, version, event.accuracy, event.file
+        self.evaluations[version] = one
 
     def _checkpoint(self, time: float, who: str, event: CheckpointSaved | CheckpointFailed) -> None:
         self.checkpoints.append((time, event))

@@ -5,7 +5,7 @@ import pytest
 from rollout.events.kinds import GroupTrained, ReplicaLoad, TurnEnded, TurnStarted
 from tests.support.event_runs import JOB, simulated
 from tests.support.happenings import at, recorded, turn
-from trainer.tracking.events.kinds import KINDS, Resumed, StepPartEnded
+from trainer.tracking.events.kinds import KINDS, EvaluationEnded, EvaluationStarted, Resumed, StepPartEnded
 from trainer.tracking.events.slices import Lanes, VersionSlice, served_slices, version_slices
 from trainer.tracking.events.view import RunView
 
@@ -76,6 +76,17 @@ def test_a_resume_takes_back_steps_and_what_they_trained() -> None:
         view.add(stamped)
     assert set(view.steps) == {1}
     assert [view.groups[ordinal].trained_step for ordinal in (1, 2)] == [1, None]
+
+
+def test_an_evaluation_that_updates_overtook_is_one_of_the_version_that_answered() -> None:
+    view = RunView()
+    for time, version, answered in ((1.0, 10, 10), (4.0, 20, 21)):
+        ended = EvaluationEnded(global_steps=answered, accuracy=0.5, pinned=False, file=f"{answered}")
+        view.add(at(time, EvaluationStarted(global_steps=version)))
+        view.add(at(time + 2, ended))
+    view.add(at(9.0, EvaluationStarted(global_steps=30)))
+    found = {version: (one.start, one.end, one.global_steps, one.file) for version, one in view.evaluations.items()}
+    assert found == {10: (1.0, 3.0, 10, "10"), 21: (4.0, 6.0, 21, "21"), 30: (9.0, None, 30, "")}
 
 
 def test_a_turn_is_cut_where_its_replica_swapped() -> None:

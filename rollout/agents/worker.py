@@ -117,7 +117,8 @@ class AgentWorker:
             episodes = self._episodes(prompt, sampling, group_size, attempt)
             relay = Relay(self.replicas[replica], attempt)
             group = _UnderWay(relay, on_open, len(episodes))
-            group.task = asyncio.create_task(self._run(episodes, relay, group.end, replica))
+            scorer = self.scorer.of_group()
+            group.task = asyncio.create_task(self._run(episodes, relay, group.end, replica, scorer))
         else:
             group.on_open = on_open
             group.relay.move(self.replicas[replica], attempt)
@@ -196,14 +197,14 @@ class AgentWorker:
         rollout = self.config.rollout
         seats = rollout.max_num_seqs * rollout.data_parallel_size
         room = ReplicaRouter([replica], max_inflight(seats, num_samples, rollout.episodes_per_seat))
-        sampling = self._with_stop(sampling)
+        sampling, scorer = self._with_stop(sampling), self.scorer.of_group()
 
         async def ask(prompt: Prompt) -> EvaluatedPrompt:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
             every = [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)]
             await room.acquire(num_samples)
-            end = partial(room.release, replica)
-            scored = await self._run(_tasks(prompt, first, every), self.replicas[replica], end, replica)
+            tasks, end = _tasks(prompt, first, every), partial(room.release, replica)
+            scored = await self._run(tasks, self.replicas[replica], end, replica, scorer)
             return EvaluatedPrompt(
                 ordinal=prompt.ordinal,
                 data_source=prompt.data_source,
@@ -215,13 +216,17 @@ class AgentWorker:
         return await _all(map(ask, prompts))
 
     async def _run(
-        self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None], replica: str
+        self,
+        tasks: Sequence[EpisodeTask],
+        generate: GenerateGroup,
+        end: Callable[[int], None],
+        replica: str,
+        scorer: RewardScorer,
     ) -> list[_Scored]:
         """Run the episodes, and score each when it has ended. `end`: told of so many that have ended."""
         tasks = [replace(task, emit=self.events.emit) for task in tasks]
         for task in tasks:
             self.events.emit(EpisodeStarted(**_of(task), replica=replica))
-        scorer = self.scorer.of_group()
         calls = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
         ran = await _all(self._run_call(some, generate, end, scorer) for some in calls)
         return [scored for one in ran for scored in one]

@@ -1,6 +1,7 @@
 """Episodes to trajectories, with their rewards: on a made-up tokenizer and replicas."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -332,6 +333,23 @@ def test_an_evaluation_sends_no_more_at_a_time_than_the_training_would(per_seat:
     seconds = run_virtual(scenario())
     assert replica.most == 4 * per_seat + 2
     assert seconds == pytest.approx(20 + -(-2 * 50 // replica.most))
+
+
+def test_prompts_of_an_evaluation_share_the_threads_of_its_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.rewards.places.MAX_THREADS", 2)
+    running, most = 0, 0
+
+    def counts(prompt: Prompt, text: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+        return 1.0
+
+    prompts = [make_prompt(ordinal) for ordinal in range(6)]
+    asyncio.run(make_worker(counts, r0=FakeReplica("a")).evaluate(prompts, "r0", SAMPLING, 1))
+    assert most == 2
 
 
 def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -> None:

@@ -31,7 +31,7 @@ WITHOUT: Mapping[str, Callable[[World], World]] = {
     "updates": lambda world: replace(world, profile=replace(world.profile, publish_s=0.0, stage_s=0.0, swap_s=0.0)),
     "tools": lambda world: replace(world, profile=replace(world.profile, tool_s=NONE)),
     "rewards": lambda world: replace(world, profile=replace(world.profile, reward_s=NONE)),
-    "evaluations": lambda world: replace(world, setup=replace(world.setup, eval_every=0)),
+    "evaluations": lambda world: replace(world, profile=replace(world.profile, evaluation_requests=0)),
     "checkpoints": lambda world: replace(world, setup=replace(world.setup, checkpoint_every=0)),
     "shared cores": lambda world: replace(world, profile=replace(world.profile, cores=0.0)),
 }
@@ -68,7 +68,7 @@ def _differs(name: str, world: World) -> bool:
     if name == "stragglers":
         return any(one.at(1.0) > one.at(LONGEST) for one in (profile.turn_tokens, profile.turns))
     if name == "evaluations":
-        return profile.evaluation_requests > 0
+        return world.setup.eval_every > 0
     return name != "checkpoints" or profile.checkpoint_s > 0
 
 

@@ -70,8 +70,10 @@ def simulate(
     `whole`: a run that has these steps only, with its empty beginning and its end, as short runs are. `longest`: cuts
     lengths off at this quantile. `write`: takes the events, `recorder` the steps.
     """
-    lead = 0 if whole else (setup.max_staleness + 1) * setup.interval
-    simulated = _Simulated(profile, replace(setup, steps=setup.steps + 2 * lead), Draws(profile, seed, longest), write)
+    tail = 0 if whole else (setup.max_staleness + 1) * setup.interval
+    lead = 0 if whole else max(tail, setup.eval_every)  # what an evaluation takes after a period, one took before it
+    steps = lead + setup.steps + tail
+    simulated = _Simulated(profile, replace(setup, steps=steps), Draws(profile, seed, longest), write)
     return run_virtual(simulated.run(setup, lead, recorder))
 
 
@@ -85,7 +87,8 @@ class _Simulated:
 
     async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
         profile, setup, clock = self.profile, self.setup, asyncio.get_running_loop().time
-        config, machine = setup.config(), Machine(profile, setup.num_ranks)
+        evaluates = setup.eval_every if profile.evaluation_requests else 0
+        config, machine = replace(setup, eval_every=evaluates).config(), Machine(profile, setup.num_ranks)
         events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
@@ -98,7 +101,7 @@ class _Simulated:
             scorer=DrawnReward(self.draws).scorer(),
             recorder=recorder or Nothing(),
             checkpointer=ProfiledCheckpoints(profile, setup),
-            held_out=_held_out(profile, setup),
+            held_out=_held_out(profile.evaluation_requests if evaluates else 0),
             events=events,
             of_agents=EventLog(clock, is_on=events.is_on),
             collect_s=1.0 if events.is_on else COLLECT_S,
@@ -114,8 +117,7 @@ def _replica(index: int, engine: ProfiledEngine, config: Config, events: DriverE
     return RolloutReplica(f"replica-{index}", engine, config.weight_sync, events=log)
 
 
-def _held_out(profile: Profile, setup: Setup) -> Sequence[Prompt]:
-    count = profile.evaluation_requests if setup.eval_every else 0
+def _held_out(count: int) -> Sequence[Prompt]:
     return [Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="") for index in range(count)]
 
 

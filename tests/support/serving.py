@@ -22,9 +22,9 @@ AT_ONCE_S = 20
 """Deadline of what would never come if it waited for a resume. A busy machine may leave a process without a core for
 seconds."""
 SETTLED_S = 2.0
-LONG = 10_000
-"""Tokens of a request that does not end by itself within a test, also where its client gets no core for seconds."""
-LONG_ENOUGH = ("rollout.max_response_tokens=12000", "model.max_position_embeddings=16384")
+LONG = 40_000
+"""Tokens of a request that does not end by itself within DEADLINE_S, also where its client gets no core meanwhile."""
+LONG_ENOUGH = ("rollout.max_response_tokens=45000", "model.max_position_embeddings=49152")
 """Overrides of a server that has room for LONG."""
 
 _Count = TypeVar("_Count")

@@ -120,9 +120,14 @@ def _raylets() -> list[psutil.Process]:
 
 @asynccontextmanager
 async def _lives(processes: Sequence[psutil.Process]) -> AsyncIterator[None]:
-    """Run the block while the processes live. Raises RayDiedError when one has ended: Ray itself would end this process
-    some two seconds later, without a word and with everything left behind. Once the block is being cancelled, by a
-    signal that all processes of its group may have got, their end is no error, and hurries that of the block."""
+    """Run the block while the processes live. Raises RayDiedError when one has ended.
+
+    Ray itself ends this process, without a word and with everything left behind, when it touches the object store,
+    which went with the raylet. Where that comes before this has noticed the end, no error of ours is told.
+
+    Once the block is being cancelled, by a signal that all processes of its group may have got, their end is no error,
+    and hurries that of the block.
+    """
     loop, block, ended = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
     was_stopped = False
     assert block is not None

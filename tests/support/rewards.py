@@ -40,6 +40,19 @@ async def slow_while_a_file_exists(_prompt: Prompt, text: str) -> float:
     return float(len(text) % 2)
 
 
+class CountsCalls:
+    """A synchronous reward that knows how many calls of it ran at a time at most."""
+
+    running = most = 0
+
+    def __call__(self, _prompt: Prompt, text: str) -> float:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.02)
+        self.running -= 1
+        return 1.0
+
+
 class UnprintableError(Exception):
     """Its text cannot be had."""
 

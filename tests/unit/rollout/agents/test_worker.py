@@ -1,7 +1,6 @@
 """Episodes to trajectories, with their rewards: on a made-up tokenizer and replicas."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from rollout.progress import Attempt
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
 from tests.support.fakes import make_prompt, now, run_virtual
-from tests.support.rewards import threaded
+from tests.support.rewards import CountsCalls, threaded
 from tests.support.sequences import only
 
 EOS = 0
@@ -337,19 +336,10 @@ def test_an_evaluation_sends_no_more_at_a_time_than_the_training_would(per_seat:
 
 def test_prompts_of_an_evaluation_share_the_threads_of_its_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.rewards.places.MAX_THREADS", 2)
-    running, most = 0, 0
-
-    def counts(prompt: Prompt, text: str) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.02)
-        running -= 1
-        return 1.0
-
+    reward = CountsCalls()
     prompts = [make_prompt(ordinal) for ordinal in range(6)]
-    asyncio.run(make_worker(counts, r0=FakeReplica("a")).evaluate(prompts, "r0", SAMPLING, 1))
-    assert most == 2
+    asyncio.run(make_worker(reward, r0=FakeReplica("a")).evaluate(prompts, "r0", SAMPLING, 1))
+    assert reward.most == 2
 
 
 def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -> None:

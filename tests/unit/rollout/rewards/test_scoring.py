@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Prompt
 from tests.support.fakes import make_prompt, run_virtual
-from tests.support.rewards import UnprintableError, threaded
+from tests.support.rewards import CountsCalls, UnprintableError, threaded
 
 TEXTS = ["ab", "c", ""]
 NUMBERS = {"ab": np.int64(1), "c": np.float32(0.5), "": np.bool_(False)}
@@ -173,22 +172,14 @@ def test_rewards_that_wait_for_a_thread_have_a_deadline_of_their_own(
 
 def test_responses_of_a_group_that_come_one_by_one_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.rewards.places.MAX_THREADS", 2)
-    running, most = 0, 0
-
-    def counts(prompt: Prompt, text: str) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.02)
-        running -= 1
-        return 1.0
+    reward = CountsCalls()
 
     async def main() -> None:
-        group = threaded(counts).of_group()
+        group = threaded(reward).of_group()
         await asyncio.gather(*(group.score([(make_prompt(0), "")]) for _ in range(6)))
 
     asyncio.run(main())
-    assert most == 2
+    assert reward.most == 2
 
 
 def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancelled() -> None:

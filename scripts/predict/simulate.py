@@ -71,7 +71,8 @@ def simulate(
     lengths off at this quantile. `write`: takes the events, `recorder` the steps.
     """
     tail = 0 if whole else (setup.max_staleness + 1) * setup.interval
-    lead = 0 if whole else max(tail, setup.eval_every)  # what an evaluation takes after a period, one took before it
+    # An evaluation delays steps of the next period too: the counted ones begin after one, as they end after one.
+    lead = 0 if whole else max(tail, setup.eval_every)
     steps = lead + setup.steps + tail
     simulated = _Simulated(profile, replace(setup, steps=steps), Draws(profile, seed, longest), write)
     return run_virtual(simulated.run(setup, lead, recorder))
@@ -87,8 +88,8 @@ class _Simulated:
 
     async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
         profile, setup, clock = self.profile, self.setup, asyncio.get_running_loop().time
-        evaluates = setup.eval_every if profile.evaluation_requests else 0
-        config, machine = replace(setup, eval_every=evaluates).config(), Machine(profile, setup.num_ranks)
+        eval_every = setup.eval_every if profile.evaluation_requests else 0
+        config, machine = replace(setup, eval_every=eval_every).config(), Machine(profile, setup.num_ranks)
         events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
@@ -101,7 +102,7 @@ class _Simulated:
             scorer=DrawnReward(self.draws).scorer(),
             recorder=recorder or Nothing(),
             checkpointer=ProfiledCheckpoints(profile, setup),
-            held_out=_held_out(profile.evaluation_requests if evaluates else 0),
+            held_out=_held_out(profile.evaluation_requests),
             events=events,
             of_agents=EventLog(clock, is_on=events.is_on),
             collect_s=1.0 if events.is_on else COLLECT_S,

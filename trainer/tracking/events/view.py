@@ -387,7 +387,7 @@ class RunView:
         self.evaluations[event.global_steps] = EvaluationView(start=time, global_steps=event.global_steps)
 
     def _evaluation_ended(self, time: float, who: str, event: EvaluationEnded) -> None:
-        """Which may be of a later version than it began with, where the replicas that answered were updated first."""
+        """It is of the version that answered, a later one than it began with where updates overtook it."""
         version = event.global_steps
         under_way = [begun for begun, one in self.evaluations.items() if one.end is None and begun <= version]
         one = self.evaluations.pop(max(under_way)) if under_way else EvaluationView(start=time, global_steps=version)

@@ -114,7 +114,11 @@ def test_a_period_of_evaluations_tells_as_much_as_several(max_staleness: int) ->
     setup = replace(SMALL, max_num_seqs=16, max_staleness=max_staleness, steps=8, eval_every=8)
     short, long = simulate(evaluated, setup), simulate(evaluated, replace(setup, steps=40))
     assert short.samples_per_s == pytest.approx(long.samples_per_s, rel=0.02)
-    assert simulate(evaluated, replace(setup, eval_every=0)).samples_per_s > 1.2 * long.samples_per_s
+    without = simulate(evaluated, replace(setup, eval_every=0)).samples_per_s
+    assert without > 1.2 * long.samples_per_s
+    nothing_held_out = replace(evaluated, evaluation_requests=0)
+    assert simulate(nothing_held_out, setup).samples_per_s == pytest.approx(without, rel=0.02)
+    assert next(cost for cost in costs(evaluated, long) if cost.of == "evaluations").step_s > 0
 
 
 def test_tokens_that_are_masked_are_not_trained() -> None:
